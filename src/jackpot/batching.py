@@ -1,0 +1,102 @@
+"""Scored rollouts into optimizer steps and micro-batches of tensors. Layer 4.
+
+Nothing is dropped and nothing is cut: every sequence of the rollout batch is in exactly one micro-batch of each epoch.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from jackpot.errors import ConfigError
+from jackpot.ops.uniforms import stream_key, uniform_row
+from jackpot.types import Prompt, ScoredRollout, TokenBatch
+
+
+def optimizer_steps(
+    scored: Sequence[ScoredRollout], *, step_size: int, epochs: int, micro_batch_tokens: int, seed: int
+) -> Iterator[list[TokenBatch]]:
+    """The micro-batches of every optimizer step over one rollout batch, epoch after epoch.
+
+    With one step per epoch the order is the rollouts' own; with more, whole sequences are shuffled by `seed` and epoch, as
+    PPO does. The coins of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
+
+    Args:
+        step_size: sequences in one optimizer step; divides the number of rollouts.
+        micro_batch_tokens: the most padded tokens, prompts included, in one micro-batch.
+    """
+    for epoch in range(epochs):
+        order = list(scored)
+        if step_size < len(order):
+            random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
+        for start in range(0, len(order), step_size):
+            yield micro_batches(order[start : start + step_size], micro_batch_tokens, seed, epoch)
+
+
+def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int) -> list[TokenBatch]:
+    """Split one optimizer step so that each part has at most `budget` padded tokens: the fewest parts, sorted by length.
+
+    Raises:
+        ConfigError: one sequence alone is longer than the budget.
+    """
+    parts: list[list[ScoredRollout]] = [[]]
+    prompt = response = 0
+    for item in sorted(scored, key=_length):
+        if _length(item) > budget:
+            raise ConfigError(
+                f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; raise "
+                f"it to at least the longest prompt plus sampling.max_new_tokens"
+            )
+        prompt = max(prompt, len(item.rollout.prompt.token_ids))
+        response = max(response, len(item.rollout.token_ids))
+        if (len(parts[-1]) + 1) * (prompt + response) > budget:
+            parts.append([])
+            prompt, response = len(item.rollout.prompt.token_ids), len(item.rollout.token_ids)
+        parts[-1].append(item)
+    return [collate(part, seed, epoch) for part in parts if part]
+
+
+def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatch:
+    """Tensors of some rollouts: unique prompts [U, P] padded on the left, responses [B, T] padded on the right.
+
+    An empty response is allowed: its row is all mask.
+    """
+    rollouts = [item.rollout for item in scored]
+    rows, index = _unique([rollout.prompt for rollout in rollouts])
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+    width = int(lengths.max())
+    attention_mask = torch.arange(width) < lengths[:, None]
+    advantages = torch.tensor([item.advantage for item in scored], dtype=torch.float32)
+    keys = [stream_key(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
+    return TokenBatch(
+        uids=tuple(rollout.uid for rollout in rollouts),
+        prompt_ids=_pad([torch.tensor(row) for row in rows], left=True),
+        prompt_mask=_pad([torch.ones(len(row), dtype=torch.bool) for row in rows], left=True),
+        prompt_index=torch.tensor(index),
+        response_ids=_pad([rollout.token_ids for rollout in rollouts]),
+        attention_mask=attention_mask,
+        response_mask=_pad([rollout.sampled_mask for rollout in rollouts]),
+        rollout_log_probs=_pad([rollout.rollout_log_probs for rollout in rollouts]),
+        advantages=advantages[:, None] * attention_mask,
+        uniforms=torch.stack([uniform_row(key, width) for key in keys]),
+        top_ids=_pad([rollout.top_ids for rollout in rollouts]),
+        top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
+        versions=_pad([rollout.versions for rollout in rollouts]),
+    )
+
+
+def _unique(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The distinct prompts' token ids, and for every prompt the row where its ids stand."""
+    rows: dict[tuple[int, ...], int] = {}
+    index = [rows.setdefault(prompt.token_ids, len(rows)) for prompt in prompts]
+    return list(rows), index
+
+
+def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_side="left" if left else "right")
+
+
+def _length(item: ScoredRollout) -> int:
+    return len(item.rollout.prompt.token_ids) + len(item.rollout.token_ids)

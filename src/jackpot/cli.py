@@ -1,0 +1,84 @@
+"""The command line. Layer 7: parse, call, show; no logic of its own."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jackpot.config import Config
+from jackpot.console import live_progress, show_answers, show_plan, show_result, starter_progress
+from jackpot.errors import JackpotError
+from jackpot.launch.local import launch, model_paths
+from jackpot.launch.plan import parameter_counts
+from jackpot.launch.sample import sample_answers
+from jackpot.models.starters import make_starters
+from jackpot.recipes import recipe_names, resolve
+from jackpot.telemetry import RunFolder
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Train a large language model by reinforcement learning on text that a smaller, cheaper model wrote.",
+)
+
+RecipeArgument = Annotated[str, typer.Argument(help=f"A recipe ({', '.join(recipe_names())}) or the path of a .yaml file.")]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value, e.g. iterations=20.")] = None,
+    arm: Annotated[str | None, typer.Option(help="One of the recipe's arms.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-seedN.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+) -> None:
+    """Train, or continue the run that is in the folder. Ctrl-C stops after the iteration, with a checkpoint."""
+    console = Console()
+    config = resolve(recipe, arm, overrides or [])
+    folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, arm, f"seed{config.seed}"]))
+    if dry_run:
+        show_plan(console, config, parameter_counts(model_paths(config, None)), folder)
+        return
+    finished = _train(console, config, folder)
+    show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, finished)
+
+
+def _train(console: Console, config: Config, folder: Path) -> bool:
+    with live_progress(console, config) as listen:
+        trainer = launch(config, folder, listen)
+        if trainer.iteration == config.iterations:
+            console.print(f"This run is finished ({config.iterations} iterations); use --run for a new one.")
+        return trainer.train()
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="The folder of a run with a checkpoint.")],
+    problems: Annotated[int, typer.Option(min=1, help="How many held-out problems.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+) -> None:
+    """Show both models answering held-out problems, before and after training."""
+    show_answers(Console(), sample_answers(run, problems, seed))
+
+
+@app.command()
+def starter(
+    folder: Annotated[Path, typer.Argument(help="Where to write the folders policy and rollout_model.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and examples; 0 is what the package carries.")] = 0,
+) -> None:
+    """Make the two starter models again from nothing."""
+    console = Console()
+    with starter_progress(console) as progress:
+        make_starters(folder, seed, progress)
+    console.print(f"Wrote {folder / 'policy'} and {folder / 'rollout_model'}", soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point: an error made by the user is printed, not traced."""
+    try:
+        app()
+    except JackpotError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        sys.exit(2)

@@ -1,0 +1,155 @@
+"""What a person sees: the plan, live progress, the table at the end. Layer 7."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from jackpot.config import Config
+from jackpot.launch.sample import Answer
+from jackpot.trainer import Line, Listener
+from jackpot.types import Prompt
+
+_SHOWN = {  # column: metric and its format
+    "reward": ("reward/mean", "{:.3f}"),
+    "policy": ("eval/policy_accuracy", "{:.1%}"),
+    "rollout model": ("eval/rollout_model_accuracy", "{:.1%}"),
+    "acceptance": ("obrs/acceptance", "{:.3f}"),
+    "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
+    "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
+}
+
+
+@contextmanager
+def live_progress(console: Console, config: Config) -> Iterator[Listener]:
+    """A listener that shows iteration, the numbers above and the time left: a live line in a terminal, else plain lines."""
+    if not console.is_terminal:
+        yield _PlainProgress(console, config.iterations)
+        return
+    bar = Progress(
+        TextColumn("iteration {task.completed}/{task.total}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        console=console,
+    )
+    task = bar.add_task("train", total=config.iterations)
+    latest: Line = {}
+
+    def listen(line: Line) -> None:
+        latest.update({key: value for key, value in line.items() if value is not None})
+        bar.update(task, completed=line["iteration"])
+        live.update(_frame(bar, latest))
+
+    with Live(_frame(bar, latest), console=console, refresh_per_second=4) as live:
+        yield listen
+
+
+def _frame(bar: Progress, latest: Line) -> Table:
+    numbers = Table.grid(padding=(0, 2))
+    numbers.add_row(*(f"[dim]{name}[/] {_format(latest, *shown)}" for name, shown in _SHOWN.items()))
+    frame = Table.grid()
+    frame.add_row(bar)
+    frame.add_row(numbers)
+    return frame
+
+
+class _PlainProgress:
+    """One line now and then, for logs: at most one every five seconds, and every evaluation."""
+
+    def __init__(self, console: Console, iterations: int) -> None:
+        self._console, self._iterations = console, iterations
+        self._started, self._last, self._first_iteration = time.monotonic(), 0.0, None
+
+    def __call__(self, line: Line) -> None:
+        now, done = time.monotonic(), line["iteration"]
+        self._first_iteration = done if self._first_iteration is None else self._first_iteration
+        if now - self._last < 5.0 and "eval/policy_accuracy" not in line:
+            return
+        self._last = now
+        fresh = done - self._first_iteration
+        left = f"{(now - self._started) / fresh * (self._iterations - done):.0f} s left" if fresh else ""
+        numbers = "  ".join(f"{name} {_format(line, *shown)}" for name, shown in _SHOWN.items() if shown[0] in line)
+        self._console.print(f"iteration {done}/{self._iterations}  {numbers}  {left}", highlight=False, soft_wrap=True)
+
+
+def _format(line: Mapping[str, Any], metric: str, form: str) -> str:
+    value = line.get(metric)
+    return "-" if value is None else form.format(value)
+
+
+def show_result(console: Console, config: Config, lines: Sequence[Line], folder: Path, finished: bool) -> None:
+    """Accuracy of both models before and after, and where everything is."""
+    evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
+    table = Table(title=f"Sampled accuracy on {config.evaluation.problems} held-out problems")
+    for column in ("model", "before", f"after {evaluated[-1]['iteration']} iterations", "change"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+    for role in roles:
+        before, after = evaluated[0][f"eval/{role}_accuracy"], evaluated[-1][f"eval/{role}_accuracy"]
+        table.add_row(role.replace("_", " "), f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points")
+    console.print(table)
+    console.print(f"Run folder: {folder}", soft_wrap=True)
+    if not finished:
+        console.print("Stopped before the end; the same command continues.", soft_wrap=True)
+
+
+def show_answers(console: Console, problems: Sequence[tuple[Prompt, Sequence[Answer]]]) -> None:
+    """A table for every problem: who answered what, before and after."""
+    for prompt, answers in problems:
+        table = Table(title=f"{prompt.text} (answer: {prompt.answer})", title_justify="left", min_width=60)
+        for column in ("model", "training", "response", ""):
+            table.add_column(column)
+        for answer in answers:
+            verdict = "[green]right[/]" if answer.correct else "[red]wrong[/]"
+            when = "after" if answer.after else "before"
+            table.add_row(answer.role.replace("_", " "), when, Text(answer.response), verdict)
+        console.print(table)
+
+
+@contextmanager
+def starter_progress(console: Console) -> Iterator[Callable[[str, int, int, float], None]]:
+    """A callback for `make_starters` that shows one bar for each starter."""
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int, loss: float) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, description=f"{name}  loss {loss:.3f} nats/token")
+
+        yield show
+
+
+def show_plan(console: Console, config: Config, sizes: Mapping[str, int], folder: Path) -> None:
+    """What a run would do."""
+    batch = config.batch
+    correction = config.objective.correction
+    rows = {
+        "policy": f"{config.policy.path}, {sizes['policy']:,} parameters",
+        "rollout model": "the policy itself"
+        if config.rollout_model is None
+        else f"{config.rollout_model.path}, {sizes['rollout_model']:,} parameters"
+        + ("" if config.rollout_model.optimizer else ", frozen"),
+        "iterations": f"{config.iterations}",
+        "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
+        "optimizer steps": f"{batch.steps_per_iteration} per iteration, {config.iterations * batch.steps_per_iteration} in all",
+        "staleness": f"{batch.steps_per_iteration} optimizer steps on one rollout batch",
+        "response tokens": f"at most {batch.rollouts * config.sampling.max_new_tokens:,} per iteration",
+        "correction": ", ".join(f"{key} {value}" for key, value in correction.model_dump().items()),
+        "engine": f"{config.engine.name} in {config.engine.dtype}, training in {config.precision}",
+        "evaluation": f"{config.evaluation.problems} problems every {config.evaluation.every} iterations",
+        "run folder": str(folder),
+    }
+    table = Table(title="The plan (nothing was run)", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)

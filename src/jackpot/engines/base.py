@@ -1,0 +1,96 @@
+"""What every engine promises. Layer 3.
+
+An engine owns one model and writes responses with it. It never trains: new weights come in through `update_weights`,
+and every token that it writes carries the version of the weights that wrote it.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jackpot.errors import EngineError
+from jackpot.types import Request, Rollout, Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What an engine can do and what its numbers mean."""
+
+    num_top_log_probs: int  # the most it returns for a token
+    quantised: bool  # True where it computes with other numbers than the weights it was sent
+    streaming: bool  # True where `collect` returns finished rollouts while others are still being written
+    dtype: torch.dtype  # of its weights; weights arrive in the learner's dtype and are cast to this
+
+
+class Engine(ABC):
+    """Writes rollouts and scores text with one model. Used from one thread."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    @abstractmethod
+    def version(self) -> Version:
+        """The version that the next token will carry."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue responses to write.
+
+        Raises:
+            EngineError: a uid already in flight, a prompt that leaves no room for one token in the context (nothing
+                of the call is queued), or more top log-probs asked for than the engine returns.
+        """
+
+    @abstractmethod
+    def collect(self, n: int, timeout: float | None = None) -> list[Rollout]:
+        """Up to `n` finished rollouts, each exactly once, in any order.
+
+        Waits until `n` are there, until nothing is in flight, or for `timeout` seconds; None waits for as long as it
+        takes. Fewer than `n` means that the time was up or that no more were submitted.
+        """
+
+    @abstractmethod
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Log-probs of the response tokens under the engine's current weights, untruncated: [T] float32 for each."""
+
+    @abstractmethod
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        """Replace all weights and return the `weights_digest` of what the engine now holds.
+
+        Tokens written later carry `version`; cached states of the old weights are dropped.
+
+        Raises:
+            EngineError: rollouts are in flight, a name is missing or unknown, or a shape differs. The old weights
+                and version stay.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model. Closing twice is allowed; any other call after it raises EngineError."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """Submit, wait for all, and return them in the order of `requests`."""
+        self.submit(requests)
+        rollouts = {rollout.uid: rollout for rollout in self.collect(len(requests))}
+        if missing := [request.uid for request in requests if request.uid not in rollouts]:
+            raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
+        return [rollouts[request.uid] for request in requests]
+
+
+def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    """SHA-256 over name, shape and bytes of every tensor after a cast to `dtype`, in the order of the names.
+
+    Two sides that hold the same weights print the same digest; the trainer compares them after every update.
+    """
+    whole = hashlib.sha256()
+    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
+        data = tensor.detach().to(dtype=dtype, device="cpu").contiguous()
+        whole.update(f"{name}{tuple(data.shape)}".encode())
+        whole.update(data.view(torch.uint8).numpy())
+    return whole.hexdigest()

@@ -1,0 +1,241 @@
+"""The engine that needs nothing but transformers: it runs anywhere, in the trainer's own process. Layer 3.
+
+Requests wait in a queue and are decoded in batches. The draw for token t of a request depends on (seed, t) and on the
+distribution alone, not on the batch. The distribution itself moves by float rounding with the shape of the batch, so a
+response can change where a uniform falls within that rounding of a boundary between two tokens: about once in a million
+tokens in float32, far more often in bfloat16.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.engines.base import Capabilities, Engine, weights_digest
+from jackpot.engines.decoding import DecodingBatch
+from jackpot.errors import EngineError
+from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
+from jackpot.types import Request, Rollout, Version
+
+_SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
+_SCORE_LOGITS = 2**24  # at once in `score`: 64 MiB in float32
+
+
+class TransformersEngine(Engine):
+    """Decodes with a model that it owns, in batches of requests that share their sampling settings.
+
+    Nothing happens between calls: `collect` is where tokens are written. It returns as soon as it has enough, and rows
+    still being written go on at the next call.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], version: Version, max_batch_size: int = 256
+    ) -> None:
+        """
+        Args:
+            model: owned by the engine from now on: put in eval mode, and its weights are overwritten by updates.
+            eos_token_ids: end every response, beside `Sampling.stop_token_ids`; `eos_token_ids(model)` finds them.
+            max_batch_size: rows decoded at once; the cache holds this many times the longest prompt and response.
+
+        Raises:
+            EngineError: weights of several dtypes, no context length in the config, or max_batch_size below 1.
+            ModelError: a head that is not supported.
+        """
+        if max_batch_size < 1:
+            raise EngineError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
+            raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if not context:
+            raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
+        self._model: PreTrainedModel | None = model.eval()
+        self._context_length = int(context)
+        self._vocab_size = output_layer(model).out_features
+        self._dtype = dtypes.pop()
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._version = version
+        self._max_batch_size = max_batch_size
+        self._in_flight: set[str] = set()  # uids submitted and not collected
+        self._queue: deque[Request] = deque()
+        self._batch: DecodingBatch | None = None
+        self._finished: deque[Rollout] = deque()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(num_top_log_probs=self._vocab_size, quantised=False, streaming=True, dtype=self._dtype)
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._open()
+        uids = Counter(request.uid for request in requests)
+        if twice := [uid for uid, count in uids.items() if count > 1 or uid in self._in_flight]:
+            raise EngineError(f"uids already in flight: {twice[:5]}; give every request a uid of its own")
+        for request in requests:
+            self._check(request)
+        self._in_flight.update(uids)
+        self._queue.extend(requests)
+
+    def collect(self, n: int, timeout: float | None = None) -> list[Rollout]:
+        """As `Engine.collect`. At least one token is written before the time is looked at, so polling gets on."""
+        self._open()
+        if n < 0:
+            raise EngineError(f"collect takes a number of rollouts, got {n}")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(self._finished) < n and (self._batch or self._queue):
+            self._step()
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        taken = [self._finished.popleft() for _ in range(min(n, len(self._finished)))]
+        self._in_flight.difference_update(rollout.uid for rollout in taken)
+        return taken
+
+    @torch.no_grad()
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        model = self._open()
+        if temperature <= 0.0:
+            raise EngineError(f"score needs a temperature above 0, got {temperature}")
+        for rollout in rollouts:
+            if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > self._context_length:
+                raise EngineError(
+                    f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
+                    f"{self._context_length}; shorten it, or score with the model that wrote it"
+                )
+        scores: dict[int, Tensor] = {}
+        for rows in _score_batches(rollouts):
+            scores |= zip(rows, _score(model, [rollouts[row] for row in rows], temperature), strict=True)
+        return [scores[row] for row in range(len(rollouts))]
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        """As `Engine.update_weights`. Takes the names of `named_parameters()`, a tied weight once.
+
+        All tensors are held until all are checked: nothing is copied before.
+        """
+        model = self._open()
+        if self._in_flight:
+            raise EngineError(
+                f"{len(self._in_flight)} rollouts are in flight; collect them before the weights are replaced"
+            )
+        sent = list(named_tensors)
+        parameters = dict(model.named_parameters())
+        _check_weights(sent, parameters)
+        for name, tensor in sent:
+            parameters[name].copy_(tensor)
+        self._version = version
+        return weights_digest(parameters.items(), self._dtype)
+
+    def close(self) -> None:
+        self._model = self._batch = None
+        self._queue.clear()
+        self._finished.clear()
+        self._in_flight.clear()
+
+    def _open(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError("the engine is closed; make a new one")
+        return self._model
+
+    def _check(self, request: Request) -> None:
+        """Raises EngineError for a request that cannot be answered as asked."""
+        prompt, wanted = request.prompt.token_ids, request.sampling.num_top_log_probs
+        if not prompt:
+            raise EngineError(f"the prompt of {request.uid} is empty; it needs at least one token to predict from")
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise EngineError(
+                f"the prompt of {request.uid} has token ids from {min(prompt)} to {max(prompt)}; the model knows 0 to "
+                f"{self._vocab_size - 1}. Use the model's own tokenizer"
+            )
+        if len(prompt) >= self._context_length:
+            raise EngineError(
+                f"the prompt of {request.uid} has {len(prompt)} tokens and leaves no room in the context of "
+                f"{self._context_length}; drop it or shorten it"
+            )
+        if wanted > self._vocab_size:
+            raise EngineError(
+                f"{request.uid} asks for {wanted} top log-probs; the vocabulary has {self._vocab_size} tokens"
+            )
+        if not 0 <= request.seed < 2**64:
+            raise EngineError(f"the seed of {request.uid} must be in [0, 2**64), got {request.seed}")
+
+    def _step(self) -> None:
+        """Write one token in every row of the batch. On any error its rows return to the queue and start again."""
+        if self._batch is None:
+            self._batch = self._next_batch()
+        try:
+            self._finished.extend(self._batch.step())
+        except BaseException:
+            self._queue.extendleft(reversed(self._batch.requests))
+            self._batch = None
+            raise
+        if not self._batch.requests:
+            self._batch = None
+
+    def _next_batch(self) -> DecodingBatch:
+        """The requests at the head of the queue that share their sampling settings, up to the largest batch."""
+        sampling = self._queue[0].sampling
+        alike = takewhile(lambda request: request.sampling == sampling, self._queue)
+        requests = list(islice(alike, self._max_batch_size))
+        stops = frozenset(self._eos_token_ids + sampling.stop_token_ids)
+        batch = DecodingBatch(self._open(), requests, stops, self._context_length, self._version)
+        for _ in requests:
+            self._queue.popleft()
+        return batch
+
+
+def _check_weights(sent: Sequence[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:
+    """Raises EngineError unless every parameter is sent once and in its shape."""
+    names = Counter(name for name, _ in sent)
+    problems = {
+        "missing": sorted(parameters.keys() - names.keys()),
+        "unknown": sorted(names.keys() - parameters.keys()),
+        "sent twice": sorted(name for name, count in names.items() if count > 1),
+        "of another shape": [
+            f"{name} {tuple(tensor.shape)}, needed {tuple(parameters[name].shape)}"
+            for name, tensor in sent
+            if name in parameters and tensor.shape != parameters[name].shape
+        ],
+    }
+    if found := [f"{len(items)} {kind} ({'; '.join(items[:3])})" for kind, items in problems.items() if items]:
+        raise EngineError(
+            f"weights that do not fit the engine's model: {', '.join(found)}; nothing was replaced. "
+            "Send the named_parameters() of a model of the same architecture"
+        )
+
+
+def _score_batches(rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
+    """Row numbers in batches of like length, at most `_SCORE_TOKENS` tokens with padding, one row at least."""
+    waiting = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
+    rows: list[int] = []
+    prompt, response = 0, 0  # the widths of the batch that `rows` makes
+    for row in waiting:
+        prompt = max(prompt, len(rollouts[row].prompt.token_ids))
+        response = max(response, len(rollouts[row].token_ids))
+        if rows and (len(rows) + 1) * (prompt + response) > _SCORE_TOKENS:
+            yield rows
+            rows, prompt, response = [], len(rollouts[row].prompt.token_ids), len(rollouts[row].token_ids)
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+def _score(model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    """Log-probs of the response tokens in one forward pass, [T] float32 each; the head sees a few positions at once."""
+    device = model.device
+    prompt_ids, prompt_mask = pad_tokens([rollout.prompt.token_ids for rollout in rollouts], "left", device)
+    ids, mask = pad_tokens([rollout.token_ids.tolist() for rollout in rollouts], "right", device)
+    every = torch.arange(len(rollouts), device=device)
+    sequences = full_sequences(prompt_ids, prompt_mask, every, ids, mask)
+    hidden = last_hidden(model, sequences, ids.shape[1])[mask]  # [N, H], all response tokens
+    rows = max(1, _SCORE_LOGITS // output_layer(model).out_features)
+    log_probs = [
+        torch.log_softmax(head_logits(model, states) / temperature, dim=-1).gather(1, targets[:, None])[:, 0].cpu()
+        for states, targets in zip(hidden.split(rows), ids[mask].split(rows), strict=True)
+    ]
+    return [row.clone() for row in torch.cat(log_probs).split([len(rollout.token_ids) for rollout in rollouts])]

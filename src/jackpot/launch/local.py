@@ -1,0 +1,197 @@
+"""Everything in this process: loads the models, makes engine and learner, places them. Layer 6."""
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from jackpot.checkpoint import Checkpoints, load_state
+from jackpot.config import Config, EngineConfig, OptimizerConfig
+from jackpot.engines.base import Engine
+from jackpot.engines.transformers import TransformersEngine
+from jackpot.errors import ConfigError, EngineError, ModelError
+from jackpot.learner import JointLearner
+from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from jackpot.objectives.corrections import make_correction
+from jackpot.objectives.distill import DISTILLATIONS
+from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
+from jackpot.objectives.surrogate import AGGREGATES
+from jackpot.optimizer import ModelOptimizer
+from jackpot.tasks import make_task
+from jackpot.telemetry import RunFolder
+from jackpot.trainer import Listener, Parts, Trainer
+from jackpot.types import Role, Version
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def launch(config: Config, path: Path, listen: Listener) -> Trainer:
+    """A trainer for a new run in `path`, or for the run that is there, from its newest checkpoint.
+
+    Raises:
+        CheckpointError: the folder holds a run with other settings, or its newest checkpoint is damaged.
+        ModelError, DataError, ConfigError: models, tokenizers or settings that do not fit each other.
+    """
+    checkpoint = Checkpoints(path / "checkpoints", config.checkpoint.keep).latest()
+    state = load_state(checkpoint) if checkpoint else None
+    parts = make_parts(config, model_paths(config, checkpoint), state)
+    folder = RunFolder(path)
+    torch.set_num_threads(folder.start(config, threads(config)))
+    folder.rewind(state["iteration"] if state else -1)
+    return Trainer(parts, folder, state, listen)
+
+
+def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
+    """Where each model of the run is read from: a checkpoint's folders, or where the run began."""
+    paths: dict[Role, str] = {"policy": config.policy.path}
+    if config.rollout_model is not None:
+        paths["rollout_model"] = config.rollout_model.path
+    return {role: str(checkpoint / role) for role in paths} if checkpoint else paths
+
+
+def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Parts:
+    """Models, task, engines and learner, all with the same weights and version."""
+    device, tokenizer = pick_device(config), load_tokenizers(paths)
+    trained = {role: load_model(path, torch.float32, device) for role, path in paths.items()}
+    check_vocabulary(trained, tokenizer)
+    task = make_task(config.task, tokenizer)
+    first = task.prompt("train", 0)
+    context = min(model.config.get_text_config().max_position_embeddings for model in trained.values())
+    if len(first.token_ids) + config.sampling.max_new_tokens > context:
+        raise ConfigError(
+            f"a prompt of {len(first.token_ids)} tokens and sampling.max_new_tokens {config.sampling.max_new_tokens} do not "
+            f"fit the models' context of {context}; lower max_new_tokens to at most {context - len(first.token_ids)}"
+        )
+    learner = make_learner(config, trained)
+    if state is not None:
+        learner.load_state_dict(state["learner"])
+    policy_engine = make_engine(config.engine, paths["policy"], device, learner.version)
+    engine = policy_engine
+    if "rollout_model" in paths:
+        engine = make_engine(config.engine, paths["rollout_model"], device, learner.version)
+    check_faithful(config, engine)
+    return Parts(
+        config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
+    )
+
+
+def make_engine(config: EngineConfig, path: str, device: torch.device, version: Version) -> Engine:
+    """An engine with its own copy of the model in `path`."""
+    model = load_model(path, DTYPES[config.dtype], device)
+    return TransformersEngine(
+        model, eos_token_ids=eos_token_ids(model), version=version, max_batch_size=config.max_batch_size
+    )
+
+
+def make_learner(config: Config, models: dict[Role, PreTrainedModel]) -> JointLearner:
+    """The learner with the objective of the settings bound to functions."""
+    total_steps = config.iterations * config.batch.steps_per_iteration
+    rollout_model = models.get("rollout_model")
+    rollout_optimizer = config.rollout_model.optimizer if config.rollout_model else None
+    trains = rollout_model is not None and rollout_optimizer is not None
+    return JointLearner(
+        policy=models["policy"],
+        policy_optimizer=_optimizer(models["policy"], config.policy.optimizer, total_steps),
+        rollout_model=rollout_model,
+        rollout_model_optimizer=_optimizer(rollout_model, rollout_optimizer, total_steps) if trains else None,
+        objective=policy_objective(config),
+        rollout_model_objective=rollout_model_objective(config) if trains else None,
+        temperature=config.sampling.temperature,
+        num_top_log_probs=config.sampling.num_top_log_probs,
+        max_length=config.sampling.max_new_tokens,
+        faithful=config.engine.dtype == "fp32" and config.precision == "fp32" and not config.sampling.truncated,
+        autocast=None if config.precision == "fp32" else DTYPES[config.precision],
+    )
+
+
+def policy_objective(config: Config) -> PolicyObjective:
+    """Eq. 5 as the settings say."""
+    objective = config.objective
+    settings = objective.correction.model_dump()
+    name, proximal = settings.pop("name"), settings.pop("proximal")
+    target, normalizer = settings.pop("target", proximal), settings.pop("normalizer", "topk")
+    if "kappa" in settings:
+        settings["totals"] = settings.pop("kappa")
+    return PolicyObjective(
+        correction=make_correction(name, **settings),
+        target=target,
+        proximal=proximal,
+        normalizer=normalizer,
+        clip_low=_clip(objective.clip_low),
+        clip_high=_clip(objective.clip_high),
+        aggregate=AGGREGATES[objective.aggregate],
+        count=objective.count,
+    )
+
+
+def rollout_model_objective(config: Config) -> RolloutModelObjective:
+    """Eqs. 6 and 7 as the settings say."""
+    objective = config.rollout_model
+    settings = objective.correction.model_dump()
+    name, proximal = settings.pop("name"), settings.pop("proximal")
+    return RolloutModelObjective(
+        correction=make_correction(name, **settings),
+        proximal=proximal,
+        clip_low=_clip(objective.clip_low),
+        clip_high=_clip(objective.clip_high),
+        ppo_weight=objective.ppo_weight,
+        distill_weight=objective.distill_weight,
+        distill=DISTILLATIONS[objective.distill],
+        aggregate=AGGREGATES[config.objective.aggregate],
+    )
+
+
+def load_tokenizers(paths: dict[Role, str]) -> PreTrainedTokenizerBase:
+    """The one tokenizer of both models. DataError where they differ (names the token)."""
+    tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
+    for tokenizer in tokenizers.values():
+        check_same_tokenizer(tokenizers["policy"], tokenizer)
+    return tokenizers["policy"]
+
+
+def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log-probs are compared id by id, so the heads must be equally wide. ModelError with both sizes otherwise."""
+    sizes = {role: model.get_output_embeddings().weight.shape[0] for role, model in models.items()}
+    if len(set(sizes.values())) > 1:
+        raise ModelError(f"the models' output layers differ in size, {sizes}; policy and rollout model must share one")
+    if len(tokenizer) > sizes["policy"]:
+        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
+
+
+def check_faithful(config: Config, engine: Engine) -> None:
+    """Refuse `normalizer: exact` where the engine does not sample from the weights in training."""
+    correction = config.objective.correction
+    exact = correction.name == "obrs" and correction.normalizer == "exact"
+    if exact and (engine.capabilities.quantised or config.engine.dtype != config.precision):
+        raise EngineError(
+            f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
+            f"{' quantised' if engine.capabilities.quantised else ''} and training in {config.precision}; use "
+            f"normalizer: topk, or the same precision on both sides"
+        )
+
+
+def pick_device(config: Config) -> torch.device:
+    """`auto` is CUDA where there is a GPU. ConfigError for cuda without one."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("device is cuda, but torch finds no GPU; use device: auto or cpu, or install torch for CUDA")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def threads(config: Config) -> int:
+    """The number of CPU threads. `auto` is the cores that nobody keeps busy now: beside another busy process, training
+    with a thread too many ran 10 times slower."""
+    if config.threads != "auto":
+        return config.threads
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable - round(os.getloadavg()[0]))
+
+
+def _optimizer(model: PreTrainedModel, config: OptimizerConfig, total_steps: int) -> ModelOptimizer:
+    return ModelOptimizer(model.parameters(), config, total_steps)
+
+
+def _clip(value: float | None) -> float:
+    return math.inf if value is None else value

@@ -1,0 +1,21 @@
+"""What a run would need, found out without running it. Layer 6."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from jackpot.models.load import resolve_path
+from jackpot.types import Role
+
+
+def parameter_counts(paths: Mapping[Role, str]) -> dict[Role, int]:
+    """Parameters of each model, tied ones once, from its config alone: the weights are not read."""
+    return {role: _parameter_count(path) for role, path in paths.items()}
+
+
+def _parameter_count(path: str) -> int:
+    config = AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,55 @@
+"""Both models of a run answering, before and after training. Layer 6."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from jackpot.checkpoint import Checkpoints
+from jackpot.config import Config, build_config
+from jackpot.errors import CheckpointError
+from jackpot.evaluate import evaluate
+from jackpot.launch.local import load_tokenizers, make_engine, model_paths, pick_device
+from jackpot.tasks import make_task
+from jackpot.types import Prompt, Role, Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    role: Role
+    after: bool  # False: the model that the run began with
+    response: str
+    correct: bool
+
+
+def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[Answer]]]:
+    """Sampled answers to the first held-out problems, by the models at the start and at the newest checkpoint.
+
+    Raises:
+        CheckpointError: no run in the folder, or no checkpoint yet.
+    """
+    config = run_config(run)
+    checkpoint = Checkpoints(run / "checkpoints", config.checkpoint.keep).latest()
+    if checkpoint is None:
+        raise CheckpointError(f"{run} has no checkpoint yet; the first is written at iteration {config.checkpoint.every}")
+    before, after = model_paths(config, None), model_paths(config, checkpoint)
+    tokenizer, device = load_tokenizers(before), pick_device(config)
+    task = make_task(config.task, tokenizer)
+    prompts = [task.prompt("test", index) for index in range(problems)]
+    answers: list[list[Answer]] = [[] for _ in prompts]
+    for role in before:
+        for is_after, path in ((False, before[role]), (True, after[role])):
+            engine = make_engine(config.engine, path, device, Version(0, 0))
+            result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
+            engine.close()
+            for row, response, score in zip(answers, result.responses, result.scores, strict=True):
+                row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
+    return list(zip(prompts, answers, strict=True))
+
+
+def run_config(run: Path) -> Config:
+    """The settings of the run in a folder. CheckpointError where there is none."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
+    return build_config(yaml.safe_load(path.read_text()))

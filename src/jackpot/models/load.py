@@ -1,0 +1,131 @@
+"""Models and tokenizers from folders, the hub or the starters that the package carries. Layer 3.
+
+A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
+are read from safetensors only and code from a model folder is never run.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from jackpot.errors import DataError, ModelError
+from jackpot.models.forward import check_head
+from jackpot.models.starters import starter_path
+
+STARTER_PREFIX = "starter:"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+_ADVICE = (
+    "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
+    "or starter:policy or starter:rollout_model"
+)
+_SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
+
+
+def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The causal language model in `path`, in eval mode.
+
+    Raises:
+        ModelError: no such folder, no config.json, damaged or missing weights, weights that the model does not have,
+            not a causal language model, or one whose logits are not its output layer's (`check_head`).
+    """
+    source = resolve_path(path)
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
+        )
+    except _LOADING_ERRORS as error:
+        raise ModelError(
+            f"cannot load a causal language model from {_place(path, source, error)}. {_ADVICE}"
+        ) from error
+    for problem, kind in (
+        ("missing_keys", "missing"),
+        ("unexpected_keys", "unknown"),
+        ("mismatched_keys", "misshapen"),
+    ):
+        if names := sorted(map(str, info[problem])):
+            raise ModelError(
+                f"the weights in {path} do not fit {type(model).__name__}: {len(names)} {kind}, such as "
+                f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {_ADVICE}"
+            )
+    model = model.to(device).eval()
+    check_head(model)
+    return model
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `path`.
+
+    Raises:
+        ModelError: no such folder.
+        DataError: no tokenizer in it, or none that can be read.
+    """
+    source = resolve_path(path)
+    if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(f"the folder {path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. {_SAVE_TOKENIZER}")
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise DataError(f"cannot load a tokenizer from {_place(path, source, error)}. {_SAVE_TOKENIZER}") from error
+
+
+def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> None:
+    """Both models must mean the same by a token id: log-probs are compared id by id.
+
+    Raises:
+        DataError: the token of the lowest id that differs, with both ids and both vocabulary sizes.
+    """
+    ours, theirs = a.get_vocab(), b.get_vocab()
+    if ours == theirs:
+        return
+    differing = [token for token in ours | theirs if ours.get(token) != theirs.get(token)]
+    token = min(differing, key=lambda token: min(side[token] for side in (ours, theirs) if token in side))
+    raise DataError(
+        f"the tokenizers differ at token {token!r}: id {ours.get(token, 'none')} in {a.name_or_path or 'the first'}, "
+        f"id {theirs.get(token, 'none')} in {b.name_or_path or 'the second'} (vocabulary sizes {len(ours)} and "
+        f"{len(theirs)}). Policy and rollout model need the same vocabulary; take two models of one family"
+    )
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The end-of-sequence tokens that the model folder names, in generation_config.json or else config.json."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    named = model.config.get_text_config().eos_token_id if named is None else named
+    if named is None:
+        return ()
+    return tuple(named) if isinstance(named, list | tuple) else (int(named),)
+
+
+def resolve_path(path: str | Path) -> str:
+    """`path` as `from_pretrained` takes it; a starter's name becomes its folder.
+
+    Raises:
+        ModelError: neither a folder nor of the form of a hub name.
+    """
+    text = str(path)
+    if text.startswith(STARTER_PREFIX):
+        text = str(starter_path(text.removeprefix(STARTER_PREFIX)))
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):
+        raise ModelError(f"there is no model folder {path}. {_ADVICE}")
+    return text
+
+
+def _place(path: str | Path, source: str, error: Exception) -> str:
+    """Where a library looked, the first line of what it said, and what kind of error it was."""
+    lines = str(error).strip().splitlines()
+    where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
+    return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"

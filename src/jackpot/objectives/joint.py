@@ -1,0 +1,303 @@
+"""The joint objective of eq. 8 on one micro-batch. Layer 2: pure.
+
+    L(theta, omega) = L_PPO-OBRS(theta) + ppo_weight L_PPO(omega) + distill_weight L_distill(omega)
+
+The first term is eq. 5 with any correction. The other two, eqs. 6 and 7, are over all response tokens, never the accept
+mask. The two models share no parameter, so each term comes as (numerator, denominator) and the learner divides the
+gradients once, when the denominators of the whole optimizer step are known.
+
+Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-batch in one row, `K` top-k; nats.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
+from jackpot.objectives.surrogate import Aggregate, clip_share, clipped_surrogate
+from jackpot.ops import obrs
+from jackpot.ops.linear_head import HeadOutput, JointOutput
+from jackpot.ops.reduce import Max, Mean, Sums
+from jackpot.types import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyObjective:
+    """Eq. 5, with its numbers."""
+
+    correction: CorrectionFn
+    target: str  # key of `references`
+    proximal: str  # key of `references`
+    normalizer: str  # key of `NORMALIZERS`
+    clip_low: float  # math.inf: no clip
+    clip_high: float
+    aggregate: Aggregate
+    count: str  # key of `COUNTS`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutModelObjective:
+    """Eqs. 6 and 7, with their numbers. The correction's target is the rollout model itself: F(p_omega,ref / p_inf)."""
+
+    correction: CorrectionFn
+    proximal: str
+    clip_low: float
+    clip_high: float
+    ppo_weight: float
+    distill_weight: float
+    distill: Callable[[JointOutput], Tensor]
+    aggregate: Aggregate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """What one forward pass of both models says of the sampled tokens. All [B, T], 0 where masked."""
+
+    log_probs: Tensor  # carries the policy's gradient
+    entropy: Tensor
+    rollout_model_log_probs: Tensor  # carries the rollout model's gradient, if it is trained
+    rollout_model_entropy: Tensor
+    distill_kl: Tensor  # carries the rollout model's gradient
+    kl_policy_rollout: Tensor  # KL(policy || rollout model), exact, detached
+    kl_rollout_policy: Tensor  # KL(rollout model || policy), exact, detached
+    z: obrs.ZEstimate  # of p_inf and the current policy
+    policy_top_ids: Tensor  # [B, T, K]
+    policy_top_log_probs: Tensor  # [B, T, K]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anchor:
+    """The scores that the policy's first sight of the batch gave, before any update on it. All [B, T], detached."""
+
+    old_log_probs: Tensor
+    rollout_model_old_log_probs: Tensor
+    z: obrs.ZEstimate  # of p_inf and the old policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointLoss:
+    """Sums of one micro-batch: divide each numerator by the total of its denominator over the optimizer step."""
+
+    policy: Tensor  # scalar numerator, with gradient
+    rollout_model: Tensor  # scalar numerator, with gradient; 0 where no rollout model is trained
+    metrics: Sums  # `policy/loss` and `rollout_model/loss` hold the denominators as their counts
+    trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
+
+
+def anchor_of(scores: TokenScores) -> Anchor:
+    """The anchor that a forward pass on untouched weights gives."""
+    return Anchor(
+        old_log_probs=scores.log_probs.detach(),
+        rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
+        z=scores.z,
+    )
+
+
+def token_scores(
+    head: JointOutput | HeadOutput,
+    batch: TokenBatch,
+    writer_is_current: Tensor,
+    lam: float,
+    normalizer: str,
+    distill: Callable[[JointOutput], Tensor] | None,
+) -> TokenScores:
+    """Lay the head's rows [N] out as [B, T] and estimate Z. Where one model is all there is, it is its own writer.
+
+    Args:
+        writer_is_current: [B, T] bool, True where the rollout model in training has the weights that wrote the token and the
+            engine samples from them unquantised and untruncated. Only there do its log-probs stand in for p_inf.
+        normalizer: key of `NORMALIZERS`.
+    """
+    mask = batch.response_mask
+
+    def spread(values: Tensor) -> Tensor:
+        return _spread(values, mask)
+
+    joint = head if isinstance(head, JointOutput) else _alone(head, lam)
+    z = NORMALIZERS[normalizer](joint, batch.top_ids[mask], batch.top_log_probs[mask], writer_is_current[mask], lam)
+    return TokenScores(
+        log_probs=spread(joint.policy.log_probs),
+        entropy=spread(joint.policy.entropy.detach()),
+        rollout_model_log_probs=spread(joint.rollout_model.log_probs),
+        rollout_model_entropy=spread(joint.rollout_model.entropy.detach()),
+        distill_kl=spread(distill(joint) if distill else torch.zeros_like(joint.forward_kl)),
+        kl_policy_rollout=spread(joint.forward_kl.detach()),
+        kl_rollout_policy=spread(joint.reverse_kl.detach()),
+        z=obrs.ZEstimate(*map(spread, z)),
+        policy_top_ids=spread(joint.policy.top_ids),
+        policy_top_log_probs=spread(joint.policy.top_log_probs),
+    )
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    """[N, ...] -> [B, T, ...], 0 where masked; keeps the gradient."""
+    out = values.new_zeros((*mask.shape, *values.shape[1:]))
+    return out.index_put((mask,), values)
+
+
+def _alone(head: HeadOutput, lam: float) -> JointOutput:
+    """One model as both: it writes for itself, so every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
+    nothing = torch.zeros_like(head.log_probs)
+    writer = HeadOutput(**{name: getattr(head, name).detach() for name in HeadOutput.__dataclass_fields__})
+    return JointOutput(
+        policy=head,
+        rollout_model=writer,
+        forward_kl=nothing,
+        reverse_kl=nothing,
+        exact_z=torch.full_like(nothing, min(1.0, 1.0 / lam)),
+        fill_ins=writer.top_log_probs,
+    )
+
+
+def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
+    policy = joint.policy
+    return obrs.topk_z(
+        rollout_top_log_probs=top_log_probs,
+        target_at_rollout_top=policy.gathered,
+        rollout_top_ids=top_ids,
+        target_top_ids=policy.top_ids,
+        target_top_log_probs=policy.top_log_probs,
+        fill_ins=joint.fill_ins,
+        fill_valid=current,
+        lam=lam,
+    )
+
+
+def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
+    if not current.all():
+        raise ValueError(
+            f"normalizer 'exact': {int((~current).sum())} of {current.numel()} tokens were not sampled from the weights "
+            f"that the rollout model has in training (older weights, or a quantised or truncated engine); use "
+            f"normalizer: topk"
+        )
+    return obrs.known_z(joint.exact_z)
+
+
+NORMALIZERS = {"topk": _topk, "exact": _exact}
+COUNTS = {
+    "proposed": lambda correction, mask: mask.to(correction.accept_mask.dtype),
+    "accepted": lambda correction, mask: correction.accept_mask,
+}
+
+
+def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tensor]:
+    """The distributions that a target or a proximal point can name; all [B, T], detached."""
+    return {"old": old, "new": current.detach(), "rollout": rollout}
+
+
+def correction_inputs(
+    objective: PolicyObjective, batch: TokenBatch, anchor: Anchor, log_probs: Tensor, z: obrs.ZEstimate
+) -> CorrectionInputs:
+    """What the policy's correction sees of a micro-batch. `log_probs` [B, T] and `z` are the current policy's."""
+    named = references(anchor.old_log_probs, log_probs, batch.rollout_log_probs)
+    return CorrectionInputs(
+        rollout_log_probs=batch.rollout_log_probs,
+        target_log_probs=named[objective.target],
+        proximal_log_probs=named[objective.proximal],
+        response_mask=batch.response_mask,
+        uniforms=batch.uniforms,
+        z=anchor.z if objective.target == "old" else z,
+    )
+
+
+def joint_loss(
+    policy: PolicyObjective,
+    rollout_model: RolloutModelObjective | None,
+    batch: TokenBatch,
+    scores: TokenScores,
+    anchor: Anchor,
+    totals: Sums,
+    max_length: int,
+) -> JointLoss:
+    """Eq. 8 on one micro-batch. `totals` are the step's sums that the correction asked for; see JointLoss."""
+    inputs = correction_inputs(policy, batch, anchor, scores.log_probs, scores.z)
+    correction = policy.correction.apply(inputs, totals)
+    clips = (policy.clip_low, policy.clip_high)
+    surrogate = clipped_surrogate(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
+    losses = -correction.accept_mask * correction.weights * surrogate
+    counted = COUNTS[policy.count](correction, batch.response_mask)
+    policy_sum, policy_count = policy.aggregate(losses, counted, max_length)
+    clipped = clip_share(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
+    metrics = correction.metrics | {
+        "policy/clipped": Mean.of(clipped, batch.response_mask),
+        "policy/largest_advantage": Max.of(batch.advantages.abs(), batch.response_mask),
+        "policy/largest_kept_advantage": Max.of(batch.advantages.abs() * correction.accept_mask, batch.response_mask),
+        "policy/loss": Mean(policy_sum.detach().double(), policy_sum.new_zeros(()).double(), policy_count.double()),
+    }
+    rollout_sum, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, anchor, max_length)
+    return JointLoss(
+        policy=policy_sum,
+        rollout_model=rollout_sum,
+        metrics=metrics | rollout_metrics | _mismatch_metrics(batch, scores, anchor),
+        trace=_trace(policy, inputs, scores, anchor, correction),
+    )
+
+
+def _rollout_model_loss(
+    objective: RolloutModelObjective | None, batch: TokenBatch, scores: TokenScores, anchor: Anchor, max_length: int
+) -> tuple[Tensor, Sums]:
+    """ppo_weight * eq. 6 + distill_weight * eq. 7 over all response tokens: numerator and metrics."""
+    if objective is None:
+        return scores.log_probs.new_zeros(()), {}
+    mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
+    named = references(anchor.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
+    proximal = named[objective.proximal]
+    inputs = CorrectionInputs(
+        rollout_log_probs=batch.rollout_log_probs,
+        target_log_probs=proximal,
+        proximal_log_probs=proximal,
+        response_mask=mask,
+        uniforms=batch.uniforms,
+        z=anchor.z,
+    )
+    weights = objective.correction.apply(inputs, {}).weights
+    clips = (objective.clip_low, objective.clip_high)
+    ppo = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
+    losses = objective.ppo_weight * ppo + objective.distill_weight * scores.distill_kl
+    numerator, denominator = objective.aggregate(losses, mask.to(losses.dtype), max_length)
+    metrics: Sums = {
+        "rollout_model/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double()),
+        "rollout_model/weight": Mean.of(weights, mask),
+        "rollout_model/distill_kl": Mean.of(scores.distill_kl, mask),
+        "rollout_model/clipped": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
+    }
+    return numerator, metrics
+
+
+def _mismatch_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Sums:
+    """How far the three distributions lie apart before any correction, over all response tokens."""
+    mask = batch.response_mask
+    log_ratio = anchor.old_log_probs - batch.rollout_log_probs
+    writer_gap = (anchor.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
+    return {
+        "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
+        "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
+        "mismatch/ratio": Mean.of(log_ratio.exp(), mask),
+        "mismatch/ratio_max": Max.of(log_ratio.exp(), mask),
+        "mismatch/kl_k3": Mean.of(log_ratio.exp() - 1.0 - log_ratio, mask),
+        "mismatch/engine_gap": Mean.of(writer_gap, mask),
+        "mismatch/engine_gap_max": Max.of(writer_gap, mask),
+        "policy/entropy": Mean.of(scores.entropy, mask),
+        "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),
+    }
+
+
+def _trace(
+    policy: PolicyObjective, inputs: CorrectionInputs, scores: TokenScores, anchor: Anchor, correction: Correction
+) -> dict[str, Tensor]:
+    """Per-token columns of a saved rollout."""
+    target, rollout = inputs.target_log_probs, inputs.rollout_log_probs
+    return {
+        "old_log_probs": anchor.old_log_probs,
+        "log_probs": scores.log_probs.detach(),
+        "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
+        "acceptance": obrs.acceptance(rollout, target, policy.correction.lam),
+        "accept_mask": correction.accept_mask,
+        "weights": correction.weights,
+        "z": inputs.z.value,
+        "kl_rollout_policy": scores.kl_rollout_policy,
+        "policy_top_ids": scores.policy_top_ids,
+        "policy_top_log_probs": scores.policy_top_log_probs,
+    }

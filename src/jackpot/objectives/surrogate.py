@@ -1,0 +1,62 @@
+"""PPO's surrogate and what its sum is divided by. Layer 2: pure.
+
+One surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point the ratio is taken from.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def clipped_surrogate(
+    log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
+
+    To be maximised. With infinite clips it is r A. Where the proximal point is the detached current policy, r is 1 and
+    its gradient is that of log p_new: the clip then does nothing.
+
+    Args:
+        log_probs: [B, T] current policy, carries the gradient; nats.
+        proximal_log_probs: [B, T] detached.
+        advantages: [B, T] detached.
+        clip_low, clip_high: at least 0; math.inf for no clip.
+    """
+    ratio = (log_probs - proximal_log_probs.detach()).exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def clip_share(
+    log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Where PPO's clip removes the gradient: [B, T] bool."""
+    ratio = (log_probs - proximal_log_probs).detach().exp()
+    return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
+
+
+# An aggregate turns token losses [B, T] into (numerator, denominator), both scalars that add up over micro-batches and
+# ranks. `counted` [B, T] says what each token counts for: the response mask, the coins, or a(x). Whole sequences stay
+# within a micro-batch. `max_length` is the sampling limit on T.
+
+
+def _token(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Every token weighs the same, DAPO, arXiv 2503.14476 eq. 12."""
+    return losses.sum(), counted.sum()
+
+
+def _sequence(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Mean over the tokens of a sequence, then over the sequences that count for anything, GRPO, arXiv 2402.03300."""
+    counts = counted.sum(-1)
+    present = counts > 0
+    return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()
+
+
+def _constant(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Divide by sequences x max_length whatever was sampled or kept, Dr. GRPO, arXiv 2503.20783."""
+    return losses.sum(), losses.new_tensor(float(losses.shape[0] * max_length))
+
+
+Aggregate = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+AGGREGATES: dict[str, Aggregate] = {"token": _token, "sequence": _sequence, "constant": _constant}

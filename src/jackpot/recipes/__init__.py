@@ -1,0 +1,68 @@
+"""Recipes: YAML files that the package carries, or the user's own. Layer 7."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jackpot.config import Config, build_config, nest
+from jackpot.errors import ConfigError, unknown_name
+
+
+def recipe_names() -> list[str]:
+    """The recipes inside the package."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
+
+
+def load_recipe(name: str) -> dict[str, Any]:
+    """The recipe of the package with this name, or the YAML file at this path.
+
+    Raises:
+        ConfigError: no such recipe or file, or not a YAML mapping.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parent / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")
+    try:
+        recipe = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"{path} holds {type(recipe).__name__}, a recipe is a mapping of settings")
+    return recipe
+
+
+def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
+    """The settings of `jackpot train NAME --arm ARM key=value ...`."""
+    return build_config(load_recipe(name), arm, [parse_override(text) for text in overrides])
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=value` as a nested mapping; the value is read as YAML, so `null`, `true`, `3` and `[1, 2]` mean what they say.
+
+    Raises:
+        ConfigError: no `=`, an empty key, or a value that is not YAML.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{text!r} is not an override; write key=value, for example batch.prompts=16")
+    try:
+        return nest(key, yaml.load(value, Loader=_Loader))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number: YAML 1.1 wants 1.0e-4 and takes the former for a string."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)

@@ -1,0 +1,14 @@
+"""Tasks by name."""
+
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.config import TaskConfig
+from jackpot.tasks.arithmetic import Arithmetic
+from jackpot.tasks.base import Task
+
+TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic}
+
+
+def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task that the settings name, for models with this tokenizer."""
+    return TASKS[config.name](tokenizer, **config.model_dump(exclude={"name"}))

@@ -1,0 +1,69 @@
+"""What every task promises: prompts to answer and a score for each response. Layer 3."""
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+from jackpot.errors import DataError
+from jackpot.types import Prompt, Score
+
+Split = Literal["train", "test"]
+
+
+class Task(ABC):
+    """A source of problems with a verifiable reward. Problems are drawn by index, so a stream can be resumed."""
+
+    @abstractmethod
+    def size(self, split: Split) -> int | None:
+        """How many problems the split has; None where it is endless."""
+
+    @abstractmethod
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Problem number `index` of a split, tokenized; the same index always gives the same problem."""
+
+    @abstractmethod
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        """Judge one decoded response, special tokens removed. `finished` is False where it was cut at the limit."""
+
+
+class PromptStream:
+    """An endless, resumable source of prompts from one split.
+
+    A finite split is walked in a new order in each epoch; an endless one by increasing index. The order depends on the seed
+    only, so the state is one number and a resumed stream goes on with the next prompt, none twice and none left out.
+    """
+
+    def __init__(self, task: Task, split: Split, seed: int) -> None:
+        self._task, self._split, self._seed = task, split, seed
+        self._size = task.size(split)
+        if self._size == 0:
+            raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
+        self._position = 0
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; a prompt that comes again in a later epoch has that epoch in its uid."""
+        prompts = [self._at(position) for position in range(self._position, self._position + n)]
+        self._position += n
+        return prompts
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+    def _at(self, position: int) -> Prompt:
+        if self._size is None:
+            return self._task.prompt(self._split, position)
+        epoch, offset = divmod(position, self._size)
+        prompt = self._task.prompt(self._split, _order(self._size, self._seed, epoch)[offset])
+        return replace(prompt, uid=f"{prompt.uid}@{epoch}")
+
+
+@lru_cache(maxsize=2)
+def _order(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

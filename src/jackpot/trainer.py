@@ -1,0 +1,225 @@
+"""The loop, on one screen. Layer 5. It is given its engine and learner; only `launch` makes them."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.batching import optimizer_steps
+from jackpot.checkpoint import Checkpoints
+from jackpot.config import Config
+from jackpot.engines.base import Engine, weights_digest
+from jackpot.errors import EngineError
+from jackpot.evaluate import evaluate, score_rollouts
+from jackpot.learner import Learner, StepResult
+from jackpot.ops.reduce import Mean, Sums, add_sums
+from jackpot.ops.uniforms import stream_key
+from jackpot.rollout_files import write_rollouts
+from jackpot.tasks.base import PromptStream, Task
+from jackpot.telemetry import RunFolder, numbers
+from jackpot.types import Prompt, Request, Role, Rollout, ScoredRollout
+
+Line = dict[str, Any]
+Listener = Callable[[Line], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of."""
+
+    config: Config
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine  # writes the rollouts
+    policy_engine: Engine  # answers for the policy in evaluations; `engine` itself where the policy writes
+    learner: Learner
+
+
+class Trainer:
+    """One run from where it stands to its last iteration.
+
+    Args:
+        parts: engine and learner hold the same weights.
+        folder: opened and rewound to `state`.
+        state: of the checkpoint to continue, None for a new run.
+        listen: called with every line of metrics.jsonl as it is written.
+    """
+
+    def __init__(
+        self, parts: Parts, folder: RunFolder, state: dict[str, Any] | None, listen: Listener
+    ) -> None:
+        self._parts, self._folder, self._listen = parts, folder, listen
+        self._config = parts.config
+        self._prompts = PromptStream(parts.task, "train", self._config.seed)
+        self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
+        self._stopping = False
+        self._seconds: dict[str, float] = {}
+        self.iteration, self._best = -1, -1.0
+        if state is not None:
+            self._prompts.load_state_dict(state["prompts"])
+            self.iteration, self._best = state["iteration"], state["best"]
+
+    def train(self) -> bool:
+        """Run all iterations that are left; True when finished, False when Ctrl-C ended it after a checkpoint."""
+        config, parts = self._config, self._parts
+        with self._interruptible():
+            if self.iteration < 0:
+                self._finish_iteration({})
+            while self.iteration < config.iterations and not self._stopping:
+                with self._clock("rollout"):
+                    rollouts = parts.engine.generate(self._requests(self._prompts.next(config.batch.prompts)))
+                with self._clock("score"):
+                    scored = score_rollouts(rollouts, parts.task, parts.tokenizer, config.objective.advantage)
+                with self._clock("train"):
+                    steps = parts.learner.anchor(list(self._steps(scored)))
+                    results = [parts.learner.update(micro_batches) for micro_batches in steps]
+                with self._clock("sync"):
+                    self._send_weights(parts.engine, "rollout_model")
+                self._save_rollouts(scored, results)
+                self._finish_iteration(_summary(scored, results))
+        return self.iteration == config.iterations
+
+    def _finish_iteration(self, sums: Sums) -> None:
+        """Evaluate, report and checkpoint when due."""
+        self.iteration += 1
+        config, last = self._config, self.iteration == self._config.iterations
+        values = numbers(sums)
+        if last or self.iteration % config.evaluation.every == 0:
+            with self._clock("evaluate"):
+                values |= self._evaluate()
+        values |= self._throughput(values)
+        line = self._folder.report(self.iteration, values)
+        due = last or self._stopping or self.iteration % config.checkpoint.every == 0
+        if self.iteration and due:
+            self._checkpoint(values)
+        self._listen(line)
+
+    def _requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+        """A group of requests for each prompt; the seed of each is hashed from its uid."""
+        uids = [
+            (f"{self.iteration + 1}/{prompt.uid}#{member}", prompt)
+            for prompt in prompts
+            for member in range(self._config.batch.group_size)
+        ]
+        seed, sampling = self._config.seed, self._config.sampling
+        return [
+            Request(uid=uid, prompt=prompt, seed=stream_key(seed, "sample", uid), sampling=sampling)
+            for uid, prompt in uids
+        ]
+
+    def _steps(self, scored: Sequence[ScoredRollout]):
+        batch = self._config.batch
+        return optimizer_steps(
+            scored,
+            step_size=batch.step_size or batch.rollouts,
+            epochs=batch.epochs,
+            micro_batch_tokens=batch.micro_batch_tokens,
+            seed=self._config.seed,
+        )
+
+    def _send_weights(self, engine: Engine, role: Role) -> None:
+        """Give the engine a model's weights and make sure that it holds just those."""
+        learner = self._parts.learner
+        held = engine.update_weights(learner.weights(role), learner.version)
+        sent = weights_digest(learner.weights(role), engine.capabilities.dtype)
+        if held != sent:
+            raise EngineError(
+                f"after the weight update at {learner.version} the engine holds digest {held[:12]}, the learner sent "
+                f"{sent[:12]}; training on what it writes would be training on unknown weights"
+            )
+
+    def _evaluate(self) -> dict[str, float]:
+        """Both models on the same held-out problems with the same uniforms."""
+        config, parts = self._config, self._parts
+        prompts = [parts.task.prompt("test", index) for index in range(self._test_size())]
+        shared = parts.policy_engine is parts.engine
+        if not shared:
+            self._send_weights(parts.policy_engine, "policy")
+        engines = {"policy": parts.policy_engine} | ({} if shared else {"rollout_model": parts.engine})
+        results = {
+            role: evaluate(engine, parts.task, parts.tokenizer, prompts, config.sampling, config.seed)
+            for role, engine in engines.items()
+        }
+        for role, result in results.items():
+            self._folder.save_evaluation(self.iteration, role, result)
+        values: dict[str, float] = {}
+        for role in ("policy", "rollout_model"):
+            result = results.get(role, results["policy"])  # the policy is its own rollout model where it writes itself
+            values[f"eval/{role}_accuracy"] = result.accuracy
+            values[f"eval/{role}_tokens"] = result.mean_tokens
+            values[f"eval/{role}_truncated"] = result.truncated
+        return values
+
+    def _test_size(self) -> int:
+        wanted, size = self._config.evaluation.problems, self._parts.task.size("test")
+        return wanted if size is None else min(wanted, size)
+
+    def _checkpoint(self, values: dict[str, float]) -> None:
+        accuracy = values.get("eval/policy_accuracy", -1.0)
+        is_best, self._best = accuracy > self._best, max(accuracy, self._best)
+        roles: list[Role] = ["policy"] if self._config.rollout_model is None else ["policy", "rollout_model"]
+        state = {"iteration": self.iteration, "best": self._best, "prompts": self._prompts.state_dict()}
+        self._checkpoints.save(self.iteration, self._parts.learner, roles, self._parts.tokenizer, state, is_best)
+
+    def _save_rollouts(self, scored: Sequence[ScoredRollout], results: Sequence[StepResult]) -> None:
+        """Events of every step, and the rollouts with what the first update on each made of its tokens."""
+        for event in (event for result in results for event in result.events):
+            self._folder.event(self.iteration + 1, event)
+        done, config = self.iteration + 1, self._config
+        if done in (1, config.iterations) or done % config.rollouts.every == 0:
+            traces = {uid: trace for result in reversed(results) for uid, trace in result.traces.items()}
+            write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
+
+    def _throughput(self, values: dict[str, float]) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, {}
+        timings = {f"seconds/{name}": value for name, value in seconds.items()}
+        tokens, busy = values.get("tokens/response"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
+        if tokens and busy:
+            timings |= {"speed/tokens_per_second": tokens / busy, "speed/rollout_tokens_per_second": tokens / seconds["rollout"]}
+        return timings
+
+    @contextmanager
+    def _clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run after this iteration, with a checkpoint; the second one at once."""
+
+        def stop(signum: int, frame: Any) -> None:
+            self._stopping = True
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _summary(scored: Sequence[ScoredRollout], results: Sequence[StepResult]) -> Sums:
+    """The sums of all optimizer steps and of the rollouts themselves."""
+    sums: Sums = {}
+    for result in results:
+        sums = add_sums(sums, result.metrics)
+    rollouts: list[Rollout] = [item.rollout for item in scored]
+    return sums | {
+        "reward/mean": _mean([item.score.reward for item in scored]),
+        "reward/correct": _mean([item.score.correct for item in scored]),
+        "reward/zero_advantage": _mean([item.advantage == 0 for item in scored]),
+        "response/tokens": _mean([len(rollout.token_ids) for rollout in rollouts]),
+        "response/truncated": _mean([rollout.finish == "length" for rollout in rollouts]),
+        "tokens/response": _mean([sum(len(rollout.token_ids) for rollout in rollouts)]),
+    }
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return Mean.of(tensor, torch.ones_like(tensor, dtype=torch.bool))
