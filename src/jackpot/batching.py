@@ -20,8 +20,8 @@ def optimizer_steps(
 ) -> Iterator[list[TokenBatch]]:
     """The micro-batches of every optimizer step over one rollout batch, epoch after epoch.
 
-    With one step per epoch the order is the rollouts' own; with more, whole sequences are shuffled by `seed` and epoch, as
-    PPO does. The coins of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
+    With one step per epoch the order is the rollouts' own; with more, whole sequences are shuffled by `seed` and epoch,
+    as PPO does. The coins of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
 
     Args:
         step_size: sequences in one optimizer step; divides the number of rollouts.
@@ -36,7 +36,8 @@ def optimizer_steps(
 
 
 def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int) -> list[TokenBatch]:
-    """Split one optimizer step so that each part has at most `budget` padded tokens: the fewest parts, sorted by length.
+    """Split one optimizer step so that each part has at most `budget` padded tokens: the fewest parts, sorted by
+    length.
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
@@ -46,8 +47,8 @@ def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch
     for item in sorted(scored, key=_length):
         if _length(item) > budget:
             raise ConfigError(
-                f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; raise "
-                f"it to at least the longest prompt plus sampling.max_new_tokens"
+                f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
+                f"raise it to at least the longest prompt plus sampling.max_new_tokens"
             )
         prompt = max(prompt, len(item.rollout.prompt.token_ids))
         response = max(response, len(item.rollout.token_ids))

@@ -4,8 +4,8 @@
     checkpoints/step-N/state.pt                  optimizers, versions, prompt stream, best; loaded with weights_only
     checkpoints/last, checkpoints/best           links to one of them
 
-N counts iterations. A checkpoint is written beside its place and renamed when every byte is on the disk, so a killed run
-leaves either the whole of it or a `.partial` folder that the next save removes.
+N counts iterations. A checkpoint is written beside its place and renamed when every byte is on the disk, so a killed
+run leaves either the whole of it or a `.partial` folder that the next save removes.
 """
 
 import os
@@ -77,7 +77,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         best = self._folder / "best"
-        kept = {path.name for path in self._steps()[-self._keep :]} | ({best.readlink().name} if best.is_symlink() else set())
+        kept = {path.name for path in self._steps()[-self._keep :]} | (
+            {best.readlink().name} if best.is_symlink() else set()
+        )
         for path in self._steps():
             if path.name not in kept:
                 shutil.rmtree(path)

@@ -23,7 +23,9 @@ app = typer.Typer(
     help="Train a large language model by reinforcement learning on text that a smaller, cheaper model wrote.",
 )
 
-RecipeArgument = Annotated[str, typer.Argument(help=f"A recipe ({', '.join(recipe_names())}) or the path of a .yaml file.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(help=f"A recipe ({', '.join(recipe_names())}) or the path of a .yaml file.")
+]
 
 
 @app.command()

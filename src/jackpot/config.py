@@ -169,8 +169,8 @@ class BatchConfig(Strict):
         if self.rollouts % step:
             raise ValueError(
                 f"prompts {self.prompts} x group_size {self.group_size} = {self.rollouts} sequences do not divide into "
-                f"optimizer steps of step_size {step}; choose a step_size that divides {self.rollouts}, or other prompts "
-                f"or group_size"
+                f"optimizer steps of step_size {step}; choose a step_size that divides {self.rollouts}, or other "
+                f"prompts or group_size"
             )
         return self
 
@@ -316,15 +316,12 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
-        is_last = index == len(loc) - 1
-        if isinstance(here, Mapping) and part in here:
+        keyed = isinstance(here, Mapping) and part in here
+        indexed = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
+        if keyed or indexed:
             here = here[part]
-        elif isinstance(here, Sequence) and not isinstance(here, str) and isinstance(part, int) and part < len(here):
-            here = here[part]
-        elif not is_last or (isinstance(here, Mapping) and here.get("name") == part):
-            continue
-        elif not isinstance(here, Mapping):
-            continue
+        elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
+            continue  # a union's tag
         path.append(str(part))
     return path, here
 

@@ -29,7 +29,8 @@ _SHOWN = {  # column: metric and its format
 
 @contextmanager
 def live_progress(console: Console, config: Config) -> Iterator[Listener]:
-    """A listener that shows iteration, the numbers above and the time left: a live line in a terminal, else plain lines."""
+    """A listener that shows iteration, the numbers above and the time left: a live line in a terminal, else plain
+    lines."""
     if not console.is_terminal:
         yield _PlainProgress(console, config.iterations)
         return
@@ -141,8 +142,8 @@ def show_plan(console: Console, config: Config, sizes: Mapping[str, int], folder
         + ("" if config.rollout_model.optimizer else ", frozen"),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
-        "optimizer steps": f"{batch.steps_per_iteration} per iteration, {config.iterations * batch.steps_per_iteration} in all",
-        "staleness": f"{batch.steps_per_iteration} optimizer steps on one rollout batch",
+        "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
+        f"{config.iterations * batch.steps_per_iteration} in all",
         "response tokens": f"at most {batch.rollouts * config.sampling.max_new_tokens:,} per iteration",
         "correction": ", ".join(f"{key} {value}" for key, value in correction.model_dump().items()),
         "engine": f"{config.engine.name} in {config.engine.dtype}, training in {config.precision}",

@@ -1,4 +1,5 @@
-"""Every error a user can cause. Each says what was given, what is allowed, what to do. Layer 0: standard library only."""
+"""Every error a user can cause. Each says what was given, what is allowed, what to do. Layer 0: standard library
+only."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -55,9 +55,7 @@ def evaluate(
     return Evaluation(rollouts=tuple(rollouts), responses=tuple(responses), scores=tuple(scores))
 
 
-def judge(
-    rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[str], list[Score]]:
+def judge(rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[Score]]:
     """Decode every response without special tokens and ask the task."""
     ids = [rollout.token_ids.tolist() for rollout in rollouts]
     responses = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,8 +1,8 @@
 """One optimizer step on both models: measure, all-reduce, apply, backward, step. Layer 4.
 
-The objective is pure and lives in `objectives.joint`; here are the forward passes, the sums over micro-batches and ranks,
-and the two optimizers. An accumulated step equals the step on the whole batch: gradients are summed as numerators and
-divided once by denominators that cover all micro-batches and ranks, before clipping.
+The objective is pure and lives in `objectives.joint`; here are the forward passes, the sums over micro-batches and
+ranks, and the two optimizers. An accumulated step equals the step on the whole batch: gradients are summed as
+numerators and divided once by denominators that cover all micro-batches and ranks, before clipping.
 """
 
 import time
@@ -39,7 +39,8 @@ from jackpot.types import Role, TokenBatch, Version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Tokens, and their anchor unless this is the first update on them: then the training forward pass is the anchor."""
+    """Tokens, and their anchor unless this is the first update on them: then the training forward pass is the
+    anchor."""
 
     tokens: TokenBatch
     anchor: Anchor | None
@@ -75,7 +76,8 @@ class Learner(ABC):
 
     @abstractmethod
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        """The current weights of a model by name, tied ones once. The rollout model is the policy where there is none."""
+        """The current weights of a model by name, tied ones once. The rollout model is the policy where there is
+        none."""
 
     @abstractmethod
     def save_model(self, role: Role, folder: Path) -> None:
@@ -94,14 +96,14 @@ class JointLearner(Learner):
 
     Args:
         policy: trained in place; fp32 weights.
-        rollout_model: trained in place where it has an optimizer, only scored where it has none (frozen); None where the
-            policy writes for itself.
+        rollout_model: trained in place where it has an optimizer, only scored where it has none (frozen); None where
+            the policy writes for itself.
         objective, rollout_model_objective: eq. 8; the second is None unless the rollout model has an optimizer.
         temperature: of the sampling; every log-prob here uses it.
         num_top_log_probs: K of the policy's own top-k.
         max_length: the sampling limit on response tokens, for `aggregate: constant`.
-        faithful: the engine samples from the weights it is sent, neither quantised nor truncated, so that a forward pass of
-            the rollout model can stand in for p_inf.
+        faithful: the engine samples from the weights it is sent, neither quantised nor truncated, so that a forward
+            pass of the rollout model can stand in for p_inf.
         autocast: dtype of the forward pass; None for the weights' own.
     """
 
@@ -201,8 +203,8 @@ class JointLearner(Learner):
     def _totals(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums | None, Sums]:
         """The sums that the correction wants to know before the first backward pass, and what they cost in seconds.
 
-        None where the only micro-batch will give them itself. With `target: old` and anchors they are free; else it takes
-        one more forward pass without gradient (`kappa: prepass`).
+        None where the only micro-batch will give them itself. With `target: old` and anchors they are free; else it
+        takes one more forward pass without gradient (`kappa: prepass`).
         """
         wanted = self._objective.correction.totals
         if wanted != "prepass":
@@ -301,7 +303,8 @@ def _flat(anchor: Anchor) -> list[Tensor]:
 
 
 def _rows(batch: TokenBatch, anchor: Anchor) -> dict[str, list[Tensor]]:
-    """The anchor's tensors of every rollout, [T_i] each: micro-batches of a later epoch hold other rollouts together."""
+    """The anchor's tensors of every rollout, [T_i] each: micro-batches of a later epoch hold other rollouts
+    together."""
     lengths = batch.attention_mask.sum(-1).tolist()
     tensors = _flat(anchor)
     return {

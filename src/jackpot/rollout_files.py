@@ -1,7 +1,7 @@
 """Saved rollouts: parquet, one row a response, with everything known of every token. Layer 5.
 
-List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns from
-the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
+List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns
+from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,8 @@
     metrics.jsonl      one line an iteration      events.jsonl       skips and other things that happened
     rollouts/  eval/  tensorboard/  checkpoints/
 
-Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. Numbers that nothing was
-counted for are null.
+Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. Numbers that nothing
+was counted for are null.
 """
 
 import json
@@ -69,7 +69,9 @@ class RunFolder:
         if path.exists():
             if difference := list(_difference(yaml.safe_load(path.read_text()), settings)):
                 raise CheckpointError(
-                    f"{self.path} holds a run with other settings:\n  " + "\n  ".join(difference) + "\nUse the same settings "
+                    f"{self.path} holds a run with other settings:\n  "
+                    + "\n  ".join(difference)
+                    + "\nUse the same settings "
                     "to continue it, or --run with another folder"
                 )
             return json.loads((self.path / "environment.json").read_text())["threads"]

@@ -50,9 +50,7 @@ class Trainer:
         listen: called with every line of metrics.jsonl as it is written.
     """
 
-    def __init__(
-        self, parts: Parts, folder: RunFolder, state: dict[str, Any] | None, listen: Listener
-    ) -> None:
+    def __init__(self, parts: Parts, folder: RunFolder, state: dict[str, Any] | None, listen: Listener) -> None:
         self._parts, self._folder, self._listen = parts, folder, listen
         self._config = parts.config
         self._prompts = PromptStream(parts.task, "train", self._config.seed)
@@ -163,8 +161,14 @@ class Trainer:
         accuracy = values.get("eval/policy_accuracy", -1.0)
         is_best, self._best = accuracy > self._best, max(accuracy, self._best)
         roles: list[Role] = ["policy"] if self._config.rollout_model is None else ["policy", "rollout_model"]
-        state = {"iteration": self.iteration, "best": self._best, "prompts": self._prompts.state_dict()}
-        self._checkpoints.save(self.iteration, self._parts.learner, roles, self._parts.tokenizer, state, is_best)
+        learner = self._parts.learner
+        state = {
+            "iteration": self.iteration,
+            "best": self._best,
+            "prompts": self._prompts.state_dict(),
+            "version": list(learner.version),
+        }
+        self._checkpoints.save(self.iteration, learner, roles, self._parts.tokenizer, state, is_best)
 
     def _save_rollouts(self, scored: Sequence[ScoredRollout], results: Sequence[StepResult]) -> None:
         """Events of every step, and the rollouts with what the first update on each made of its tokens."""
@@ -180,7 +184,10 @@ class Trainer:
         timings = {f"seconds/{name}": value for name, value in seconds.items()}
         tokens, busy = values.get("tokens/response"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
         if tokens and busy:
-            timings |= {"speed/tokens_per_second": tokens / busy, "speed/rollout_tokens_per_second": tokens / seconds["rollout"]}
+            timings |= {
+                "speed/tokens_per_second": tokens / busy,
+                "speed/rollout_tokens_per_second": tokens / seconds["rollout"],
+            }
         return timings
 
     @contextmanager

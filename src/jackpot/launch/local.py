@@ -20,6 +20,7 @@ from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.surrogate import AGGREGATES
 from jackpot.optimizer import ModelOptimizer
 from jackpot.tasks import make_task
+from jackpot.tasks.base import Task
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Parts, Trainer
 from jackpot.types import Role, Version
@@ -57,21 +58,14 @@ def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Pa
     trained = {role: load_model(path, torch.float32, device) for role, path in paths.items()}
     check_vocabulary(trained, tokenizer)
     task = make_task(config.task, tokenizer)
-    first = task.prompt("train", 0)
-    context = min(model.config.get_text_config().max_position_embeddings for model in trained.values())
-    if len(first.token_ids) + config.sampling.max_new_tokens > context:
-        raise ConfigError(
-            f"a prompt of {len(first.token_ids)} tokens and sampling.max_new_tokens {config.sampling.max_new_tokens} do not "
-            f"fit the models' context of {context}; lower max_new_tokens to at most {context - len(first.token_ids)}"
-        )
-    learner = make_learner(config, trained)
+    check_context(config, trained, task)
+    version = Version(*state["version"]) if state else Version(0, 0)
+    policy_engine = engine = make_engine(config.engine, paths["policy"], device, version)
+    if "rollout_model" in paths:
+        engine = make_engine(config.engine, paths["rollout_model"], device, version)
+    learner = make_learner(config, trained, is_faithful(config, engine))
     if state is not None:
         learner.load_state_dict(state["learner"])
-    policy_engine = make_engine(config.engine, paths["policy"], device, learner.version)
-    engine = policy_engine
-    if "rollout_model" in paths:
-        engine = make_engine(config.engine, paths["rollout_model"], device, learner.version)
-    check_faithful(config, engine)
     return Parts(
         config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
     )
@@ -85,8 +79,8 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
     )
 
 
-def make_learner(config: Config, models: dict[Role, PreTrainedModel]) -> JointLearner:
-    """The learner with the objective of the settings bound to functions."""
+def make_learner(config: Config, models: dict[Role, PreTrainedModel], faithful: bool) -> JointLearner:
+    """The learner with the objective of the settings bound to functions; `faithful` as in JointLearner."""
     total_steps = config.iterations * config.batch.steps_per_iteration
     rollout_model = models.get("rollout_model")
     rollout_optimizer = config.rollout_model.optimizer if config.rollout_model else None
@@ -101,7 +95,7 @@ def make_learner(config: Config, models: dict[Role, PreTrainedModel]) -> JointLe
         temperature=config.sampling.temperature,
         num_top_log_probs=config.sampling.num_top_log_probs,
         max_length=config.sampling.max_new_tokens,
-        faithful=config.engine.dtype == "fp32" and config.precision == "fp32" and not config.sampling.truncated,
+        faithful=faithful,
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
     )
 
@@ -160,16 +154,33 @@ def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedT
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
 
 
-def check_faithful(config: Config, engine: Engine) -> None:
-    """Refuse `normalizer: exact` where the engine does not sample from the weights in training."""
+def check_context(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
+    """Refuse a limit on new tokens that no prompt can reach. The engine refuses single prompts that are too long."""
+    context = min(model.config.get_text_config().max_position_embeddings for model in models.values())
+    prompt, wanted = len(task.prompt("train", 0).token_ids), config.sampling.max_new_tokens
+    if prompt + wanted > context:
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the models' context of "
+            f"{context}; lower max_new_tokens to at most {context - prompt}, or shorten the prompts"
+        )
+
+
+def is_faithful(config: Config, engine: Engine) -> bool:
+    """Whether the rollout model in training is the distribution that the engine samples from, given equal weights.
+
+    Raises:
+        EngineError: it is not, but `normalizer: exact` needs it.
+    """
+    quantised = engine.capabilities.quantised
+    faithful = not quantised and not config.sampling.truncated and config.engine.dtype == config.precision
     correction = config.objective.correction
-    exact = correction.name == "obrs" and correction.normalizer == "exact"
-    if exact and (engine.capabilities.quantised or config.engine.dtype != config.precision):
+    if not faithful and correction.name == "obrs" and correction.normalizer == "exact":
         raise EngineError(
             f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
-            f"{' quantised' if engine.capabilities.quantised else ''} and training in {config.precision}; use "
-            f"normalizer: topk, or the same precision on both sides"
+            f"{' quantised' if quantised else ''} and training in {config.precision}; use normalizer: topk, or the "
+            f"same precision on both sides"
         )
+    return faithful
 
 
 def pick_device(config: Config) -> torch.device:

@@ -31,7 +31,9 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     config = run_config(run)
     checkpoint = Checkpoints(run / "checkpoints", config.checkpoint.keep).latest()
     if checkpoint is None:
-        raise CheckpointError(f"{run} has no checkpoint yet; the first is written at iteration {config.checkpoint.every}")
+        raise CheckpointError(
+            f"{run} has no checkpoint yet; the first is written at iteration {config.checkpoint.every}"
+        )
     before, after = model_paths(config, None), model_paths(config, checkpoint)
     tokenizer, device = load_tokenizers(before), pick_device(config)
     task = make_task(config.task, tokenizer)

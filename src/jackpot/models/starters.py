@@ -7,9 +7,8 @@ the smaller model's text is off-policy for the larger one.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Corrections for text that another distribution wrote. Layer 2: pure.
 
-A correction turns the log-probs of sampled tokens into (weights, accept_mask). Together with the proximal point that PPO's
-ratio is taken from, it defines the policy's loss, for a surrogate S:
+A correction turns the log-probs of sampled tokens into (weights, accept_mask). Together with the proximal point that
+PPO's ratio is taken from, it defines the policy's loss, for a surrogate S:
 
     loss = - sum over tokens of accept_mask * weights * S        both detached
 
@@ -37,7 +37,8 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """The outcome. `accept_mask` is 1 where kept and 0 where rejected, or the expected acceptance a(x) if there is no coin."""
+    """The outcome. `accept_mask` is 1 where kept and 0 where rejected, or the expected acceptance a(x) if there is no
+    coin."""
 
     weights: Tensor  # [B, T], 0 where masked
     accept_mask: Tensor  # [B, T] float, 0 where masked
@@ -121,9 +122,9 @@ class Obrs(_Measured):
         w      = min(kappa Z max(lam, rho), c1) * min(p_proximal / p_target, c2)        rho = p_target / p_inf
         kappa  = sum of a over the step / sum of Z over the step                        section 4.4.2
 
-    The second factor moves the weight from the target to the point that PPO's ratio starts from; it is p_old / p_target in
-    the paper and exactly 1 where both are the same. `mask: sampled` is the paper; `mask: expected` replaces the coin by
-    a(x), which has the same mean and less variance. kappa sits inside c1 and fixes only the mean of Z.
+    The second factor moves the weight from the target to the point that PPO's ratio starts from; it is p_old / p_target
+    in the paper and exactly 1 where both are the same. `mask: sampled` is the paper; `mask: expected` replaces the coin
+    by a(x), which has the same mean and less variance. kappa sits inside c1 and fixes only the mean of Z.
 
     `kappa: prepass` uses this step's sums, `previous` those of the step before (an approximation; 1 at the first),
     `none` sets 1.

@@ -106,8 +106,9 @@ def token_scores(
     """Lay the head's rows [N] out as [B, T] and estimate Z. Where one model is all there is, it is its own writer.
 
     Args:
-        writer_is_current: [B, T] bool, True where the rollout model in training has the weights that wrote the token and the
-            engine samples from them unquantised and untruncated. Only there do its log-probs stand in for p_inf.
+        writer_is_current: [B, T] bool, True where the rollout model in training has the weights that wrote the token
+            and the engine samples from them unquantised and untruncated. Only there do its log-probs stand in for
+            p_inf.
         normalizer: key of `NORMALIZERS`.
     """
     mask = batch.response_mask
@@ -168,8 +169,8 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
 def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
     if not current.all():
         raise ValueError(
-            f"normalizer 'exact': {int((~current).sum())} of {current.numel()} tokens were not sampled from the weights "
-            f"that the rollout model has in training (older weights, or a quantised or truncated engine); use "
+            f"normalizer 'exact': {int((~current).sum())} of {current.numel()} tokens were not sampled from the "
+            f"weights that the rollout model has in training (older weights, or a quantised or truncated engine); use "
             f"normalizer: topk"
         )
     return obrs.known_z(joint.exact_z)

@@ -1,6 +1,7 @@
 """PPO's surrogate and what its sum is divided by. Layer 2: pure.
 
-One surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point the ratio is taken from.
+One surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point the ratio is taken
+from.
 """
 
 from collections.abc import Callable

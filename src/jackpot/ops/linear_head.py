@@ -21,8 +21,8 @@ multiply what they are given: bfloat16 and float16 are upcast on a device withou
 float32 (all but CUDA). Under autocast the operands are cast to its dtype, and on those devices the logits are rounded
 to it. CUDA has not been run.
 
-Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up, `C` positions
-of one chunk. Log-probabilities, entropies and divergences are in nats.
+Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up, `C`
+positions of one chunk. Log-probabilities, entropies and divergences are in nats.
 """
 
 import math
@@ -289,8 +289,11 @@ class _ChunkedHeads(torch.autograd.Function):
             for rows in plan.chunks(len(ids)):
                 upstream = [None if grad is None else grad[rows] for grad in grads[: plan.num_values]]
                 _differentiate_chunk(sides, rows, ids[rows], [value[rows] for value in values], upstream, totals)
-        return None, None, None, *(
-            None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)
+        return (
+            None,
+            None,
+            None,
+            *(None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)),
         )
 
 
@@ -369,7 +372,8 @@ def _differentiate_chunk(
     upstream: Sequence[Tensor | None],
     totals: Sequence[Tensor | None],
 ) -> None:
-    """Adds one chunk's gradient to `totals`, three for each head; `values` and `upstream` are those of `_read_chunk`."""
+    """Adds one chunk's gradient to `totals`, three for each head; `values` and `upstream` are those of
+    `_read_chunk`."""
     trains_policy, trains_rollout_model = _any(totals[:3]), _any(totals[3:])
     policy = sides[0].chunk(rows) if trains_policy or _any(upstream[4:]) else None
     if trains_rollout_model:
@@ -491,9 +495,13 @@ def _check_head(name: str, head: Head) -> None:
             allowed = "float64, float32, bfloat16 or float16"
             raise ValueError(f"{name}.{field} is {tensor.dtype}: it must be {allowed}")
         if tensor.device != hidden.device:
-            raise ValueError(f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one of them")
+            raise ValueError(
+                f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one of them"
+            )
         if hasattr(tensor, "full_tensor"):
-            raise ValueError(f"{name}.{field} is sharded: wrap LinearHead with fully_shard, which gathers it, and call that")
+            raise ValueError(
+                f"{name}.{field} is sharded: wrap LinearHead with fully_shard, which gathers it, and call that"
+            )
     if head.soft_cap is not None:
         _check_positive(f"{name}.soft_cap", head.soft_cap)
 
@@ -501,7 +509,9 @@ def _check_head(name: str, head: Head) -> None:
 def _check_ids(name: str, ids: Tensor, form: str, dim: int, head: Head) -> None:
     n, vocabulary = len(head.hidden), head.weight.shape[0]
     if ids.dim() != dim or len(ids) != n:
-        raise ValueError(f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, the positions of the hidden states")
+        raise ValueError(
+            f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, the positions of the hidden states"
+        )
     if ids.dtype != torch.int64:
         raise ValueError(f"{name} is {ids.dtype}: it must be torch.int64 (`.long()`)")
     if ids.device != head.hidden.device:

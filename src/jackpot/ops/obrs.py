@@ -10,8 +10,8 @@ Jackpot, arXiv 2602.06107, sections 3 and 4; the rule is Verine et al. 2024. Wit
 
 Since lam Z <= 1, a(x) min(w(x), c1) = min(Z rho, c1) for every lam and every c1 >= 1.
 
-`rollout_log_probs` is log p_inf and `target_log_probs` is log p_target, in nats. `lam` is a number above 0 or a tensor that
-broadcasts. Nothing here carries a gradient: OBRS is a stop-gradient quantity throughout, so pass detached tensors.
+`rollout_log_probs` is log p_inf and `target_log_probs` is log p_target, in nats. `lam` is a number above 0 or a tensor
+that broadcasts. Nothing here carries a gradient: OBRS is a stop-gradient quantity throughout, so pass detached tensors.
 Shapes: `...` any, `V` vocabulary, `K` top-k entries.
 """
 
@@ -139,9 +139,10 @@ def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
     """The lam whose expected acceptance is `budget` (Theorem 3.4): [..., V] -> [...].
 
-    Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0. With the tokens sorted by rho,
-    lam = P_target(first i) / (budget - P_inf(the others)) for the one i at which it lies between rho_i and rho_(i+1).
-    At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho serves; that one is returned.
+    Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0. With the tokens sorted by
+    rho, lam = P_target(first i) / (budget - P_inf(the others)) for the one i at which it lies between rho_i and
+    rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho serves; that one is
+    returned.
 
     Raises:
         ValueError: `budget` outside (0, 1], or above P_inf(rho > 0) somewhere.
@@ -167,7 +168,8 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
 
 def log_lam(lam: float | Tensor) -> float | Tensor:
-    """log lam for a number or a tensor. ValueError unless every lam is above 0 (lam = 0 accepts all: use no rejection)."""
+    """log lam for a number or a tensor. ValueError unless every lam is above 0 (lam = 0 accepts all: use no
+    rejection)."""
     if isinstance(lam, Tensor):
         if not (lam > 0).all():
             raise ValueError("lam has entries that are not above 0; the acceptance is min(1, rho / lam)")
@@ -182,4 +184,8 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
 
 
 def _scale(lam: float | Tensor, like: Tensor) -> Tensor:
-    return lam.squeeze(-1).to(like) if isinstance(lam, Tensor) else torch.as_tensor(lam, dtype=like.dtype, device=like.device)
+    return (
+        lam.squeeze(-1).to(like)
+        if isinstance(lam, Tensor)
+        else torch.as_tensor(lam, dtype=like.dtype, device=like.device)
+    )

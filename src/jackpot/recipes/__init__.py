@@ -1,5 +1,6 @@
 """Recipes: YAML files that the package carries, or the user's own. Layer 7."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=value` as a nested mapping; the value is read as YAML, so `null`, `true`, `3` and `[1, 2]` mean what they say.
+    """`a.b=value` as a nested mapping; the value is read as YAML, so `null`, `true`, `3` and `[1, 2]` mean what they
+    say.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
@@ -63,6 +65,6 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
     list("-+0123456789."),
 )

@@ -21,8 +21,8 @@ class Arithmetic(Task):
     """Endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
 
     Problem number `index` of a split is a pure function of the two. A problem belongs to the split that the hash of
-    its sorted operands names, so no test problem, in whatever order it is written, is ever a training problem. There are
-    finitely many problems, so an endless split repeats some.
+    its sorted operands names, so no test problem, in whatever order it is written, is ever a training problem. There
+    are finitely many problems, so an endless split repeats some.
     """
 
     def __init__(

@@ -1,0 +1,31 @@
+# `make train` and `make test` do everything from a fresh clone on.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test test-all lint clean
+
+train: $(VENV)/ready
+	$(BIN)/jackpot train quickstart $(ARGS)
+
+test: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+test-all: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev]'
+	touch $@
