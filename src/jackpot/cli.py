@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import transformers
 import typer
 from rich.console import Console
 
@@ -79,6 +80,7 @@ def starter(
 
 def main() -> None:
     """Entry point: an error made by the user is printed, not traced."""
+    transformers.utils.logging.disable_progress_bar()  # one bar for every model that is read would hide our own
     try:
         app()
     except JackpotError as error:

@@ -31,13 +31,16 @@ from jackpot.types import Request, Rollout, Sampling, Version
 
 OLD, NEW = Version(3, 7), Version(4, 9)
 SAMPLINGS = [
-    Sampling(max_new_tokens=20),
-    Sampling(temperature=0.7),
-    Sampling(temperature=1.3, top_p=0.8),
-    Sampling(top_k=5),
-    Sampling(temperature=0.9, top_k=8, top_p=0.9),
-    Sampling(top_k=1),
-    Sampling(top_p=0.01),
+    Sampling(max_new_tokens=20, **settings)
+    for settings in (
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"top_k": 5},
+        {"temperature": 0.9, "top_k": 8, "top_p": 0.9},
+        {"top_k": 1},
+        {"top_p": 0.01},
+    )
 ]
 PROMPTS = (1, 2, 3, 5, 8, 13, 21, 34)  # lengths
 ONE_PROMPT = tiny_prompt(4, seed=1)
@@ -97,12 +100,14 @@ class EngineConformance(ABC):
         assert chisquare(observed, expected).pvalue > 1e-3
 
     def test_settings_of_one_request_do_not_touch_another(self, engine, reference):
+        count = len(SAMPLINGS)
         requests = [
-            Request(uid=f"{i}", prompt=tiny_prompt(3 + i), seed=i, sampling=SAMPLINGS[i % len(SAMPLINGS)])
-            for i in range(3 * len(SAMPLINGS))
+            Request(uid=f"{i}", prompt=tiny_prompt(3 + i), seed=i, sampling=SAMPLINGS[i % count])
+            for i in range(4 * count)
         ]
-        for request, rollout in zip(requests, engine.generate(requests), strict=True):
-            self.check_log_probs([rollout], reference, request.sampling)
+        rollouts = engine.generate(requests)
+        for i, sampling in enumerate(SAMPLINGS):
+            self.check_log_probs(rollouts[i::count], reference, sampling)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     def test_scores_equal_a_full_forward(self, engine, reference, temperature):
@@ -304,7 +309,6 @@ class EngineConformance(ABC):
                 reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), sampling)[:-1]
             )
         ]
-        print("SUPP", np.mean(moved))
         assert moved and np.mean(moved) <= self.moved_supports
 
     def _token_moved(self, rollout: Rollout, token: int, exact: np.ndarray, sampling: Sampling) -> bool:

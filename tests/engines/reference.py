@@ -13,11 +13,11 @@ from jackpot.types import Prompt, Request, Rollout, Sampling, Version
 VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
 
 
-def save_tiny_model(folder: Path, seed: int) -> Path:
+def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
     """A Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -5,6 +5,7 @@ vocabulary, `K` top log-probs.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,24 @@ from jackpot.errors import EngineError
 from jackpot.models.forward import backbone, head_logits, pad_tokens, position_ids
 from jackpot.ops.sampling import sample_tokens, sampling_log_probs
 from jackpot.ops.uniforms import key_tensor, stream_key, uniforms
-from jackpot.types import Finish, Request, Rollout, Version
+from jackpot.types import Finish, Request, Rollout, Sampling, Version
+
+
+class BatchSettings(NamedTuple):
+    """What all rows of a batch share; lengths and stop tokens are each row's own."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    num_top_log_probs: int
+
+
+def batch_settings(sampling: Sampling) -> BatchSettings:
+    return BatchSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.num_top_log_probs)
 
 
 class DecodingBatch:
-    """Requests of one `Sampling`, their cache, and what has been written so far.
+    """Requests with the same `batch_settings`, their cache, and what has been written so far.
 
     Each unique prompt is read once; a row that ends leaves the batch and the cache; of each step's distribution [N, V]
     only the drawn token and the top K are kept.
@@ -28,16 +42,18 @@ class DecodingBatch:
         self,
         model: PreTrainedModel,
         requests: Sequence[Request],
-        stop_token_ids: frozenset[int],
+        eos_token_ids: Sequence[int],
         context_length: int,
         version: Version,
     ) -> None:
-        sampling = requests[0].sampling
-        prompts = [request.prompt.token_ids for request in requests]
-        self._model, self._all, self._version, self._stops = model, list(requests), version, stop_token_ids
-        self._sampling = sampling
+        samplings = [request.sampling for request in requests]
+        self._model, self._all, self._version = model, list(requests), version
+        self._settings = batch_settings(samplings[0])
         self._rows = list(range(len(requests)))
-        self._limits = [min(sampling.max_new_tokens, context_length - len(prompt)) for prompt in prompts]
+        self._stops = [frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids) for sampling in samplings]
+        self._limits = [
+            min(request.sampling.max_new_tokens, context_length - len(request.prompt.token_ids)) for request in requests
+        ]
         self._keys = key_tensor([stream_key("token", request.seed) for request in requests])  # [R]
         self._written = 0  # tokens in every row of `_rows`
         self._cache: DynamicCache | None = None
@@ -45,8 +61,8 @@ class DecodingBatch:
         shape = (len(requests), max(self._limits))
         self._token_ids = torch.empty(shape, dtype=torch.int64)
         self._log_probs = torch.empty(shape)
-        self._top_ids = torch.empty(*shape, sampling.num_top_log_probs, dtype=torch.int64)
-        self._top_log_probs = torch.empty(*shape, sampling.num_top_log_probs)
+        self._top_ids = torch.empty(*shape, self._settings.num_top_log_probs, dtype=torch.int64)
+        self._top_log_probs = torch.empty(*shape, self._settings.num_top_log_probs)
 
     @property
     def requests(self) -> list[Request]:
@@ -57,12 +73,12 @@ class DecodingBatch:
     def step(self) -> list[Rollout]:
         """Write one token in every row; return the rows that this finished, which leave the batch."""
         hidden = self._read_prompts() if self._cache is None else self._read_last_token()
-        sampling, rows, t = self._sampling, self._rows, self._written
+        settings, rows, t = self._settings, self._rows, self._written
         logits = head_logits(self._model, hidden)
-        log_probs = sampling_log_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)  # [N, V]
+        log_probs = sampling_log_probs(logits, settings.temperature, settings.top_k, settings.top_p)  # [N, V]
         draws = uniforms(self._keys[rows], [t]).to(log_probs.device)
         tokens = sample_tokens(log_probs.exp(), draws)
-        top = log_probs.topk(sampling.num_top_log_probs, dim=-1)
+        top = log_probs.topk(settings.num_top_log_probs, dim=-1)
         self._token_ids[rows, t] = tokens.cpu()
         self._log_probs[rows, t] = log_probs.gather(1, tokens[:, None])[:, 0].cpu()
         self._top_ids[rows, t] = top.indices.cpu()
@@ -112,7 +128,7 @@ class DecodingBatch:
         last = self._token_ids[self._rows, self._written - 1].tolist()
         ends: dict[int, Finish] = {}
         for row, token in zip(self._rows, last, strict=True):
-            if token in self._stops:
+            if token in self._stops[row]:
                 ends[row] = "stop"
             elif self._written == self._limits[row]:
                 ends[row] = "length"

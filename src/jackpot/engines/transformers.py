@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.engines.base import Capabilities, Engine, weights_digest
-from jackpot.engines.decoding import DecodingBatch
+from jackpot.engines.decoding import DecodingBatch, batch_settings
 from jackpot.errors import EngineError
 from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
 from jackpot.types import Request, Rollout, Version
@@ -26,7 +26,7 @@ _SCORE_LOGITS = 2**24  # at once in `score`: 64 MiB in float32
 
 
 class TransformersEngine(Engine):
-    """Decodes with a model that it owns, in batches of requests that share their sampling settings.
+    """Decodes with a model that it owns, in batches of requests that share temperature, filters and top log-probs.
 
     Nothing happens between calls: `collect` is where tokens are written. It returns as soon as it has enough, and rows
     still being written go on at the next call.
@@ -178,12 +178,11 @@ class TransformersEngine(Engine):
             self._batch = None
 
     def _next_batch(self) -> DecodingBatch:
-        """The requests at the head of the queue that share their sampling settings, up to the largest batch."""
-        sampling = self._queue[0].sampling
-        alike = takewhile(lambda request: request.sampling == sampling, self._queue)
+        """The requests at the head of the queue that can be decoded together, up to the largest batch."""
+        settings = batch_settings(self._queue[0].sampling)
+        alike = takewhile(lambda request: batch_settings(request.sampling) == settings, self._queue)
         requests = list(islice(alike, self._max_batch_size))
-        stops = frozenset(self._eos_token_ids + sampling.stop_token_ids)
-        batch = DecodingBatch(self._open(), requests, stops, self._context_length, self._version)
+        batch = DecodingBatch(self._open(), requests, self._eos_token_ids, self._context_length, self._version)
         for _ in requests:
             self._queue.popleft()
         return batch

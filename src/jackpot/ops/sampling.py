@@ -52,7 +52,8 @@ def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
     block = _first_above(running, sums, goal)
     left = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
     inside = blocks[torch.arange(probs.shape[0], device=probs.device), block[:, 0]].double()
-    return (block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left))[:, 0]
+    tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
+    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)  # only a row with NaN comes out above
 
 
 def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:

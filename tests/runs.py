@@ -1,0 +1,62 @@
+"""Small real runs for tests: the quickstart's models and task, few sequences."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from jackpot.config import Config
+from jackpot.launch.local import launch
+from jackpot.recipes import resolve
+from jackpot.trainer import Line
+
+SMALL = (
+    "iterations=4",
+    "batch.prompts=4",
+    "batch.group_size=4",
+    "sampling.max_new_tokens=24",
+    "evaluation.every=2",
+    "evaluation.problems=8",
+    "checkpoint.every=2",
+    "threads=1",
+)
+
+
+def small_config(*overrides: str, arm: str | None = None) -> Config:
+    return resolve("quickstart", arm, [*SMALL, *overrides])
+
+
+class Killed(BaseException):
+    """Ends a run as abruptly as an exception can: no checkpoint, nothing closed."""
+
+
+def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Line]:
+    """Train until the end, or until the line of iteration `kill_after` is written; the lines seen."""
+    lines: list[Line] = []
+
+    def listen(line: Line) -> None:
+        lines.append(line)
+        if line["iteration"] == kill_after:
+            raise Killed
+
+    trainer = launch(config, folder, listen)
+    try:
+        trainer.train()
+    except Killed:
+        pass
+    return lines
+
+
+def weights(folder: Path, role: str) -> dict[str, Any]:
+    """The tensors of the newest checkpoint."""
+    return load_file(folder / "checkpoints" / "last" / role / "model.safetensors")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock says."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key != "time" and not key.startswith(("seconds/", "speed/"))}
+        for line in lines
+    ]

@@ -1,0 +1,163 @@
+"""What a user types, and what comes back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SMALL, metrics, run, small_config, weights
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from jackpot import cli
+from jackpot.models.load import load_model, load_tokenizer
+from jackpot.models.starters import starter_path
+
+JACKPOT = Path(sys.executable).with_name("jackpot")
+
+
+def jackpot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "160", "NO_COLOR": "1"}
+    return subprocess.run([JACKPOT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished small run in runs/quickstart-seed0, and what the command printed."""
+    cwd = tmp_path_factory.mktemp("home")
+    result = jackpot("train", "quickstart", *SMALL, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return cwd / "runs" / "quickstart-seed0", result.stdout
+
+
+def test_train_shows_progress_a_table_and_the_folder(trained: tuple[Path, str]) -> None:
+    folder, output = trained
+    for text in ("iteration 4/4", "reward", "acceptance", "KL", "tokens/s", "before", "after 4 iterations", "points"):
+        assert text in output
+    assert "runs/quickstart-seed0" in output
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "rollouts", "eval", "checkpoints"):
+        assert (folder / name).exists()
+
+
+def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    before = (folder / "metrics.jsonl").read_text()
+    result = jackpot("train", "quickstart", *SMALL, cwd=folder.parent.parent)
+    assert result.returncode == 0 and "finished" in result.stdout and "points" in result.stdout
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_other_settings_in_the_same_folder_are_refused(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    result = jackpot("train", "quickstart", *SMALL, "batch.prompts=8", cwd=folder.parent.parent)
+    assert result.returncode == 2
+    assert "batch.prompts: 4 in the folder, 8 now" in result.stderr and "--run" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_sample_shows_both_models_before_and_after(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    result = jackpot("sample", str(folder), "--problems", "2", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("before") == result.stdout.count("after") == 4
+    assert "policy" in result.stdout and "rollout model" in result.stdout and "answer:" in result.stdout
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    result = jackpot("train", "quickstart", "--arm", "tis", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for text in ("parameters", "sequences", "correction", "tis", "run folder", "runs/quickstart-tis-seed0"):
+        assert text in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) -> None:
+    settings = (*SMALL, "iterations=12", "checkpoint.every=100")
+    process = subprocess.Popen(
+        [JACKPOT, "train", "quickstart", *settings, "--run", "stopped"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 200
+    log = tmp_path / "stopped" / "metrics.jsonl"
+    while not log.exists() or '"iteration": 2,' not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "same command continues" in output
+    stopped_at = json.loads(log.read_text().splitlines()[-1])["iteration"]
+    assert 2 <= stopped_at < 12 and (tmp_path / "stopped" / "checkpoints" / f"step-{stopped_at}").is_dir()
+    config = small_config(*settings[len(SMALL) :])
+    run(config, tmp_path / "stopped")
+    run(config, tmp_path / "whole")
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    for role in ("policy", "rollout_model"):
+        stopped, whole = weights(tmp_path / "stopped", role), weights(tmp_path / "whole", role)
+        assert all(stopped[name].equal(whole[name]) for name in whole)
+
+
+def _bad_model(folder: Path, vocab_size: int = 32) -> str:
+    config = Qwen3Config(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=32
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    load_tokenizer("starter:policy").save_pretrained(folder)
+    return str(folder)
+
+
+def _corrupt(folder: Path) -> str:
+    _bad_model(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    return str(folder)
+
+
+def _other_tokenizer(folder: Path) -> str:
+    _bad_model(folder)
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"+"', '"~"'))
+    return str(folder)
+
+
+BAD_INPUT = {
+    "unknown recipe": (["quickstrat"], ["quickstrat", "did you mean 'quickstart'"]),
+    "unknown arm": (["quickstart", "--arm", "obsr"], ["unknown arm 'obsr'", "did you mean 'obrs'"]),
+    "unknown key": (["quickstart", "batch.promts=3"], ["batch.promts", "did you mean 'batch.prompts'"]),
+    "wrong type": (["quickstart", "iterations=many"], ["iterations", "'many'"]),
+    "no value": (["quickstart", "iterations"], ["key=value"]),
+    "impossible batch": (["quickstart", "batch.step_size=5"], ["step_size 5", "group_size"]),
+    "missing model": (["quickstart", "policy.path=nowhere"], ["nowhere", "save_pretrained"]),
+    "corrupt model": (["quickstart", "policy.path={corrupt}"], ["corrupt"]),
+    "other tokenizer": (["quickstart", "policy.path={tokenizer}"], ["'~'", "same vocabulary"]),
+    "other vocabulary": (["quickstart", "policy.path={vocabulary}"], ["40", "32"]),
+    "prompt too long": (["quickstart", "sampling.max_new_tokens=5000"], ["5000", "context"]),
+    "budget too small": (["quickstart", "batch.micro_batch_tokens=4"], ["micro_batch_tokens 4"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_says_what_was_given_and_what_to_do(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    folders = {
+        "corrupt": lambda: _corrupt(tmp_path / "corrupt"),
+        "tokenizer": lambda: _other_tokenizer(tmp_path / "tokenizer"),
+        "vocabulary": lambda: _bad_model(tmp_path / "vocabulary", vocab_size=40),
+    }
+    arguments, expected = BAD_INPUT[case]
+    made = {name: make() for name, make in folders.items() if any(f"{{{name}}}" in text for text in arguments)}
+    arguments = [text.format(**made) for text in arguments]
+    monkeypatch.setattr(sys, "argv", ["jackpot", "train", *arguments, "--run", str(tmp_path / "run"), "threads=1"])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    errors = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert all(text in errors for text in expected), errors
+    assert "Traceback" not in errors
+
+
+def test_the_starters_are_what_the_recipe_loads() -> None:
+    for role in ("policy", "rollout_model"):
+        assert load_model(f"starter:{role}", torch.float32).config.head_dim >= 32
+        assert (starter_path(role) / "tokenizer.json").is_file()

@@ -1,0 +1,102 @@
+"""A run that was stopped and continued ends bit-equal to one that was not."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from runs import metrics, run, small_config, weights
+
+from jackpot.checkpoint import Checkpoints, load_state
+from jackpot.errors import CheckpointError
+from jackpot.launch.local import launch
+
+REGIMES = {
+    "joint": (),
+    "stale": ("batch.step_size=8", "batch.epochs=2", "objective.correction.target=new", "batch.micro_batch_tokens=128"),
+    "kappa previous": ("objective.correction.kappa=previous", "policy.optimizer.schedule=cosine"),
+    "frozen": ("rollout_model.optimizer=null",),
+    "on policy": ("rollout_model=null", "objective.correction=none"),
+}
+
+
+def assert_same_run(first: Path, second: Path, roles: list[str]) -> None:
+    for role in roles:
+        ours, theirs = weights(first, role), weights(second, role)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert metrics(first) == metrics(second)
+    for name in ("iteration-000001.parquet", "iteration-000004.parquet"):
+        assert pq.read_table(first / "rollouts" / name) == pq.read_table(second / "rollouts" / name)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
+    config = small_config(*REGIMES[regime])
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "killed", kill_after=3)  # the checkpoint is that of iteration 2
+    assert metrics(tmp_path / "killed")[-1]["iteration"] == 3
+    run(config, tmp_path / "killed")
+    roles = ["policy"] if regime == "on policy" else ["policy", "rollout_model"]
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", roles)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    config = small_config()
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "killed", kill_after=1)
+    run(config, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+
+
+def test_training_moves_both_models_and_counts_their_steps(tmp_path: Path) -> None:
+    run(small_config("checkpoint.every=1", "checkpoint.keep=4"), tmp_path)
+    for role in ("policy", "rollout_model"):
+        steps = [Checkpoints(tmp_path / "checkpoints", 4).latest().parent / f"step-{n}" / role for n in (1, 4)]
+        first, last = (step / "model.safetensors" for step in steps)
+        assert first.read_bytes() != last.read_bytes()
+    state = load_state(tmp_path / "checkpoints" / "last")
+    assert state["version"][1] == 4 and state["version"][0] <= 4
+
+
+def test_a_changed_setting_is_refused_and_named(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=2)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match=r"objective\.correction\.lam: 1\.0 in the folder, 2\.0 now"):
+        launch(small_config("objective.correction.lam=2.0"), tmp_path, lambda line: None)
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_a_partial_checkpoint_is_never_taken_for_one(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    partial = tmp_path / "checkpoints" / "step-3.partial"
+    partial.mkdir()
+    (partial / "state.pt").write_bytes(b"half a file")
+    run(small_config(), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 4
+    assert not partial.exists()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    (tmp_path / "checkpoints" / "step-2" / "state.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match="step-2"):
+        launch(small_config(), tmp_path, lambda line: None)
+
+
+def test_keep_and_best_links(tmp_path: Path) -> None:
+    run(small_config("checkpoint.every=1", "checkpoint.keep=1", "evaluation.every=1"), tmp_path)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
+    best = (tmp_path / "checkpoints" / "best").readlink().name
+    assert names == {"last", "best", "step-4", best}
+    accuracy = {line["iteration"]: line["eval/policy_accuracy"] for line in metrics(tmp_path) if line["iteration"]}
+    assert accuracy[int(best.removeprefix("step-"))] == max(accuracy.values())
+
+
+def test_the_run_folder_holds_the_resolved_settings(tmp_path: Path) -> None:
+    config = small_config()
+    run(config, tmp_path)
+    assert type(config).model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config

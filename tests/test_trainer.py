@@ -1,0 +1,122 @@
+"""What a run does and writes down."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from runs import metrics, run, small_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jackpot.recipes import load_recipe
+from jackpot.tasks.base import PromptStream, Task
+from jackpot.types import Prompt, Score
+
+ARMS = list(load_recipe("quickstart")["arms"])
+REQUIRED = {
+    "iteration",
+    "reward/mean",
+    "obrs/acceptance",
+    "obrs/kappa",
+    "obrs/z",
+    "obrs/acceptance_minus_z",
+    "obrs/acceptance_minus_z_stderr",
+    "obrs/kappa_z_above_1",
+    "obrs/z_bound_width",
+    "mismatch/kl_rollout_policy",
+    "mismatch/ratio",
+    "mismatch/ratio_stderr",
+    "mismatch/engine_gap_max",
+    "policy/grad_norm",
+    "rollout_model/grad_norm",
+    "rollout_model/distill_kl",
+    "speed/tokens_per_second",
+}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_of_the_quickstart_runs(arm: str, tmp_path: Path) -> None:
+    run(small_config("iterations=2", arm=arm), tmp_path)
+    lines = metrics(tmp_path)
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    assert all(line["eval/policy_accuracy"] is not None for line in (lines[0], lines[2]))
+    assert all(math.isfinite(line["policy/grad_norm"]) for line in lines[1:])
+
+
+def test_metrics_have_the_documented_keys(tmp_path: Path) -> None:
+    lines = run(small_config(), tmp_path)
+    assert not REQUIRED - lines[1].keys()
+    assert {"eval/policy_accuracy", "eval/rollout_model_accuracy"} <= lines[2].keys()
+    assert list((tmp_path / "tensorboard").iterdir())
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_the_engine_and_training_agree_on_what_was_sampled(tmp_path: Path) -> None:
+    """The rollout model re-scored in training is the distribution that the engine sampled from, at every iteration."""
+    assert all(line["mismatch/engine_gap_max"] < 1e-4 for line in run(small_config(), tmp_path)[1:])
+
+
+def test_acceptance_and_ratio_have_their_expected_means(tmp_path: Path) -> None:
+    """mean a - mean Z = 0 and mean ratio = 1 within the standard error, on text that a real engine sampled."""
+    config = small_config("iterations=1", "batch.prompts=32", "batch.group_size=8", "objective.correction.normalizer=exact")
+    line = run(config, tmp_path)[1]
+    assert 0 < line["obrs/acceptance_minus_z_stderr"] < 0.01
+    assert abs(line["obrs/acceptance_minus_z"]) < 4 * line["obrs/acceptance_minus_z_stderr"]
+    assert abs(line["mismatch/ratio"] - 1) < 4 * line["mismatch/ratio_stderr"]
+
+
+def test_saved_rollouts_hold_every_token_of_both_sides(tmp_path: Path) -> None:
+    run(small_config(), tmp_path)
+    table = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet")
+    assert table.schema.metadata[b"schema_version"] == b"1"
+    rows = table.to_pylist()
+    assert len(rows) == 16 and len({row["uid"] for row in rows}) == 16
+    for row in rows:
+        length = len(row["token_ids"])
+        per_token = ("tokens", "rollout_log_probs", "old_log_probs", "accept_mask", "weights", "z", "acceptance", "versions")
+        assert all(len(row[name]) == length for name in per_token)
+        assert all(len(top) == 20 for top in row["rollout_top_ids"] + row["policy_top_ids"])
+        assert row["versions"] == [[0, 0]] * length
+        assert row["response"] == "".join(token for token in row["tokens"] if not token.startswith("<"))
+
+
+def test_a_checkpoint_loads_with_plain_transformers(tmp_path: Path) -> None:
+    run(small_config("iterations=1"), tmp_path)
+    for role in ("policy", "rollout_model"):
+        folder = tmp_path / "checkpoints" / "last" / role
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
+
+
+class Finite(Task):
+    """Seven problems without an answer."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self, split: str) -> int:
+        return self._size
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        return Prompt(uid=str(index), text=str(index), answer="", token_ids=(index,))
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        raise NotImplementedError
+
+
+def test_a_prompt_stream_gives_every_prompt_once_an_epoch_and_resumes() -> None:
+    stream = PromptStream(Finite(7), "train", seed=3)
+    first, second = stream.next(7), stream.next(7)
+    assert sorted(prompt.text for prompt in first) == sorted(prompt.text for prompt in second) == list("0123456")
+    assert [prompt.text for prompt in first] != [prompt.text for prompt in second]
+    assert len({prompt.uid for prompt in first + second}) == 14
+    resumed = PromptStream(Finite(7), "train", seed=3)
+    resumed.load_state_dict({"position": 5})
+    assert resumed.next(5) == (first + second)[5:10]
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="no problems"):
+        PromptStream(Finite(0), "train", seed=0)
