@@ -37,6 +37,9 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
     run(config, tmp_path / "whole")
     run(config, tmp_path / "killed", kill_after=3)  # the checkpoint is that of iteration 2
     assert metrics(tmp_path / "killed")[-1]["iteration"] == 3
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "reward/me')  # a line cut short
+    (tmp_path / "killed" / "rollouts" / "iteration-000004.parquet.partial").write_bytes(b"half a file")
     run(config, tmp_path / "killed")
     roles = ["policy"] if regime == "on policy" else ["policy", "rollout_model"]
     assert_same_run(tmp_path / "whole", tmp_path / "killed", roles)

@@ -160,8 +160,9 @@ class JointLearner(Learner):
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         micro_batches = [replace(micro, tokens=self._to_device(micro.tokens)) for micro in micro_batches]
-        totals, sums = self._totals(micro_batches)
+        totals, prepass_seconds = self._totals(micro_batches)
         traces: dict[str, dict[str, Tensor]] = {}
+        sums: Sums = {}
         measured: Sums = {}
         for micro in micro_batches:
             scores = self._scores(micro.tokens)
@@ -178,6 +179,7 @@ class JointLearner(Learner):
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
         self._previous = {name: sums[f"obrs/{name}"] for name in measured}
         step_metrics, events = self._step(sums)
+        step_metrics["seconds/prepass"] = _number(prepass_seconds)
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
 
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
@@ -200,17 +202,17 @@ class JointLearner(Learner):
             self._rollout_optimizer.load_state_dict(state["rollout_model"])
         self._previous = {name: Mean(*entry) for name, entry in state["previous"].items()}
 
-    def _totals(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums | None, Sums]:
-        """The sums that the correction wants to know before the first backward pass, and what they cost in seconds.
+    def _totals(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums | None, float]:
+        """The sums that the correction wants to know before the first backward pass, and the seconds they cost.
 
         None where the only micro-batch will give them itself. With `target: old` and anchors they are free; else it
         takes one more forward pass without gradient (`kappa: prepass`).
         """
         wanted = self._objective.correction.totals
         if wanted != "prepass":
-            return (self._previous if wanted == "previous" else {}), {}
+            return (self._previous if wanted == "previous" else {}), 0.0
         if len(micro_batches) == 1:
-            return None, {}
+            return None, 0.0
         started = time.perf_counter()
         totals: Sums = {}
         with torch.no_grad():
@@ -223,7 +225,7 @@ class JointLearner(Learner):
                 else:
                     scores = self._scores(micro.tokens)
                     totals = add_sums(totals, self._measure(micro.tokens, micro.anchor or anchor_of(scores), scores))
-        return all_reduce_sums(totals), {"seconds/prepass": _number(time.perf_counter() - started)}
+        return all_reduce_sums(totals), time.perf_counter() - started
 
     def _measure(self, batch: TokenBatch, anchor: Anchor, scores: TokenScores) -> Sums:
         inputs = correction_inputs(self._objective, batch, anchor, scores.log_probs.detach(), scores.z)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -88,7 +89,8 @@ class RunFolder:
                 _write_atomically(self.path / name, "".join(_json_line(line) for line in kept))
         for folder in (self.rollouts, self.path / "eval"):
             for path in folder.glob("iteration-*"):
-                if int(path.stem.split("-")[1]) > iteration:
+                number = int(re.match(r"iteration-(\d+)", path.name)[1])
+                if number > iteration or path.suffix == ".partial":
                     path.unlink()
         if iteration < 0:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)

@@ -82,6 +82,16 @@ def test_a_token_of_probability_zero_is_never_drawn(size):
     assert (probs.gather(1, sample_tokens(probs, uniforms)[:, None]) > 0).all()
 
 
+def test_a_goal_on_the_border_of_two_blocks_skips_the_zeros_behind_it():
+    """The sum of the blocks before, once as it was and once as a difference, can differ in its last bit."""
+    probs = torch.rand(500, 384, generator=torch.Generator().manual_seed(0))
+    probs[:, 128:200] = probs[:, 256:300] = 0.0
+    sums = probs.view(500, 3, 128).sum(-1, dtype=torch.float64).cumsum(-1)
+    for border in (0, 1):
+        drawn = sample_tokens(probs, sums[:, border] / sums[:, -1])
+        assert (probs.gather(1, drawn[:, None]) > 0).all()
+
+
 def test_rounding_that_leaves_no_running_sum_above_the_goal_gives_the_last_token_with_mass():
     """Sums of 0.1 inside a block fall short of the block's own sum by more than the largest uniform leaves."""
     for size in range(2, 400):

@@ -11,7 +11,7 @@ Every term is detached. Shapes: `B` sequences, `T` response tokens; log-probs in
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -185,8 +185,9 @@ def make_correction(name: str, **numbers) -> CorrectionFn:
     for key in ("cap", "c1", "c2", "lam"):
         if key in numbers and not numbers[key] > 0:
             raise ConfigError(f"correction {name}: {key} is {numbers[key]}; it must be above 0")
-    if numbers.get("mask", "sampled") not in MASKS:
-        raise ConfigError(unknown_name("mask", numbers["mask"], MASKS))
+    for key, valid in (("mask", MASKS), ("totals", get_args(Totals))):
+        if key in numbers and numbers[key] not in valid:
+            raise ConfigError(unknown_name(key, numbers[key], valid))
     try:
         return CORRECTIONS[name](**numbers)
     except TypeError as error:

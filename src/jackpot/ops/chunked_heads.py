@@ -8,8 +8,8 @@ and for the rollout model, q, against the policy, p, which the divergences hold 
 
     d forward KL = q - p                        d reverse KL = q (log q - log p - reverse KL)
 
-From there it goes through temperature, soft cap, weight and hidden states. Shapes as in `linear_head`, and `C` positions
-of one chunk. Everything here trusts its caller to have checked the arguments.
+From there it goes through temperature, soft cap, weight and hidden states. Shapes as in `linear_head`, and `C` the
+positions of one chunk. Everything here trusts its caller to have checked the arguments.
 """
 
 import math
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_CHUNK_ELEMENTS = 2**26
-"""A default chunk has at most this many logits, C * V: 256 MiB in float32, 441 positions at V = 151,936. About three such
-buffers are alive for one head, six for two."""
+"""A default chunk has at most this many logits, C * V: 256 MiB in float32, 441 positions at V = 151,936. About three
+such buffers are alive for one head, six for two."""
 
 MAX_CHUNK_POSITIONS = 1024
 """A default chunk has at most this many positions. Every chunk adds to the whole [V, H] gradient of the weight, so few
@@ -39,6 +39,40 @@ class Head:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     soft_cap: float | None = None  # logits = cap * tanh(logits / cap) before the temperature
+
+
+def read_heads(
+    heads: Sequence[Head],
+    ids: Tensor,
+    gather_ids: Tensor | None,
+    temperature: float,
+    lam: float | None,
+    num_top: int,
+    chunk_size: int | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Of one head (`lam` None) or of the policy and the rollout model: what carries a gradient, and what carries none.
+
+    With a gradient, [N]: log_probs and entropy of each head; then forward_kl and reverse_kl of two.
+    Without: top_ids and top_log_probs [N, K] and gathered [N, G] of each; then exact_z [N] and fill_ins [N, K] of two.
+    """
+    vocabulary = heads[0].weight.shape[0]
+    tensors = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias)]
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    default_size = min(max(1, MAX_CHUNK_ELEMENTS // vocabulary), MAX_CHUNK_POSITIONS)
+    plan = _Plan(
+        temperature=temperature,
+        lam=lam,
+        num_top=min(num_top, vocabulary),
+        chunk_size=default_size if chunk_size is None else chunk_size,
+        soft_caps=tuple(head.soft_cap for head in heads),
+        operand_dtypes=tuple(_operand_dtype(head, dtype) for head in heads),
+        dtype=dtype,
+    )
+    if gather_ids is None:
+        gather_ids = ids.new_empty((len(ids), 0))
+    outputs = _ChunkedHeads.apply(plan, ids, gather_ids, *tensors)
+    return outputs[: plan.num_values], outputs[plan.num_values :]
 
 
 class _Plan(NamedTuple):
@@ -73,35 +107,6 @@ class _Plan(NamedTuple):
         ]
 
 
-def _run(
-    heads: Sequence[Head],
-    ids: Tensor,
-    gather_ids: Tensor | None,
-    temperature: float,
-    lam: float | None,
-    num_top: int,
-    chunk_size: int | None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The outputs that carry a gradient and those that do not, in the order of `_read_chunk`."""
-    vocabulary = heads[0].weight.shape[0]
-    tensors = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias)]
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    dtype = torch.float64 if is_double else torch.float32
-    plan = _Plan(
-        temperature=temperature,
-        lam=lam,
-        num_top=min(num_top, vocabulary),
-        chunk_size=chunk_size or max(1, MAX_CHUNK_ELEMENTS // vocabulary),
-        soft_caps=tuple(head.soft_cap for head in heads),
-        operand_dtypes=tuple(_operand_dtype(head, dtype) for head in heads),
-        dtype=dtype,
-    )
-    if gather_ids is None:
-        gather_ids = ids.new_empty((len(ids), 0))
-    outputs = _ChunkedHeads.apply(plan, ids, gather_ids, *tensors)
-    return outputs[: plan.num_values], outputs[plan.num_values :]
-
-
 class _ChunkedHeads(torch.autograd.Function):
     """Reads each chunk's logits in forward, forms them again in backward; keeps the operands and [N] numbers."""
 
@@ -111,9 +116,10 @@ class _ChunkedHeads(torch.autograd.Function):
             sides = plan.sides(tensors)
             parts = [_read_chunk(plan, sides, rows, ids[rows], gather_ids[rows]) for rows in plan.chunks(len(ids))]
         outputs = tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(*outputs[plan.num_values :])
+        values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
+        ctx.mark_non_differentiable(*constants)
         ctx.set_materialize_grads(False)  # an output that nobody uses costs nothing in backward
-        ctx.save_for_backward(ids, *outputs[: plan.num_values], *tensors)
+        ctx.save_for_backward(ids, *values[1::2], *tensors)  # each entropy, and the reverse KL of two heads
         ctx.plan = plan
         return outputs
 
@@ -121,25 +127,29 @@ class _ChunkedHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan, (ids, *saved) = ctx.plan, ctx.saved_tensors
-        values, tensors = saved[: plan.num_values], saved[plan.num_values :]
-        reached = [_any(grads[:2])] * 3 + [_any(grads[2 : plan.num_values])] * 3
-        totals = [
-            torch.zeros_like(tensor, dtype=tensor.dtype if index % 3 == 0 else plan.dtype)
-            if needed and reached[index]
-            else None
-            for index, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[3:], strict=True))
-        ]
+        centres, tensors = saved[: plan.num_values // 2], saved[plan.num_values // 2 :]
+        upstream = grads[: plan.num_values]
+        needed = ctx.needs_input_grad[3:]
+        totals = _zero_totals(tensors[:3], needed[:3], upstream[:2], plan.dtype)
+        totals += _zero_totals(tensors[3:], needed[3:], upstream[2:], plan.dtype)
         with torch.autocast(ids.device.type, enabled=False):
             sides = plan.sides(tensors)
             for rows in plan.chunks(len(ids)):
-                upstream = [None if grad is None else grad[rows] for grad in grads[: plan.num_values]]
-                _differentiate_chunk(sides, rows, ids[rows], [value[rows] for value in values], upstream, totals)
-        return (
-            None,
-            None,
-            None,
-            *(None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)),
-        )
+                here = [None if grad is None else grad[rows] for grad in upstream]
+                _differentiate_chunk(sides, rows, ids[rows], [centre[rows] for centre in centres], here, totals)
+        cast = [None if total is None else total.to(of.dtype) for total, of in zip(totals, tensors, strict=True)]
+        return None, None, None, *cast
+
+
+def _zero_totals(
+    tensors: Sequence[Tensor | None], needed: Sequence[bool], upstream: Sequence[Tensor | None], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Where one head's gradients add up: weight and bias in `dtype`. None where nobody asks or nothing flows back."""
+    flows = _any(upstream)
+    return [
+        torch.zeros_like(tensor, dtype=dtype if field else tensor.dtype) if need and flows else None
+        for field, (tensor, need) in enumerate(zip(tensors, needed, strict=True))
+    ]
 
 
 class _Chunk(NamedTuple):
@@ -193,9 +203,10 @@ class _Side(NamedTuple):
             weight_total += _product(grad.t(), self.hidden[rows], self.dtype)
 
 
-def _read_chunk(plan: _Plan, sides: Sequence[_Side], rows: slice, ids: Tensor, gather_ids: Tensor) -> tuple:
-    """With a gradient: log_probs, entropy of each head, then forward_kl, reverse_kl of two heads. Without one: top_ids,
-    top_log_probs, gathered of each head, then exact_z, fill_ins of two heads. All [C] or [C, K or G]."""
+def _read_chunk(
+    plan: _Plan, sides: Sequence[_Side], rows: slice, ids: Tensor, gather_ids: Tensor
+) -> tuple[Tensor, ...]:
+    """What `read_heads` returns, of one chunk. The only place that has a pair of distributions to compare."""
     values, constants = [], []
     chunks = [side.chunk(rows) for side in sides]
     for log_probs, probs, _ in chunks:
@@ -213,22 +224,24 @@ def _differentiate_chunk(
     sides: Sequence[_Side],
     rows: slice,
     ids: Tensor,
-    values: Sequence[Tensor],
+    centres: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
     totals: Sequence[Tensor | None],
 ) -> None:
-    """Adds one chunk's gradient to `totals`, three for each head; `values` and `upstream` are those of
-    `_read_chunk`."""
+    """Adds one chunk's gradient to `totals`, three of each head.
+
+    `centres` [C]: the entropy of each head, and the reverse KL of two. `upstream` [C]: as `read_heads` orders them.
+    """
     trains_policy, trains_rollout_model = _any(totals[:3]), _any(totals[3:])
     policy = sides[0].chunk(rows) if trains_policy or _any(upstream[4:]) else None
     if trains_rollout_model:
         rollout_model = sides[1].chunk(rows)
-        grad = _own_gradient(rollout_model, ids, *upstream[2:4], values[3])
+        grad = _own_gradient(rollout_model, ids, *upstream[2:4], centres[1])
         if policy is not None:
-            _add_divergences_(grad, policy, rollout_model, *upstream[4:], values[5])
+            _add_divergences_(grad, policy, rollout_model, *upstream[4:], centres[2])
         sides[1].pull_back(rows, grad, rollout_model.slope, totals[3:])
     if trains_policy:
-        grad = _own_gradient(policy, ids, *upstream[:2], values[1])
+        grad = _own_gradient(policy, ids, *upstream[:2], centres[0])
         sides[0].pull_back(rows, grad, policy.slope, totals[:3])
 
 

@@ -4,36 +4,28 @@ With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the 
 
     raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
 
-The positions go through in chunks, so that of all [N, V] only [chunk, V] exists at a time, and backward forms a chunk's
-logits again instead of keeping them. Both models' logits of a chunk are formed once, and everything is read from them.
-What training differentiates has its gradient in closed form; with p the head's own probabilities
+The positions go through in chunks, so that of [N, V] only [chunk, V] ever exists; backward forms a chunk's logits again
+instead of keeping them. Both models' logits of a chunk are formed once, and everything is read from them. The gradient
+is in closed form (`chunked_heads`); autograd refuses a second derivative.
 
-    d log p(id) = onehot(id) - p                d entropy = -p (log p + entropy)
+Precision: logits, softmax, sums, and the weight's gradient over all chunks are float32, or float64 if any operand is.
+On CUDA, bfloat16 and float16 operands are multiplied as they are, with logits in float32; other devices have no such
+product, and the operands are cast to float32. Under autocast the operands are cast to its dtype instead, which on those
+other devices rounds the logits to it. CUDA has not been run.
 
-and for the rollout model, q, against the policy, p, which the divergences hold constant (SG)
-
-    d forward KL = q - p                        d reverse KL = q (log q - log p - reverse KL)
-
-each with respect to logits, then through tau, c, W and h. A second derivative is refused by autograd.
-
-Precision: logits, softmax, sums and the gradient's sum over chunks are float32, float64 if any operand is. The products
-multiply what they are given: bfloat16 and float16 are upcast on a device without a product that takes them and returns
-float32 (all but CUDA). Under autocast the operands are cast to its dtype, and on those devices the logits are rounded
-to it. CUDA has not been run.
-
-Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up, `C`
-positions of one chunk. Log-probabilities, entropies and divergences are in nats.
+Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up.
+Log-probabilities, entropies and divergences are in nats.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_dataclass
+
+from jackpot.ops.chunked_heads import MAX_CHUNK_ELEMENTS, MAX_CHUNK_POSITIONS, Head, read_heads
+
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
@@ -79,16 +71,17 @@ def linear_head(
         temperature: divides the logits, above 0.
         num_top: K; more than V gives V columns. Ties come in any order.
         gather_ids: [N, G] int64 in [0, V).
-        chunk_size: the most positions that have logits at a time; None takes `MAX_CHUNK_ELEMENTS // V`.
+        chunk_size: the most positions that have logits at a time; None takes `MAX_CHUNK_ELEMENTS // V`, at most
+            `MAX_CHUNK_POSITIONS`.
 
-    A probability that underflows to 0 counts as 0 in the entropy: 0 log 0 = 0. Checking the ids waits for the device.
+    0 log 0 = 0, also for a probability that underflows to 0. Checking the ids waits for the device.
 
     Raises:
         ValueError: shapes, dtypes, devices, ids or numbers other than these, or a weight that FSDP has sharded.
     """
     _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, chunk_size=chunk_size)
     _check_positive("temperature", temperature)
-    values, constants = _run([head], ids, gather_ids, temperature, None, num_top, chunk_size)
+    values, constants = read_heads([head], ids, gather_ids, temperature, None, num_top, chunk_size)
     return HeadOutput(*values, *constants)
 
 
@@ -119,7 +112,7 @@ def joint_linear_head(
     _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, chunk_size=chunk_size)
     _check_positive("temperature", temperature)
     _check_positive("lam", lam)
-    values, constants = _run([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, chunk_size)
+    values, constants = read_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, chunk_size)
     outputs = [HeadOutput(*values[2 * i : 2 * i + 2], *constants[3 * i : 3 * i + 3]) for i in (0, 1)]
     return JointOutput(*outputs, *values[4:], *constants[6:])
 
@@ -162,7 +155,7 @@ class LinearHead(nn.Module):
         Raises:
             ValueError: as they do; `rollout_model_hidden` without a rollout model, or without `lam`.
         """
-        options = dict(temperature=temperature, num_top=num_top, gather_ids=gather_ids, chunk_size=chunk_size)
+        options = {"temperature": temperature, "num_top": num_top, "gather_ids": gather_ids, "chunk_size": chunk_size}
         policy = _head_of(self.policy, policy_hidden, self.policy_soft_cap)
         if rollout_model_hidden is None:
             return linear_head(policy, ids, **options)
@@ -200,7 +193,8 @@ def _check(
     if num_top < 0:
         raise ValueError(f"num_top is {num_top}: 0 for no top-k, else how many tokens to return")
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}: at least 1, or None for {MAX_CHUNK_ELEMENTS} logits at a time")
+        default = f"{MAX_CHUNK_ELEMENTS} logits and {MAX_CHUNK_POSITIONS} positions at most"
+        raise ValueError(f"chunk_size is {chunk_size}: at least 1, or None for {default}")
 
 
 def _check_head(name: str, head: Head) -> None:

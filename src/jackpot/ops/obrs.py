@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
@@ -159,10 +160,12 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rho, order = torch.where(rollout > 0, target / rollout, math.inf).sort(-1)
     target_up_to = target.gather(-1, order).cumsum(-1)  # P_target(rho <= rho_i)
     rollout = rollout.gather(-1, order)
-    rollout_above = (rollout.sum(-1, keepdim=True) - rollout.cumsum(-1)).clamp(min=0.0)  # P_inf(rho > rho_i)
+    from_here = rollout.flip(-1).cumsum(-1).flip(-1)
+    rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
+    inside = inside.clamp(max=pad(rho[..., 1:], (0, 1), value=math.inf))  # rounding may leave no difference to divide by
     smallest = torch.where(rho > 0, rho, math.inf).min(-1).values
     return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
 

@@ -1,0 +1,172 @@
+"""Hidden states against each sequence on its own, and the head against the model's own logits."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from jackpot.errors import DataError, ModelError
+from jackpot.models.forward import (
+    backbone,
+    check_head,
+    full_sequences,
+    head_logits,
+    logit_softcap,
+    output_layer,
+    pad_tokens,
+    response_hidden,
+)
+from jackpot.types import TokenBatch
+
+V = 30
+SHAPE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.2}
+MODELS = {
+    "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)),
+    "Llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "Mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
+    "Gemma 2, soft cap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, head_dim=16, sliding_window=4, final_logit_softcapping=2.0)
+    ),
+    "GPT-2, absolute positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
+    ),
+}
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]
+RESPONSES = [(0, [5, 6, 7]), (2, [8]), (1, [9, 10, 11, 12, 13, 14]), (1, [15, 16]), (0, [17])]  # prompt, tokens
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def token_batch(padding: int = 0) -> TokenBatch:
+    """All prompts and responses, with `padding` more columns than needed and nonsense where nothing is."""
+    prompt_ids, prompt_mask = pad_tokens([[0] * padding + prompt for prompt in PROMPTS], "left", torch.device("cpu"))
+    prompt_mask = prompt_mask & (prompt_ids > 0)
+    rows = [response + [0] * padding for _, response in RESPONSES]
+    response_ids, mask = pad_tokens(rows, "right", torch.device("cpu"))
+    mask = mask & (response_ids > 0)
+    shape = response_ids.shape
+    return TokenBatch(
+        uids=tuple(map(str, range(len(RESPONSES)))),
+        prompt_ids=torch.where(prompt_mask, prompt_ids, -7),
+        prompt_mask=prompt_mask,
+        prompt_index=torch.tensor([prompt for prompt, _ in RESPONSES]),
+        response_ids=torch.where(mask, response_ids, 10**6),
+        attention_mask=mask,
+        response_mask=mask & (torch.arange(shape[1]) != 1),  # a token that somebody else wrote is still read
+        rollout_log_probs=torch.zeros(shape),
+        advantages=torch.zeros(shape),
+        uniforms=torch.zeros(shape, dtype=torch.float64),
+        top_ids=torch.zeros(*shape, 0, dtype=torch.int64),
+        top_log_probs=torch.zeros(*shape, 0),
+        versions=torch.zeros(*shape, 2, dtype=torch.int64),
+    )
+
+
+def test_full_sequences_put_each_response_behind_its_prompt():
+    batch = token_batch(padding=1)
+    sequences = full_sequences(
+        batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
+    )
+    prompt_width = batch.prompt_ids.shape[1]
+    for row, (prompt, response) in enumerate(RESPONSES):
+        mask = sequences.attention_mask[row]
+        tokens = [*PROMPTS[prompt], *response]
+        assert sequences.input_ids[row][mask].tolist() == tokens
+        assert sequences.position_ids[row][mask].tolist() == list(range(len(tokens)))
+        assert sequences.input_ids[row, prompt_width : prompt_width + len(response)].tolist() == response
+        assert (sequences.input_ids[row][~mask] == 0).all()
+        assert sequences.position_ids[row].min() == 0
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_hidden_states_predict_each_response_token_whatever_the_padding(model, padding):
+    batch = token_batch(padding)
+    hidden = response_hidden(model, batch)
+    assert hidden.shape == (*batch.response_ids.shape, 32)
+    logits = head_logits(model, hidden)
+    for row, (prompt, response) in enumerate(RESPONSES):
+        ids = torch.tensor([[*PROMPTS[prompt], *response]])
+        alone = model(input_ids=ids).logits[0, len(PROMPTS[prompt]) - 1 : -1]
+        assert torch.allclose(logits[row, : len(response)], alone, atol=2e-5)
+
+
+def test_hidden_states_carry_gradient(model):
+    loss = response_hidden(model, token_batch()).sum()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in backbone(model).parameters())
+
+
+def test_the_head_computes_what_the_model_does(model):
+    check_head(model)
+    ids = torch.tensor([[3, 4, 5]])
+    hidden = backbone(model)(input_ids=ids).last_hidden_state
+    assert torch.allclose(head_logits(model, hidden), model(input_ids=ids).logits, atol=1e-5)
+    assert output_layer(model).weight.shape == (V, 32)
+
+
+def test_only_gemma_has_a_soft_cap(model):
+    assert logit_softcap(model) == (2.0 if isinstance(model, Gemma2ForCausalLM) else None)
+
+
+def test_a_head_that_the_model_scales_is_refused(model):
+    forward = model.forward
+
+    def scaled(**inputs):
+        output = forward(**inputs)
+        output.logits = output.logits * 1.5
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ModelError, match="computes more than its output layer"):
+        check_head(model)
+
+
+def test_logits_are_float32_in_a_bfloat16_model():
+    model = MODELS["Qwen3"]().to(torch.bfloat16)
+    assert head_logits(model, torch.zeros(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_model_without_a_linear_head_or_without_a_base_is_refused():
+    model = MODELS["Qwen3"]()
+    with pytest.raises(ModelError, match="no causal language model"):
+        backbone(model.model)
+    model.lm_head = nn.Identity()
+    with pytest.raises(ModelError, match="no linear output layer"):
+        output_layer(model)
+
+
+@pytest.mark.parametrize("mask", [[[True, True], [True, False]], [[True, True], [False, False]]])
+def test_prompts_that_are_empty_or_padded_on_the_right_are_refused(mask):
+    ones = torch.ones(2, 2, dtype=torch.int64)
+    with pytest.raises(DataError, match=r"prompts \[1\]"):
+        full_sequences(ones, torch.tensor(mask), torch.tensor([0, 1]), ones, ones.bool())
+
+
+@pytest.mark.parametrize(
+    ("side", "ids", "mask"),
+    [
+        ("left", [[0, 0, 5], [1, 2, 3]], [[0, 0, 1], [1, 1, 1]]),
+        ("right", [[5, 0, 0], [1, 2, 3]], [[1, 0, 0], [1, 1, 1]]),
+    ],
+)
+def test_tokens_are_padded_on_the_side_asked_for(side, ids, mask):
+    padded: tuple[Tensor, Tensor] = pad_tokens([[5], [1, 2, 3]], side, torch.device("cpu"))
+    assert padded[0].tolist() == ids
+    assert padded[1].int().tolist() == mask

@@ -1,0 +1,228 @@
+"""Loading models and tokenizers: what is refused, and with which words."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
+
+from jackpot.errors import DataError, ModelError
+from jackpot.models import load
+from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, resolve_path
+
+SHAPE = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 0}
+
+
+def qwen(**settings) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 32, "tie_word_embeddings": True} | settings))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "original"
+    qwen().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A model folder to damage."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def tokenizer(*tokens: str) -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token=tokens[0])))
+
+
+# Models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_comes_in_its_dtype_and_in_eval_mode(original, dtype):
+    model = load_model(original, dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert not model.training
+    expected = qwen().to(dtype)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert load_model(str(original), dtype).device == torch.device("cpu")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    for path in (tmp_path / "nowhere", str(tmp_path / "nowhere"), Path("relative/path")):
+        with pytest.raises(ModelError, match=f"no model folder {path}"):
+            load_model(path, torch.float32)
+
+
+def test_a_folder_without_a_config_is_refused(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.999, 0.0])
+def test_truncated_weights_are_refused(folder, keep):
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ModelError, match="SafetensorError"):
+        load_model(folder, torch.float32)
+
+
+def test_corrupt_weights_are_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"no weights at all" * 1000)
+    with pytest.raises(ModelError, match="SafetensorError"):
+        load_model(folder, torch.float32)
+
+
+def test_a_config_that_is_no_json_is_refused(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="JSON"):
+        load_model(folder, torch.float32)
+
+
+def test_pickled_weights_are_not_read(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save(qwen().state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, r"11 missing, such as model\.layers\.2\."),
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, r"11 unknown, such as model\.layers\.1\."),
+        ({"vocab_size": 24}, r"1 misshapen, such as .*embed_tokens"),
+        ({"tie_word_embeddings": False}, r"1 missing, such as lm_head\.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused_by_name(folder, changes, message):
+    edit_config(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "nonsense"])
+def test_a_model_that_is_not_a_causal_language_model_is_refused(folder, model_type):
+    edit_config(folder, model_type=model_type)
+    with pytest.raises(ModelError, match="cannot load a causal language model"):
+        load_model(folder, torch.float32)
+
+
+def test_a_classifier_is_refused_though_its_backbone_fits(tmp_path):
+    Qwen3ForSequenceClassification(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelError, match=r"1 unknown, such as score\.weight"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=8.0)),
+        lambda: BertLMHeadModel(BertConfig(vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)),
+    ],
+    ids=["scaled logits", "transformed hidden states"],
+)
+def test_a_model_that_computes_more_than_its_head_is_refused(tmp_path, model):
+    model().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="computes more than its output layer"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_a_starter_resolves_to_its_folder(original, monkeypatch):
+    monkeypatch.setattr(load, "starter_path", lambda name: original.parent / name)
+    assert resolve_path("starter:original") == str(original)
+    assert load_model("starter:original", torch.float32).config.vocab_size == 20
+
+
+def test_an_unknown_starter_is_refused_with_a_guess():
+    with pytest.raises(ModelError, match="did you mean 'policy'"):
+        resolve_path("starter:polcy")
+
+
+def test_a_hub_name_is_left_to_the_hub_and_a_relative_folder_is_not(original, monkeypatch):
+    assert resolve_path("Qwen/Qwen3-0.6B-Base") == "Qwen/Qwen3-0.6B-Base"
+    monkeypatch.chdir(original.parent.parent)
+    relative = f"{original.parent.name}/original"
+    assert resolve_path(relative) == relative
+    assert load_model(relative, torch.float32).config.vocab_size == 20
+    for path in ("one/two/three", "./one/two", "../one", "name"):
+        with pytest.raises(ModelError, match="no model folder"):
+            resolve_path(path)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation_config", "expected"),
+    [(3, None, (3,)), (3, 5, (5,)), (None, [5, 7], (5, 7)), ([1, 2], None, (1, 2)), (None, None, ())],
+)
+def test_end_of_sequence_tokens_are_those_of_the_folder(tmp_path, in_config, in_generation_config, expected):
+    model = qwen(eos_token_id=in_config)
+    model.generation_config = GenerationConfig(eos_token_id=in_generation_config)
+    model.save_pretrained(tmp_path)
+    assert eos_token_ids(load_model(tmp_path, torch.float32)) == expected
+
+
+# Tokenizers
+
+
+def test_a_tokenizer_comes_back_as_saved(tmp_path):
+    tokenizer("<unk>", "one", "two").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).get_vocab() == {"<unk>": 0, "one": 1, "two": 2}
+
+
+def test_a_folder_without_a_tokenizer_is_refused(original, tmp_path):
+    """transformers makes an empty tokenizer for such a folder without a word."""
+    with pytest.raises(DataError, match=r"has no tokenizer: none of tokenizer\.json"):
+        load_tokenizer(original)
+    with pytest.raises(ModelError, match="no model folder"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path):
+    tokenizer("<unk>", "one").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="cannot load a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_equal_vocabularies_pass_whatever_the_object():
+    check_same_tokenizer(tokenizer("<unk>", "a", "b"), tokenizer("<unk>", "a", "b"))
+
+
+def test_the_first_token_that_differs_is_named_with_both_ids():
+    with pytest.raises(DataError, match=r"token 'b': id 2 in the first, id 3 in the second"):
+        check_same_tokenizer(tokenizer("<unk>", "a", "b", "c", "d"), tokenizer("<unk>", "a", "c", "b", "d"))
+
+
+def test_a_smaller_vocabulary_is_named_with_both_sizes():
+    for ours, theirs, ids in (
+        (tokenizer("<unk>", "a", "b"), tokenizer("<unk>", "a"), "id 2 in the first, id none in the second"),
+        (tokenizer("<unk>", "a"), tokenizer("<unk>", "a", "b"), "id none in the first, id 2 in the second"),
+    ):
+        sizes = rf"vocabulary sizes {len(ours)} and {len(theirs)}"
+        with pytest.raises(DataError, match=rf"token 'b': {ids} \({sizes}\)"):
+            check_same_tokenizer(ours, theirs)

@@ -1,0 +1,365 @@
+"""Corrections against loops over tokens, and the coin against all the ways it can fall."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jackpot.errors import ConfigError
+from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, make_correction
+from jackpot.ops.obrs import ZEstimate
+from jackpot.ops.reduce import Max, Mean, add_sums
+
+RTOL = 1e-12
+OBRS = dict(lam=0.8, c1=1.5, c2=1.25, mask="sampled", totals="none")
+EVERY = [
+    ("none", {}),
+    ("is", {}),
+    ("tis", {"cap": 1.5}),
+    ("obrs", OBRS),
+    ("obrs", OBRS | {"mask": "expected"}),
+    ("obrs", OBRS | {"totals": "prepass"}),
+]
+
+
+def random_inputs(seed=0, shape=(4, 6), spread=1.0):
+    """Log-probs whose three distributions differ by `spread` nats; a quarter of the tokens is masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def uniform():
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    rollout = -2.0 + normal()
+    z, width = 0.2 + 0.6 * uniform(), 0.2 * uniform()
+    return CorrectionInputs(
+        rollout_log_probs=rollout,
+        target_log_probs=rollout + spread * normal(),
+        proximal_log_probs=rollout + spread * normal(),
+        response_mask=uniform() < 0.75,
+        uniforms=uniform(),
+        z=ZEstimate(z, z, z + width, 0.5 + 0.5 * z, 0.4 + 0.5 * z),
+    )
+
+
+def tokens(inputs):
+    """(index, p_inf, p_target, p_proximal, uniform, Z) of every unmasked token as Python floats."""
+    for index in inputs.response_mask.nonzero().tolist():
+        at = tuple(index)
+        probs = (math.exp(x[at]) for x in (inputs.rollout_log_probs, inputs.target_log_probs, inputs.proximal_log_probs))
+        yield at, *probs, inputs.uniforms[at].item(), inputs.z.value[at].item()
+
+
+def hand_obrs(inputs, *, lam, c1, c2, mask, kappa):
+    """{token: (weight, accept)} after the equations of DESIGN 3."""
+    result = {}
+    for at, p_inf, p_target, p_proximal, u, z in tokens(inputs):
+        rho = p_target / p_inf
+        a = min(1.0, rho / lam)
+        weight = min(kappa * z * max(lam, rho), c1) * min(p_proximal / p_target, c2)
+        result[at] = weight, (a if mask == "expected" else float(u < a))
+    return result
+
+
+def assert_is(correction, expected):
+    """Weights and mask are as expected, and exactly 0 wherever nothing is expected."""
+    for name, values, column in (("weights", correction.weights, 0), ("mask", correction.accept_mask, 1)):
+        wanted = torch.zeros_like(values)
+        for at, pair in expected.items():
+            wanted[at] = pair[column]
+        torch.testing.assert_close(values, wanted, rtol=RTOL, atol=0.0, msg=name)
+
+
+# What each correction computes
+
+
+def test_without_correction_every_token_is_kept_at_weight_one():
+    inputs = random_inputs()
+    assert_is(make_correction("none").apply(inputs, {}), {at: (1.0, 1.0) for at, *_ in tokens(inputs)})
+
+
+def test_importance_sampling_weighs_by_the_whole_ratio():
+    inputs = random_inputs()
+    expected = {at: (target / inf, 1.0) for at, inf, target, *_ in tokens(inputs)}
+    correction = make_correction("is").apply(inputs, {})
+    assert_is(correction, expected)
+    assert correction.metrics["correction/capped"].value.item() == 0.0
+
+
+@pytest.mark.parametrize("cap", [0.5, 1.0, 3.0])
+def test_truncated_importance_sampling_caps_the_ratio(cap):
+    inputs = random_inputs()
+    ratios = {at: target / inf for at, inf, target, *_ in tokens(inputs)}
+    correction = make_correction("tis", cap=cap).apply(inputs, {})
+    assert_is(correction, {at: (min(ratio, cap), 1.0) for at, ratio in ratios.items()})
+    share = sum(ratio > cap for ratio in ratios.values()) / len(ratios)
+    assert 0.0 < share < 1.0
+    assert correction.metrics["correction/capped"].value.item() == pytest.approx(share, rel=RTOL)
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+@pytest.mark.parametrize("lam", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("c1", [0.7, 3.0, math.inf])
+@pytest.mark.parametrize("c2", [0.5, 3.0, math.inf])
+def test_obrs_is_its_equation_token_by_token(mask, lam, c1, c2):
+    numbers = dict(lam=lam, c1=c1, c2=c2, mask=mask)
+    inputs = random_inputs(seed=3)
+    correction = make_correction("obrs", totals="none", **numbers).apply(inputs, {})
+    assert_is(correction, hand_obrs(inputs, kappa=1.0, **numbers))
+
+
+def test_the_second_factor_is_exactly_one_where_target_and_proximal_are_the_same():
+    inputs = random_inputs()
+    same = replace(inputs, proximal_log_probs=inputs.target_log_probs)
+    numbers = dict(lam=1.0, c1=3.0, mask="sampled", totals="none")
+    small, large = (make_correction("obrs", c2=c2, **numbers).apply(same, {}).weights for c2 in (1.0, math.inf))
+    assert torch.equal(small, large)
+
+
+def test_the_weight_moves_from_the_target_to_the_proximal_point():
+    """w p_proximal / p_target, before c2: a surrogate that starts at p_proximal is then weighed to p_target / p~."""
+    inputs = random_inputs()
+    numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", totals="none")
+    correction = make_correction("obrs", **numbers).apply(inputs, {})
+    for at, p_inf, p_target, p_proximal, _, z in tokens(inputs):
+        accepted = min(p_inf, p_target) / z
+        assert correction.weights[at].item() == pytest.approx(p_target / accepted * p_proximal / p_target, rel=RTOL)
+
+
+# kappa
+
+
+def hand_kappa(*parts, lam):
+    """Sum of a over sum of Z over the tokens of all parts."""
+    everything = [token for inputs in parts for token in tokens(inputs)]
+    a = math.fsum(min(1.0, target / inf / lam) for _, inf, target, *_ in everything)
+    return a / math.fsum(z for *_, z in everything)
+
+
+def test_kappa_spans_the_whole_step_and_sits_inside_the_clip():
+    first, second = random_inputs(seed=1), random_inputs(seed=2, shape=(3, 5))
+    correction = make_correction("obrs", **OBRS | {"totals": "prepass"})
+    totals = add_sums(correction.measure(first), correction.measure(second))
+    kappa = hand_kappa(first, second, lam=OBRS["lam"])
+    assert abs(kappa - 1.0) > 0.05 and abs(kappa - hand_kappa(first, lam=OBRS["lam"])) > 0.01
+    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
+    for inputs in (first, second):
+        result = correction.apply(inputs, totals)
+        assert_is(result, hand_obrs(inputs, kappa=kappa, **numbers))
+        assert result.metrics["obrs/kappa"].value.item() == pytest.approx(kappa, rel=RTOL)
+        above = [kappa * z > 1.0 for *_, z in tokens(inputs)]
+        assert result.metrics["obrs/kappa_z_above_1"].value.item() == pytest.approx(sum(above) / len(above), rel=RTOL)
+
+
+def test_kappa_z_above_one_is_counted_and_not_capped():
+    """kappa restores the mean of Z only: the larger Z of a step may well end above 1."""
+    inputs = random_inputs(spread=0.0)
+    z = torch.where(torch.arange(6) < 3, 0.4, 0.9).double().expand(4, 6)
+    uneven = replace(inputs, z=ZEstimate(z, z, z, z, z))
+    correction = make_correction("obrs", lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", totals="prepass")
+    result = correction.apply(uneven, correction.measure(uneven))
+    kappa = hand_kappa(uneven, lam=0.5)
+    assert 1 / 0.9 < kappa < 1 / 0.4
+    is_large = [z > 0.5 for *_, z in tokens(uneven)]
+    assert result.metrics["obrs/kappa_z_above_1"].value.item() == pytest.approx(sum(is_large) / len(is_large), rel=RTOL)
+    assert_is(result, hand_obrs(uneven, lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa=kappa))
+
+
+@pytest.mark.parametrize("totals", ["prepass", "previous"])
+def test_kappa_comes_from_the_sums_it_is_given_and_is_one_without(totals):
+    inputs, other = random_inputs(), random_inputs(seed=9)
+    correction = make_correction("obrs", **OBRS | {"totals": totals})
+    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
+    assert_is(correction.apply(inputs, {}), hand_obrs(inputs, kappa=1.0, **numbers))
+    kappa = hand_kappa(other, lam=OBRS["lam"])
+    assert_is(correction.apply(inputs, correction.measure(other)), hand_obrs(inputs, kappa=kappa, **numbers))
+
+
+def test_kappa_none_ignores_the_sums():
+    inputs = random_inputs()
+    correction = make_correction("obrs", **OBRS)
+    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
+    assert_is(correction.apply(inputs, correction.measure(inputs)), hand_obrs(inputs, kappa=1.0, **numbers))
+
+
+def test_corrections_say_which_sums_they_want_first():
+    assert [make_correction(name, **numbers).totals for name, numbers in EVERY] == ["none"] * 5 + ["prepass"]
+    assert make_correction("obrs", **OBRS | {"totals": "previous"}).totals == "previous"
+
+
+# The coin
+
+
+def coin_patterns(inputs, lam):
+    """(probability, uniforms that make the coins fall so) for all the ways n coins can fall."""
+    places = [(at, min(1.0, target / inf / lam)) for at, inf, target, *_ in tokens(inputs)]
+    for pattern in itertools.product((True, False), repeat=len(places)):
+        probability, uniforms = 1.0, inputs.uniforms.clone()
+        for (at, a), is_kept in zip(places, pattern, strict=True):
+            probability *= a if is_kept else 1.0 - a
+            uniforms[at] = a / 2 if is_kept else (1.0 + a) / 2
+        if probability > 0.0:
+            yield probability, uniforms
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 1000), st.sampled_from([0.3, 1.0, 3.0]))
+def test_the_expected_mask_is_the_mean_over_all_coins_with_no_variance_left(seed, lam):
+    inputs = random_inputs(seed=seed, shape=(1, 6), spread=1.5)
+    numbers = dict(lam=lam, c1=2.0, c2=3.0, totals="none")
+    factors = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).expand(1, 6)
+    sampled, expected = (make_correction("obrs", mask=mask, **numbers) for mask in ("sampled", "expected"))
+
+    def loss(correction, uniforms):
+        result = correction.apply(replace(inputs, uniforms=uniforms), {})
+        return (result.accept_mask * result.weights * factors).sum().item()
+
+    outcomes = [(p, loss(sampled, uniforms), loss(expected, uniforms)) for p, uniforms in coin_patterns(inputs, lam)]
+    assert math.fsum(p for p, *_ in outcomes) == pytest.approx(1.0, rel=RTOL)
+    mean = math.fsum(p * coin for p, coin, _ in outcomes)
+    assert all(exact == pytest.approx(mean, rel=1e-11, abs=1e-13) for *_, exact in outcomes)
+    is_rejecting = any(target / inf < lam for _, inf, target, *_ in tokens(inputs))
+    assert (math.fsum(p * (coin - mean) ** 2 for p, coin, _ in outcomes) > 1e-6) == is_rejecting
+
+
+# What is measured
+
+
+def test_measure_reports_acceptance_z_and_how_much_the_top_k_captured():
+    inputs, lam = random_inputs(), 0.8
+    rows = list(tokens(inputs))
+    a = [min(1.0, target / inf / lam) for _, inf, target, *_ in rows]
+    measured = make_correction("obrs", **OBRS | {"lam": lam}).measure(inputs)
+    z = inputs.z
+    expected = {
+        "acceptance": a,
+        "z": [row[-1] for row in rows],
+        "acceptance_minus_z": [x - row[-1] for x, row in zip(a, rows, strict=True)],
+        "z_bound_width": [(z.upper - z.lower)[row[0]].item() for row in rows],
+        "rollout_mass": [z.rollout_mass[row[0]].item() for row in rows],
+        "target_mass": [z.target_mass[row[0]].item() for row in rows],
+    }
+    assert set(measured) == set(expected)
+    for name, values in expected.items():
+        assert measured[name].value.item() == pytest.approx(math.fsum(values) / len(values), rel=1e-11, abs=1e-15), name
+
+
+def test_other_corrections_measure_the_same_overlap_at_lam_one():
+    inputs = random_inputs()
+    expected = make_correction("obrs", **OBRS | {"lam": 1.0}).measure(inputs)
+    for name, numbers in EVERY[:3]:
+        assert make_correction(name, **numbers).measure(inputs) == expected
+
+
+@pytest.mark.parametrize(("name", "numbers"), EVERY)
+def test_measure_adds_up_over_micro_batches(name, numbers):
+    inputs, correction = random_inputs(), make_correction(name, **numbers)
+    fields = ["rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms"]
+    parts = [
+        replace(
+            inputs, **{field: getattr(inputs, field)[rows] for field in fields}, z=ZEstimate(*(x[rows] for x in inputs.z))
+        )
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    whole = correction.measure(inputs)
+    added = add_sums(*map(correction.measure, parts))
+    for entry in whole:
+        assert [x.item() for x in added[entry]] == pytest.approx([x.item() for x in whole[entry]], rel=1e-12)
+
+
+def test_the_weight_metric_is_of_the_factor_that_multiplies_the_surrogate():
+    inputs = random_inputs()
+    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
+    metrics = make_correction("obrs", **OBRS).apply(inputs, {}).metrics
+    hand = hand_obrs(inputs, kappa=1.0, **numbers)
+    factors = [weight * kept for weight, kept in hand.values()]
+    assert metrics["correction/weight"].value.item() == pytest.approx(math.fsum(factors) / len(factors), rel=RTOL)
+    assert metrics["correction/weight_max"].value.item() == pytest.approx(max(factors), rel=RTOL)
+    accepted = [kept for _, kept in hand.values()]
+    assert metrics["obrs/accepted"].value.item() == pytest.approx(sum(accepted) / len(accepted), rel=RTOL)
+    raw = [z * max(OBRS["lam"], target / inf) > OBRS["c1"] for _, inf, target, _, _, z in tokens(inputs)]
+    moved = [proximal / target > OBRS["c2"] for _, _, target, proximal, *_ in tokens(inputs)]
+    assert 0 < sum(raw) < len(raw) and 0 < sum(moved) < len(moved)
+    assert metrics["correction/capped"].value.item() == pytest.approx(sum(raw) / len(raw), rel=RTOL)
+    assert metrics["correction/capped_c2"].value.item() == pytest.approx(sum(moved) / len(moved), rel=RTOL)
+
+
+# What must not leak, and what is refused
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("name", "numbers"), EVERY)
+def test_what_stands_outside_the_mask_changes_nothing(name, numbers, garbage):
+    clean = random_inputs()
+
+    def dirty(values):
+        return torch.where(clean.response_mask, values, garbage)
+
+    fields = ["rollout_log_probs", "target_log_probs", "proximal_log_probs", "uniforms"]
+    soiled = replace(
+        clean, **{field: dirty(getattr(clean, field)) for field in fields}, z=ZEstimate(*map(dirty, clean.z))
+    )
+    correction = make_correction(name, **numbers)
+    assert correction.measure(soiled) == correction.measure(clean)
+    one, other = (correction.apply(inputs, correction.measure(inputs)) for inputs in (clean, soiled))
+    assert torch.equal(one.weights, other.weights) and torch.equal(one.accept_mask, other.accept_mask)
+    assert one.metrics == other.metrics
+    assert all(isinstance(entry, Mean | Max) and entry.value.isfinite() for entry in other.metrics.values())
+
+
+@pytest.mark.parametrize(("name", "numbers"), EVERY)
+def test_a_batch_without_tokens_is_measured_and_corrected(name, numbers):
+    inputs = random_inputs()
+    empty = replace(inputs, response_mask=torch.zeros_like(inputs.response_mask))
+    correction = make_correction(name, **numbers)
+    result = correction.apply(empty, correction.measure(empty))
+    assert result.weights.abs().sum().item() == 0.0 and result.accept_mask.sum().item() == 0.0
+
+
+@pytest.mark.parametrize(("name", "numbers"), EVERY)
+def test_weights_have_the_dtype_of_the_log_probs(name, numbers):
+    inputs = random_inputs()
+    single = replace(
+        inputs,
+        **{f: getattr(inputs, f).float() for f in ("rollout_log_probs", "target_log_probs", "proximal_log_probs")},
+        z=ZEstimate(*(part.float() for part in inputs.z)),
+    )
+    correction = make_correction(name, **numbers)
+    result = correction.apply(single, correction.measure(single))
+    assert result.weights.dtype == result.accept_mask.dtype == torch.float32
+    torch.testing.assert_close(
+        result.weights.double(), correction.apply(inputs, correction.measure(inputs)).weights, rtol=2e-6, atol=0.0
+    )
+
+
+def test_an_unknown_correction_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="did you mean 'obrs'.*is, none, obrs, tis"):
+        make_correction("obsr")
+    assert set(CORRECTIONS) == {"is", "none", "obrs", "tis"}
+
+
+@pytest.mark.parametrize(("field", "valid"), [("mask", "expected, sampled"), ("totals", "none, prepass, previous")])
+def test_an_unknown_mode_lists_the_known_ones(field, valid):
+    with pytest.raises(ConfigError, match=f"'nonsense'.*{valid}"):
+        make_correction("obrs", **OBRS | {field: "nonsense"})
+
+
+@pytest.mark.parametrize("field", ["lam", "c1", "c2"])
+@pytest.mark.parametrize("number", [0.0, -1.0, math.nan])
+def test_numbers_that_are_not_above_zero_are_refused(field, number):
+    with pytest.raises(ConfigError, match=f"{field} is {number}; it must be above 0"):
+        make_correction("obrs", **OBRS | {field: number})
+    with pytest.raises(ConfigError, match="cap is"):
+        make_correction("tis", cap=number)
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("tis", {}), ("tis", {"c1": 3.0}), ("none", {"cap": 1.0}), ("obrs", {})])
+def test_missing_or_foreign_numbers_are_refused(name, numbers):
+    with pytest.raises(ConfigError, match=f"correction {name} does not take"):
+        make_correction(name, **numbers)

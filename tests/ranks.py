@@ -1,0 +1,38 @@
+"""What each rank does in test_ranks.py; a module of its own so that spawned processes can import it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from jackpot.batching import collate
+from jackpot.config import Config
+from jackpot.evaluate import score_rollouts
+from jackpot.launch.local import make_parts, model_paths
+from jackpot.learner import MicroBatch
+from jackpot.ops.uniforms import stream_key
+from jackpot.types import Request, ScoredRollout
+
+
+def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """One optimizer step on this rank's share of the same rollouts, cut unevenly into micro-batches."""
+    torch.set_num_threads(1)
+    parts = make_parts(config, model_paths(config, None), None)
+    prompts = [parts.task.prompt("train", index) for index in range(8)]
+    requests = [
+        Request(uid=f"{p.uid}#{n}", prompt=p, seed=stream_key("test", p.uid, n), sampling=config.sampling)
+        for p in prompts
+        for n in range(8)
+    ]
+    scored = score_rollouts(parts.engine.generate(requests), parts.task, parts.tokenizer, "grpo")
+    assert any(item.advantage for item in scored)
+    mine: list[ScoredRollout] = scored[rank::ranks]
+    pieces = [mine] if rank == 0 else [mine[:5], mine[5:]]  # rank 1 has one micro-batch more
+    parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])
+    return {f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in parts.learner.weights(role)}
+
+
+def run_rank(rank: int, config: Config, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save(step(config, rank, 2), folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
