@@ -70,6 +70,8 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
     advantages = torch.tensor([item.advantage for item in scored], dtype=torch.float32)
+    response_mask = _pad([rollout.sampled_mask for rollout in rollouts])
+    rollout_log_probs = _pad([rollout.rollout_log_probs for rollout in rollouts])
     keys = [stream_key(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
     return TokenBatch(
         uids=tuple(rollout.uid for rollout in rollouts),
@@ -78,8 +80,8 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
         prompt_index=torch.tensor(index),
         response_ids=_pad([rollout.token_ids for rollout in rollouts]),
         attention_mask=attention_mask,
-        response_mask=_pad([rollout.sampled_mask for rollout in rollouts]),
-        rollout_log_probs=_pad([rollout.rollout_log_probs for rollout in rollouts]),
+        response_mask=response_mask,
+        rollout_log_probs=torch.where(response_mask, rollout_log_probs, 0.0),
         advantages=advantages[:, None] * attention_mask,
         uniforms=torch.stack([uniform_row(key, width) for key in keys]),
         top_ids=_pad([rollout.top_ids for rollout in rollouts]),

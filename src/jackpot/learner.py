@@ -165,7 +165,7 @@ class JointLearner(Learner):
         sums: Sums = {}
         measured: Sums = {}
         for micro in micro_batches:
-            scores = self._scores(micro.tokens)
+            scores = self._scores(micro.tokens, micro.anchor)
             anchor = micro.anchor or anchor_of(scores)
             measured = add_sums(measured, self._measure(micro.tokens, anchor, scores))
             if totals is None:  # the only micro-batch: its own forward pass is the whole step's
@@ -223,7 +223,7 @@ class JointLearner(Learner):
                     )
                     totals = add_sums(totals, self._objective.correction.measure(inputs))
                 else:
-                    scores = self._scores(micro.tokens)
+                    scores = self._scores(micro.tokens, micro.anchor)
                     totals = add_sums(totals, self._measure(micro.tokens, micro.anchor or anchor_of(scores), scores))
         return all_reduce_sums(totals), time.perf_counter() - started
 
@@ -231,8 +231,11 @@ class JointLearner(Learner):
         inputs = correction_inputs(self._objective, batch, anchor, scores.log_probs.detach(), scores.z)
         return self._objective.correction.measure(inputs)
 
-    def _scores(self, batch: TokenBatch) -> TokenScores:
-        """One forward pass of both models over a micro-batch, through the joint head."""
+    def _scores(self, batch: TokenBatch, anchor: Anchor | None = None) -> TokenScores:
+        """One forward pass of both models over a micro-batch, through the joint head.
+
+        Where the anchor's Z is the one in use, the exact Z of now is not asked for: the writing weights may be gone.
+        """
         mask = batch.response_mask
         with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
             hidden = {role: response_hidden(model, batch)[mask] for role, model in self._separate_models()}
@@ -246,7 +249,8 @@ class JointLearner(Learner):
                 gather_ids=batch.top_ids[mask],
             )
         distill = self._rollout_objective.distill if self._rollout_objective else None
-        lam, normalizer = self._objective.correction.lam, self._objective.normalizer
+        lam, is_anchored = self._objective.correction.lam, anchor is not None and self._objective.target == "old"
+        normalizer = "topk" if is_anchored else self._objective.normalizer
         return token_scores(head, batch, self._writer_is_current(batch), lam, normalizer, distill)
 
     def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
@@ -286,12 +290,14 @@ def _reason_to_skip(role: str, norms: dict[str, float], sums: Sums) -> str | Non
     """Why a model's step is not taken. AdamW would move the weights by its momentum even on a zero gradient."""
     if not all(norm < float("inf") for norm in norms.values()):
         return "non-finite gradient"
+    if sums["obrs/acceptance"].count == 0:
+        return "no token"
     if role == "policy" and not sums["policy/largest_advantage"].value > 0:
         return "all groups have equal rewards"
     if role == "policy" and not sums["policy/largest_kept_advantage"].value > 0:
         return "all tokens with an advantage were rejected"
-    if sums[f"{role}/loss"].count == 0:
-        return "no token"
+    if norms[role] == 0.0:
+        return "the gradient is zero"
     return None
 
 

@@ -5,6 +5,7 @@ are read from safetensors only and code from a model folder is never run.
 """
 
 import re
+from math import inf
 from pathlib import Path
 
 import torch
@@ -90,7 +91,8 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
     if ours == theirs:
         return
     differing = [token for token in ours | theirs if ours.get(token) != theirs.get(token)]
-    token = min(differing, key=lambda token: min(side[token] for side in (ours, theirs) if token in side))
+    places = {token: (ours.get(token, inf), theirs.get(token, inf)) for token in differing}
+    token = min(differing, key=lambda token: (min(places[token]), places[token]))
     raise DataError(
         f"the tokenizers differ at token {token!r}: id {ours.get(token, 'none')} in {a.name_or_path or 'the first'}, "
         f"id {theirs.get(token, 'none')} in {b.name_or_path or 'the second'} (vocabulary sizes {len(ours)} and "

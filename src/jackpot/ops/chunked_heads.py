@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 MAX_CHUNK_ELEMENTS = 2**26
 """A default chunk has at most this many logits, C * V: 256 MiB in float32, 441 positions at V = 151,936. About three
@@ -124,8 +123,9 @@ class _ChunkedHeads(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
         plan, (ids, *saved) = ctx.plan, ctx.saved_tensors
         centres, tensors = saved[: plan.num_values // 2], saved[plan.num_values // 2 :]
         upstream = grads[: plan.num_values]

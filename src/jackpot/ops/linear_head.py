@@ -6,7 +6,7 @@ With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the 
 
 The positions go through in chunks, so that of [N, V] only [chunk, V] ever exists; backward forms a chunk's logits again
 instead of keeping them. Both models' logits of a chunk are formed once, and everything is read from them. The gradient
-is in closed form (`chunked_heads`); autograd refuses a second derivative.
+is in closed form (`chunked_heads`); there is no second derivative, and create_graph=True raises RuntimeError.
 
 Precision: logits, softmax, sums, and the weight's gradient over all chunks are float32, or float64 if any operand is.
 On CUDA, bfloat16 and float16 operands are multiplied as they are, with logits in float32; other devices have no such
@@ -211,13 +211,9 @@ def _check_head(name: str, head: Head) -> None:
             allowed = "float64, float32, bfloat16 or float16"
             raise ValueError(f"{name}.{field} is {tensor.dtype}: it must be {allowed}")
         if tensor.device != hidden.device:
-            raise ValueError(
-                f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one of them"
-            )
-        if hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name}.{field} is sharded: wrap LinearHead with fully_shard, which gathers it, and call that"
-            )
+            raise ValueError(f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one")
+        if hasattr(tensor, "full_tensor"):  # a DTensor
+            raise ValueError(f"{name}.{field} is sharded: wrap a LinearHead with fully_shard, which gathers it")
     if head.soft_cap is not None:
         _check_positive(f"{name}.soft_cap", head.soft_cap)
 
@@ -225,13 +221,11 @@ def _check_head(name: str, head: Head) -> None:
 def _check_ids(name: str, ids: Tensor, form: str, dim: int, head: Head) -> None:
     n, vocabulary = len(head.hidden), head.weight.shape[0]
     if ids.dim() != dim or len(ids) != n:
-        raise ValueError(
-            f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, the positions of the hidden states"
-        )
+        raise ValueError(f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, as the hidden states have")
     if ids.dtype != torch.int64:
         raise ValueError(f"{name} is {ids.dtype}: it must be torch.int64 (`.long()`)")
     if ids.device != head.hidden.device:
-        raise ValueError(f"{name} is on {ids.device}, the hidden states on {head.hidden.device}: move one of them")
+        raise ValueError(f"{name} is on {ids.device}, the hidden states on {head.hidden.device}: move one")
     if not ids.numel():
         return
     low, high = (bound.item() for bound in torch.aminmax(ids))

@@ -1,0 +1,472 @@
+"""The joint objective token by token, its scores, and what it reports, against numpy and loops."""
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from jackpot.objectives.corrections import make_correction
+from jackpot.objectives.distill import DISTILLATIONS
+from jackpot.objectives.joint import (
+    Anchor,
+    PolicyObjective,
+    RolloutModelObjective,
+    anchor_of,
+    joint_loss,
+    token_scores,
+)
+from jackpot.objectives.surrogate import AGGREGATES
+from jackpot.ops.linear_head import Head, joint_linear_head, linear_head
+from jackpot.ops.obrs import ZEstimate
+from jackpot.types import TokenBatch
+
+B, T, V, H, K, MAX_LENGTH = 4, 5, 7, 6, 3, 9
+LENGTHS = [5, 3, 0, 1]
+RTOL = 1e-11
+CLIPS = dict(clip_low=0.2, clip_high=0.3)
+
+
+class Case:
+    """Random heads, a batch whose third sequence is empty and whose second has a token that somebody else wrote."""
+
+    def __init__(self, seed=0, lam=0.8):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.lam = lam
+        self.attention_mask = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+        self.mask = self.attention_mask.clone()
+        self.mask[1, 1] = False
+        count = int(self.mask.sum())
+        self.ids = torch.randint(V, (B, T), generator=self.generator)
+        self.hidden = {role: self.normal(count, H) for role in ("policy", "rollout_model")}
+        self.weight = {role: self.normal(V, H).requires_grad_() for role in ("policy", "rollout_model")}
+        log_inf = torch.log_softmax(self.normal(B, T, V), -1)
+        top = log_inf.topk(K)
+        self.log_inf = log_inf
+        self.batch = TokenBatch(
+            uids=tuple("abcd"),
+            prompt_ids=torch.zeros(1, 1, dtype=torch.int64),
+            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+            prompt_index=torch.zeros(B, dtype=torch.int64),
+            response_ids=self.ids,
+            attention_mask=self.attention_mask,
+            response_mask=self.mask,
+            rollout_log_probs=log_inf.gather(-1, self.ids[..., None])[..., 0] * self.mask,
+            advantages=self.normal(B, 1) * self.attention_mask,
+            uniforms=torch.rand(B, T, generator=self.generator, dtype=torch.float64),
+            top_ids=top.indices,
+            top_log_probs=top.values,
+            versions=torch.zeros(B, T, 2, dtype=torch.int64),
+        )
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def head(self):
+        sides = [Head(hidden=self.hidden[role], weight=self.weight[role]) for role in ("policy", "rollout_model")]
+        return joint_linear_head(
+            *sides,
+            self.ids[self.mask],
+            temperature=1.0,
+            lam=self.lam,
+            num_top=K,
+            gather_ids=self.batch.top_ids[self.mask],
+        )
+
+    def scores(self, *, current=False, normalizer="topk", distill="forward"):
+        return token_scores(
+            self.head(),
+            self.batch,
+            torch.as_tensor(current).expand(B, T),
+            self.lam,
+            normalizer,
+            DISTILLATIONS[distill] if distill else None,
+        )
+
+    def anchor(self):
+        """Old log-probs and Z of their own, unlike the current ones; masked entries 0 as `token_scores` leaves them."""
+        old, rollout_old = (self.batch.rollout_log_probs + 0.4 * self.normal(B, T) for _ in range(2))
+        z = 0.3 + 0.1 * torch.rand(B, T, generator=self.generator, dtype=torch.float64)
+        return Anchor(
+            old_log_probs=old * self.mask,
+            rollout_model_old_log_probs=rollout_old * self.mask,
+            z=ZEstimate(*(part * self.mask for part in (z, z, z + 0.1, z + 0.5, z + 0.4))),
+        )
+
+    def log_softmax(self, role):
+        """[N, V] by numpy."""
+        logits = (self.hidden[role] @ self.weight[role].detach().T).numpy()
+        logits = logits - logits.max(-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def objective(
+    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token", count="proposed", **numbers
+):
+    if name == "obrs":
+        numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", totals="none") | numbers
+    clips = {key: numbers.pop(key, value) for key, value in CLIPS.items()}
+    return PolicyObjective(
+        correction=make_correction(name, **numbers),
+        target=target,
+        proximal=proximal,
+        normalizer=normalizer,
+        aggregate=AGGREGATES[aggregate],
+        count=count,
+        **clips,
+    )
+
+
+def rollout_objective(**changes):
+    settings = dict(
+        correction=make_correction("tis", cap=1.2),
+        proximal="old",
+        clip_low=0.1,
+        clip_high=0.15,
+        ppo_weight=0.7,
+        distill_weight=0.4,
+        distill=DISTILLATIONS["forward"],
+        aggregate=AGGREGATES["token"],
+    )
+    return RolloutModelObjective(**settings | changes)
+
+
+def surrogate(ratio, advantage, low, high):
+    """(S, dS / d log p_new)"""
+    clipped = min(max(ratio, 1.0 - low), 1.0 + high)
+    value = min(ratio * advantage, clipped * advantage)
+    return value, ratio * advantage if value == ratio * advantage else 0.0
+
+
+# The scores
+
+
+def test_scores_lie_where_their_tokens_are_and_are_zero_elsewhere():
+    case = Case()
+    scores = case.scores(distill="reverse")
+    log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
+    p, q = np.exp(log_p), np.exp(log_q)
+    chosen = case.ids[case.mask].numpy()
+    every = np.arange(len(chosen))
+    expected = {
+        "log_probs": log_p[every, chosen],
+        "rollout_model_log_probs": log_q[every, chosen],
+        "entropy": -(p * log_p).sum(-1),
+        "rollout_model_entropy": -(q * log_q).sum(-1),
+        "kl_policy_rollout": (p * (log_p - log_q)).sum(-1),
+        "kl_rollout_policy": (q * (log_q - log_p)).sum(-1),
+        "distill_kl": (q * (log_q - log_p)).sum(-1),
+        "policy_top_log_probs": -np.sort(-log_p, -1)[:, :K],
+        "policy_top_ids": np.argsort(-log_p, -1)[:, :K],
+    }
+    for name, values in expected.items():
+        found = getattr(scores, name).detach()
+        np.testing.assert_allclose(found[case.mask].numpy(), values, rtol=RTOL, err_msg=name)
+        assert (found[~case.mask] == 0).all(), name
+
+
+def test_z_uses_fill_ins_only_where_the_writing_weights_are_still_in_training():
+    case = Case()
+    current = torch.zeros(B, T, dtype=torch.bool)
+    current[0] = True
+    z = case.scores(current=current).z
+    log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
+    for n, (row, t) in enumerate(case.mask.nonzero().tolist()):
+        rollout_ids = case.batch.top_ids[row, t].tolist()
+        kept = [min(math.exp(case.log_inf[row, t, x]), math.exp(log_p[n, x]) / case.lam) for x in rollout_ids]
+        if current[row, t]:
+            new = [x for x in np.argsort(-log_p[n])[:K] if x not in rollout_ids]
+            kept += [min(math.exp(log_q[n, x]), math.exp(log_p[n, x]) / case.lam) for x in new]
+        assert z.value[row, t].item() == pytest.approx(math.fsum(kept), rel=RTOL)
+
+
+def test_the_exact_normaliser_is_the_sum_over_the_vocabulary():
+    case = Case()
+    z = case.scores(current=True, normalizer="exact").z
+    q, p = np.exp(case.log_softmax("rollout_model")), np.exp(case.log_softmax("policy"))
+    np.testing.assert_allclose(z.value[case.mask].numpy(), np.minimum(q, p / case.lam).sum(-1), rtol=RTOL)
+    assert torch.equal(z.lower, z.upper)
+
+
+def test_the_exact_normaliser_refuses_tokens_of_other_weights_and_counts_them():
+    case = Case()
+    current = torch.ones(B, T, dtype=torch.bool)
+    current[0, 1] = current[1, 1] = False  # the second is masked and does not count
+    with pytest.raises(ValueError, match="1 of 8 tokens were not sampled from the weights"):
+        case.scores(current=current, normalizer="exact")
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0, 4.0])
+def test_a_policy_that_writes_for_itself_is_its_own_rollout_model(lam):
+    case = Case(lam=lam)
+    alone = linear_head(
+        Head(hidden=case.hidden["policy"], weight=case.weight["policy"]),
+        case.ids[case.mask],
+        temperature=1.0,
+        num_top=V,
+        gather_ids=case.batch.top_ids[case.mask],
+    )
+    everywhere = torch.ones(B, T, dtype=torch.bool)
+    scores = token_scores(alone, case.batch, everywhere, lam, "exact", None)
+    assert torch.equal(scores.rollout_model_log_probs, scores.log_probs.detach())
+    assert scores.log_probs.requires_grad and not scores.rollout_model_log_probs.requires_grad
+    for zero in (scores.kl_policy_rollout, scores.kl_rollout_policy, scores.distill_kl):
+        assert (zero == 0).all()
+    p = np.exp(case.log_softmax("policy"))
+    np.testing.assert_allclose(scores.z.value[case.mask].numpy(), np.minimum(p, p / lam).sum(-1), rtol=RTOL)
+    # the fill-ins of its own forward pass complete the top k of an engine that knows nothing
+    blind = replace(case.batch, top_ids=case.batch.top_ids[..., :0], top_log_probs=case.batch.top_log_probs[..., :0])
+    head = replace(alone, gathered=alone.gathered[:, :0])
+    z = token_scores(head, blind, everywhere, lam, "topk", None).z
+    np.testing.assert_allclose(z.lower[case.mask].numpy(), np.minimum(p, p / lam).sum(-1), rtol=RTOL)
+
+
+# The policy's loss
+
+
+@pytest.mark.parametrize("target", ["old", "new"])
+@pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, proximal, mask):
+    case = Case(seed=3)
+    scores, anchor, lam, c1, c2 = case.scores(), case.anchor(), case.lam, 1.1, 1.2
+    scores.log_probs.retain_grad()
+    loss = joint_loss(
+        objective(target=target, proximal=proximal, mask=mask), None, case.batch, scores, anchor, {}, MAX_LENGTH
+    )
+    loss.policy.backward()
+    total, slopes = 0.0, torch.zeros(B, T, dtype=torch.float64)
+    for row, t in case.mask.nonzero().tolist():
+        at = row, t
+        named = {"old": anchor.old_log_probs[at], "new": scores.log_probs[at], "rollout": case.batch.rollout_log_probs[at]}
+        log_probs = {name: value.item() for name, value in named.items()}
+        rho = math.exp(log_probs[target] - log_probs["rollout"])
+        z = (anchor.z if target == "old" else scores.z).value[at].item()
+        a = min(1.0, rho / lam)
+        accept = a if mask == "expected" else float(case.batch.uniforms[at].item() < a)
+        weight = min(z * max(lam, rho), c1) * min(math.exp(log_probs[proximal] - log_probs[target]), c2)
+        ratio = math.exp(log_probs["new"] - log_probs[proximal])
+        value, slope = surrogate(ratio, case.batch.advantages[at].item(), 0.2, 0.3)
+        total -= accept * weight * value
+        slopes[at] = -accept * weight * slope
+    assert loss.policy.item() == pytest.approx(total, rel=RTOL)
+    torch.testing.assert_close(scores.log_probs.grad, slopes, rtol=RTOL, atol=1e-14)
+    assert loss.metrics["policy/loss"].total.item() == pytest.approx(total, rel=RTOL)
+    assert loss.metrics["policy/loss"].count.item() == case.mask.sum().item()
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("count", ["proposed", "accepted"])
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
+    case = Case(seed=4)
+    scores, anchor = case.scores(), case.anchor()
+    loss = joint_loss(
+        objective(aggregate=aggregate, count=count, mask=mask), None, case.batch, scores, anchor, {}, MAX_LENGTH
+    )
+    ratio = (scores.log_probs - anchor.old_log_probs).exp().tolist()
+    accepted, weights = loss.trace["accept_mask"].tolist(), loss.trace["weights"].tolist()
+    advantages = case.batch.advantages.tolist()
+    rows = []
+    for row in range(B):
+        tokens = [t for t in range(T) if case.mask[row, t]]
+        values = [surrogate(ratio[row][t], advantages[row][t], 0.2, 0.3)[0] for t in tokens]
+        losses = -math.fsum(accepted[row][t] * weights[row][t] * value for t, value in zip(tokens, values, strict=True))
+        counts = len(tokens) if count == "proposed" else math.fsum(accepted[row][t] for t in tokens)
+        rows.append((losses, counts))
+    if aggregate == "sequence":
+        rows = [(losses / counts, 1) for losses, counts in rows if counts > 0]
+    numerator = math.fsum(losses for losses, _ in rows)
+    denominator = B * MAX_LENGTH if aggregate == "constant" else math.fsum(counts for _, counts in rows)
+    assert loss.policy.item() == pytest.approx(numerator, rel=RTOL)
+    assert loss.metrics["policy/loss"].value.item() == pytest.approx(numerator / denominator, rel=RTOL)
+
+
+def test_only_log_probs_carry_the_policys_gradient():
+    """Acceptance, Z, kappa, rho, the proximal point and all of p_new outside the surrogate are constants."""
+    case = Case(seed=5)
+    for name in ("old", "new"):
+        scores = case.scores()
+        loss = joint_loss(
+            objective(target=name, proximal="new", totals="prepass"), None, case.batch, scores, case.anchor(), {}, 9
+        )
+        loss.policy.backward()
+        assert case.weight["rollout_model"].grad is None
+    assert not any(value.requires_grad for value in loss.trace.values())
+    assert not any(part.requires_grad for entry in loss.metrics.values() for part in entry)
+    assert not any(part.requires_grad for part in (anchor_of(scores).old_log_probs, *anchor_of(scores).z))
+
+
+def test_the_anchor_of_untouched_weights_is_their_own_scores():
+    scores = Case().scores()
+    anchor = anchor_of(scores)
+    assert torch.equal(anchor.old_log_probs, scores.log_probs)
+    assert torch.equal(anchor.rollout_model_old_log_probs, scores.rollout_model_log_probs)
+    assert not anchor.old_log_probs.requires_grad and not anchor.rollout_model_old_log_probs.requires_grad
+    assert anchor.z is scores.z
+
+
+# The rollout model's loss
+
+
+@pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
+@pytest.mark.parametrize("distill", ["forward", "reverse"])
+def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7_over_all_response_tokens(proximal, distill):
+    case = Case(seed=6)
+    scores, anchor = case.scores(distill=distill), case.anchor()
+    scores.rollout_model_log_probs.retain_grad()
+    scores.distill_kl.retain_grad()
+    strict = objective(lam=1e6)  # rejects every token of the policy's: the rollout model's loss must not see it
+    loss = joint_loss(strict, rollout_objective(proximal=proximal), case.batch, scores, anchor, {}, MAX_LENGTH)
+    assert loss.trace["accept_mask"].sum() == 0 and loss.policy.item() == 0.0
+    loss.rollout_model.backward()
+    total, kl_sum, weight_sum, clipped, slopes = 0.0, 0.0, 0.0, 0, torch.zeros(B, T, dtype=torch.float64)
+    log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
+    for n, at in enumerate(map(tuple, case.mask.nonzero().tolist())):
+        log_probs = {
+            "old": anchor.rollout_model_old_log_probs[at].item(),
+            "new": scores.rollout_model_log_probs[at].item(),
+            "rollout": case.batch.rollout_log_probs[at].item(),
+        }
+        weight = min(math.exp(log_probs[proximal] - log_probs["rollout"]), 1.2)
+        ratio = math.exp(log_probs["new"] - log_probs[proximal])
+        value, slope = surrogate(ratio, case.batch.advantages[at].item(), 0.1, 0.15)
+        one, other = (log_p, log_q) if distill == "forward" else (log_q, log_p)
+        kl = math.fsum(np.exp(one[n]) * (one[n] - other[n]))
+        total += -0.7 * weight * value + 0.4 * kl
+        slopes[at] = -0.7 * weight * slope
+        kl_sum, weight_sum, clipped = kl_sum + kl, weight_sum + weight, clipped + (slope == 0.0)
+    count = int(case.mask.sum())
+    assert loss.rollout_model.item() == pytest.approx(total, rel=RTOL)
+    torch.testing.assert_close(scores.rollout_model_log_probs.grad, slopes, rtol=RTOL, atol=1e-14)
+    torch.testing.assert_close(scores.distill_kl.grad, 0.4 * torch.ones(B, T, dtype=torch.float64), rtol=RTOL, atol=0)
+    values = {name: entry.value.item() for name, entry in loss.metrics.items() if name.startswith("rollout_model/")}
+    assert values["rollout_model/loss"] == pytest.approx(total / count, rel=RTOL)
+    assert values["rollout_model/distill_kl"] == pytest.approx(kl_sum / count, rel=RTOL)
+    assert values["rollout_model/weight"] == pytest.approx(weight_sum / count, rel=RTOL)
+    assert values["rollout_model/clipped"] == pytest.approx(clipped / count, rel=RTOL)
+
+
+@pytest.mark.parametrize("distill", ["forward", "reverse"])
+def test_distillation_never_reaches_the_policy(distill):
+    case = Case()
+    loss = joint_loss(
+        objective(), rollout_objective(), case.batch, case.scores(distill=distill), case.anchor(), {}, MAX_LENGTH
+    )
+    loss.rollout_model.backward()
+    assert case.weight["policy"].grad is None or (case.weight["policy"].grad == 0).all()
+    assert case.weight["rollout_model"].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_the_rollout_model_divides_by_proposed_tokens_whatever_the_policy_counts(aggregate):
+    case = Case()
+    loss = joint_loss(
+        objective(count="accepted"),
+        rollout_objective(aggregate=AGGREGATES[aggregate]),
+        case.batch,
+        case.scores(),
+        case.anchor(),
+        {},
+        MAX_LENGTH,
+    )
+    expected = {"token": 8, "sequence": 3, "constant": B * MAX_LENGTH}[aggregate]
+    assert loss.metrics["rollout_model/loss"].count.item() == expected
+
+
+def test_without_a_rollout_model_in_training_there_is_no_loss_and_no_metric_of_it():
+    case = Case()
+    loss = joint_loss(objective(), None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    assert loss.rollout_model.item() == 0.0 and not loss.rollout_model.requires_grad
+    assert "rollout_model/loss" not in loss.metrics
+
+
+# What is reported
+
+
+def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction():
+    case = Case(seed=7)
+    scores, anchor = case.scores(), case.anchor()
+    metrics = joint_loss(objective(lam=1e6), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics
+    rollout = case.batch.rollout_log_probs[case.mask].numpy()
+    old, rollout_old = (x[case.mask].numpy() for x in (anchor.old_log_probs, anchor.rollout_model_old_log_probs))
+    log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
+    gap = np.abs(np.exp(rollout_old) - np.exp(rollout))
+    expected = {
+        "mismatch/ratio": np.exp(old - rollout).mean(),
+        "mismatch/ratio_max": np.exp(old - rollout).max(),
+        "mismatch/kl_k3": (np.exp(old - rollout) - 1 - (old - rollout)).mean(),
+        "mismatch/engine_gap": gap.mean(),
+        "mismatch/engine_gap_max": gap.max(),
+        "mismatch/kl_rollout_policy": (np.exp(log_q) * (log_q - log_p)).sum(-1).mean(),
+        "mismatch/kl_policy_rollout": (np.exp(log_p) * (log_p - log_q)).sum(-1).mean(),
+        "policy/entropy": -(np.exp(log_p) * log_p).sum(-1).mean(),
+        "rollout_model/entropy": -(np.exp(log_q) * log_q).sum(-1).mean(),
+    }
+    assert {name: metrics[name].value.item() for name in expected} == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_largest_advantage_is_reported_before_and_after_rejection():
+    case = Case(seed=8)
+    advantages = case.batch.advantages.abs()
+    loss = joint_loss(objective(), None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    kept = [advantages[at].item() for at in map(tuple, case.mask.nonzero().tolist()) if loss.trace["accept_mask"][at]]
+    largest = max(advantages[at].item() for at in map(tuple, case.mask.nonzero().tolist()))
+    assert loss.metrics["policy/largest_advantage"].value.item() == largest
+    assert loss.metrics["policy/largest_kept_advantage"].value.item() == max(kept)
+    none = joint_loss(objective(lam=1e6), None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    assert none.metrics["policy/largest_kept_advantage"].value.item() == 0.0
+    assert none.metrics["policy/largest_advantage"].value.item() == largest
+
+
+def test_the_clipped_share_counts_tokens_whose_gradient_ppo_removed():
+    case = Case(seed=9)
+    scores, anchor = case.scores(), case.anchor()
+    found = joint_loss(objective(), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics["policy/clipped"]
+    ratios = (scores.log_probs - anchor.old_log_probs).exp()
+    slopes = [
+        surrogate(ratios[at].item(), case.batch.advantages[at].item(), 0.2, 0.3)[1]
+        for at in map(tuple, case.mask.nonzero().tolist())
+    ]
+    assert 0 < slopes.count(0.0) < len(slopes)
+    assert found.value.item() == pytest.approx(slopes.count(0.0) / len(slopes), rel=RTOL)
+
+
+def test_the_trace_holds_what_the_loss_used():
+    case = Case(seed=10)
+    scores, anchor = case.scores(), case.anchor()
+    trace = joint_loss(objective(mask="expected"), None, case.batch, scores, anchor, {}, MAX_LENGTH).trace
+    a = (anchor.old_log_probs - case.batch.rollout_log_probs - math.log(case.lam)).exp().clamp(max=1.0)
+    torch.testing.assert_close(trace["acceptance"][case.mask], a[case.mask], rtol=RTOL, atol=0)
+    torch.testing.assert_close(trace["accept_mask"], a * case.mask, rtol=RTOL, atol=0)
+    assert torch.equal(trace["z"], anchor.z.value) and torch.equal(trace["old_log_probs"], anchor.old_log_probs)
+    assert torch.equal(trace["log_probs"], scores.log_probs.detach())
+    assert torch.equal(trace["policy_top_ids"], scores.policy_top_ids)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+@pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
+def test_what_the_engine_says_of_tokens_that_nobody_sampled_changes_nothing(garbage, proximal):
+    """Padding, and tokens that a tool wrote: of top-k lists, coins and Z alike."""
+    case, anchor = Case(seed=11), Case(seed=11).anchor()
+
+    def run(batch):
+        case.batch = batch
+        loss = joint_loss(objective(proximal=proximal), rollout_objective(), batch, case.scores(), anchor, {}, MAX_LENGTH)
+        case.weight["policy"].grad = case.weight["rollout_model"].grad = None
+        (loss.policy + loss.rollout_model).backward()
+        return loss, case.weight["policy"].grad, case.weight["rollout_model"].grad
+
+    clean, *gradients = run(case.batch)
+    floats = {f.name: getattr(case.batch, f.name) for f in fields(case.batch) if f.name in ("uniforms", "top_log_probs")}
+    soiled, *others = run(
+        replace(case.batch, **{name: torch.where(_like(case.mask, x), x, garbage) for name, x in floats.items()})
+    )
+    assert clean.policy.item() == soiled.policy.item() and clean.rollout_model.item() == soiled.rollout_model.item()
+    assert all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
+    assert clean.metrics == soiled.metrics
+
+
+def _like(mask, values):
+    return mask if values.dim() == 2 else mask[..., None].expand_as(values)

@@ -1,0 +1,280 @@
+"""The expected gradient of the whole pipeline, with every sequence and every coin enumerated.
+
+DESIGN section 3: text of the rollout model, corrected by OBRS with an infinite c1, gives in expectation
+
+    sum_s d_inf(s) Z(s) sum_a p_target(a|s) A_inf(s, a) grad log p(a|s)
+
+which is the on-policy gradient, up to Z, only where a response is one token. The left side runs through the head, the
+scores, the correction, the surrogate and the aggregate; the right side is numpy's.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from objectives import tabular
+from objectives.tabular import VOCAB, World
+
+from jackpot.objectives.corrections import make_correction
+from jackpot.objectives.distill import DISTILLATIONS
+from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective, anchor_of, joint_loss
+from jackpot.objectives.surrogate import AGGREGATES
+
+ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
+
+
+def make_objective(name="obrs", *, target="old", proximal="old", aggregate="token", count="proposed", **numbers):
+    if name == "obrs":
+        numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", totals="none") | numbers
+    return PolicyObjective(
+        correction=make_correction(name, **numbers),
+        target=target,
+        proximal=proximal,
+        normalizer="topk",
+        clip_low=math.inf,
+        clip_high=math.inf,
+        aggregate=AGGREGATES[aggregate],
+        count=count,
+    )
+
+
+class Setting:
+    """A random policy, an older one, a rollout policy and a reward for every sequence."""
+
+    def __init__(self, horizon, seed, is_stale=False):
+        generator = np.random.default_rng(seed)
+        self.world = World(horizon)
+        self.policy, self.rollout = (self.world.random_table(generator) for _ in range(2))
+        self.old = self.world.random_table(generator) if is_stale else self.policy
+        self.rewards = {sequence: generator.normal() for sequence in self.world.sequences}
+
+    def acceptance(self, target, lam):
+        p_inf, p_target = tabular.probabilities(self.rollout), tabular.probabilities(target)
+        return np.minimum(1.0, p_target / (lam * p_inf))
+
+    def z(self, target, lam, num_top=VOCAB):
+        """Z(s), of the `num_top` tokens of largest p_inf: [S]."""
+        p_inf, p_target = tabular.probabilities(self.rollout), tabular.probabilities(target)
+        kept = np.minimum(p_inf, p_target / lam)
+        return np.array([row[np.argsort(q)[::-1][:num_top]].sum() for row, q in zip(kept, p_inf, strict=True)])
+
+    def coins(self, sequence, objective):
+        """(probability, uniforms [1, T]) of all the ways the coins of one sequence can fall."""
+        if getattr(objective.correction, "mask", "expected") == "expected":
+            yield 1.0, torch.full((1, len(sequence)), 0.5, dtype=torch.float64)
+            return
+        target = self.old if objective.target == "old" else self.policy
+        a = [self.acceptance(target, objective.correction.lam)[step] for step in self.world.steps(sequence)]
+        for pattern in itertools.product((True, False), repeat=len(sequence)):
+            probability = math.prod(x if kept else 1.0 - x for x, kept in zip(a, pattern, strict=True))
+            uniforms = [x / 2 if kept else (1.0 + x) / 2 for x, kept in zip(a, pattern, strict=True)]
+            if probability > 0.0:
+                yield probability, torch.tensor([uniforms], dtype=torch.float64)
+
+    def expected_gradient(self, objective, rollout_objective=None, num_top=VOCAB):
+        """The mean over sequences of p_inf and coins of the loss's gradient; denominators are averaged alike."""
+        policy, rollout = tabular.weight_of(self.policy), tabular.weight_of(self.rollout)
+        old = tabular.weight_of(self.old)
+        distill = rollout_objective.distill if rollout_objective else None
+        mean_denominator = 0.0
+        for sequence in self.world.sequences:
+            drawn = tabular.sequence_probability(self.world, self.rollout, sequence)
+            for probability, uniforms in self.coins(sequence, objective):
+                rewards = [self.rewards[sequence]]
+                batch = tabular.batch_of(self.world, self.rollout, [sequence], rewards, uniforms, num_top)
+                sides = self.world, batch, [sequence]
+                lam = objective.correction.lam
+                anchor = anchor_of(tabular.scores_of(*sides, old, rollout, lam))
+                scores = tabular.scores_of(*sides, policy, rollout, lam, distill=distill)
+                loss = joint_loss(objective, rollout_objective, batch, scores, anchor, {}, self.world.horizon)
+                (drawn * probability * (loss.policy + loss.rollout_model)).backward()
+                mean_denominator += drawn * probability * loss.metrics["policy/loss"].count.item()
+        return policy.grad.numpy().T, rollout.grad, mean_denominator
+
+    def formula(self, coefficients):
+        """- sum_s d_inf(s) sum_a coefficients(s, a) A_inf(s, a) grad log p(a|s): the gradient of a loss, [S, V]."""
+        d = tabular.visits(self.world, self.rollout)
+        advantages = tabular.values(self.world, self.rollout, self.rewards)
+        return -tabular.score_gradient(self.world, self.policy, d[:, None] * coefficients * advantages)
+
+
+def test_the_enumeration_itself_is_complete():
+    setting = Setting(3, seed=0)
+    assert len(setting.world.sequences) == 1 + 2 + 4 * 3 and len(setting.world.prefixes) == 1 + 2 + 4
+    total = sum(tabular.sequence_probability(setting.world, setting.rollout, s) for s in setting.world.sequences)
+    assert total == pytest.approx(1.0, rel=1e-14)
+    objective = make_objective()
+    for sequence in setting.world.sequences:
+        assert math.fsum(p for p, _ in setting.coins(sequence, objective)) == pytest.approx(1.0, rel=1e-14)
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+@pytest.mark.parametrize("lam", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize(("horizon", "seed"), [(2, 0), (3, 1)])
+def test_the_pipeline_follows_the_target_at_the_states_of_the_rollout_model_up_to_z(horizon, seed, lam, mask):
+    setting = Setting(horizon, seed)
+    gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, mask=mask))
+    z = setting.z(setting.policy, lam)
+    expected = setting.formula(z[:, None] * tabular.probabilities(setting.policy))
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_with_one_token_responses_it_is_the_on_policy_gradient_up_to_z(mask):
+    setting = Setting(1, seed=2)
+    gradient, _, _ = setting.expected_gradient(make_objective(lam=1.3, mask=mask))
+    table = torch.from_numpy(setting.policy.copy()).requires_grad_()
+    rewards = torch.tensor([setting.rewards[(token,)] for token in range(VOCAB)], dtype=torch.float64)
+    (-(table.softmax(-1) @ rewards).sum()).backward()
+    z = setting.z(setting.policy, 1.3).item()
+    assert 0.1 < z < 0.9
+    np.testing.assert_allclose(gradient, z * table.grad.numpy(), rtol=0, atol=ATOL)
+
+
+def test_longer_responses_are_not_the_on_policy_gradient():
+    """What OBRS does not correct: states and returns stay those of the rollout model."""
+    setting = Setting(2, seed=0)
+    gradient, _, _ = setting.expected_gradient(make_objective())
+    d = tabular.visits(setting.world, setting.policy)
+    advantages = tabular.values(setting.world, setting.policy, setting.rewards)
+    p, z = tabular.probabilities(setting.policy), setting.z(setting.policy, 1.0)
+    on_policy = -tabular.score_gradient(setting.world, setting.policy, (d * z)[:, None] * p * advantages)
+    assert np.abs(gradient - on_policy).max() > 0.01
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_after_an_update_the_old_policy_is_the_target_and_the_ratio_leads_on_to_the_new_one(mask):
+    """Target old, proximal old, no clip: the target's weight times p_new / p_old is the weight of the new policy."""
+    setting = Setting(2, seed=3, is_stale=True)
+    gradient, _, _ = setting.expected_gradient(make_objective(lam=0.8, mask=mask))
+    z = setting.z(setting.old, 0.8)
+    np.testing.assert_allclose(
+        gradient, setting.formula(z[:, None] * tabular.probabilities(setting.policy)), rtol=0, atol=ATOL
+    )
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_with_target_and_proximal_new_the_new_policy_is_the_target_and_its_z_counts(mask):
+    setting = Setting(2, seed=4, is_stale=True)
+    gradient, _, _ = setting.expected_gradient(make_objective(target="new", proximal="new", lam=0.8, mask=mask))
+    z = setting.z(setting.policy, 0.8)
+    assert np.abs(z - setting.z(setting.old, 0.8)).max() > 0.05
+    np.testing.assert_allclose(
+        gradient, setting.formula(z[:, None] * tabular.probabilities(setting.policy)), rtol=0, atol=ATOL
+    )
+
+
+def test_with_target_new_and_proximal_old_the_second_factor_carries_the_weight_over():
+    """p_target / p~ times p_old / p_new times the ratio p_new / p_old: the same expectation, by another route."""
+    setting = Setting(2, seed=4, is_stale=True)
+    gradient, _, _ = setting.expected_gradient(make_objective(target="new", proximal="old", lam=0.8))
+    z = setting.z(setting.policy, 0.8)
+    np.testing.assert_allclose(
+        gradient, setting.formula(z[:, None] * tabular.probabilities(setting.policy)), rtol=0, atol=ATOL
+    )
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+@pytest.mark.parametrize("lam", [0.5, 1.0, 2.0])
+def test_a_finite_c1_truncates_z_times_the_ratio_whatever_lam(lam, mask):
+    """Expected OBRS is TIS on Z rho: sum_a p_inf min(Z rho, c1) A grad log p."""
+    setting, c1 = Setting(2, seed=5), 1.2
+    gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, c1=c1, mask=mask))
+    p_inf, p = tabular.probabilities(setting.rollout), tabular.probabilities(setting.policy)
+    z = setting.z(setting.policy, lam)[:, None]
+    if lam < 1.0:
+        assert (z * p / p_inf > c1).any()
+    np.testing.assert_allclose(gradient, setting.formula(p_inf * np.minimum(z * p / p_inf, c1)), rtol=0, atol=ATOL)
+
+
+def test_truncated_importance_sampling_is_the_same_without_z():
+    setting, cap = Setting(2, seed=5), 1.2
+    gradient, _, _ = setting.expected_gradient(make_objective("tis", cap=cap))
+    p_inf, p = tabular.probabilities(setting.rollout), tabular.probabilities(setting.policy)
+    assert (p / p_inf > cap).any()
+    np.testing.assert_allclose(gradient, setting.formula(p_inf * np.minimum(p / p_inf, cap)), rtol=0, atol=ATOL)
+
+
+def test_without_correction_the_gradient_is_that_of_the_rollout_models_own_actions():
+    setting = Setting(2, seed=6)
+    gradient, _, _ = setting.expected_gradient(make_objective("none"))
+    np.testing.assert_allclose(gradient, setting.formula(tabular.probabilities(setting.rollout)), rtol=0, atol=ATOL)
+
+
+def test_ppo_is_starts_its_ratio_at_the_rollout_model():
+    setting = Setting(2, seed=6, is_stale=True)
+    gradient, _, _ = setting.expected_gradient(make_objective("none", proximal="rollout"))
+    np.testing.assert_allclose(gradient, setting.formula(tabular.probabilities(setting.policy)), rtol=0, atol=ATOL)
+
+
+def test_a_z_from_the_top_k_alone_scales_each_state_by_what_it_saw():
+    setting = Setting(2, seed=7)
+    gradient, _, _ = setting.expected_gradient(make_objective(), num_top=1)
+    z = setting.z(setting.policy, 1.0, num_top=1)
+    assert (z < setting.z(setting.policy, 1.0) - 0.05).any()
+    np.testing.assert_allclose(
+        gradient, setting.formula(z[:, None] * tabular.probabilities(setting.policy)), rtol=0, atol=ATOL
+    )
+
+
+def test_the_denominators_are_expected_tokens_proposed_or_accepted():
+    setting, lam = Setting(3, seed=1), 1.5
+    d, p_inf = tabular.visits(setting.world, setting.rollout), tabular.probabilities(setting.rollout)
+    tokens = d.sum()
+    accepted = (d[:, None] * p_inf * setting.acceptance(setting.policy, lam)).sum()
+    for mask in ("sampled", "expected"):
+        counts = [
+            setting.expected_gradient(make_objective(lam=lam, mask=mask, aggregate=aggregate, count=count))[2]
+            for aggregate, count in (("token", "proposed"), ("token", "accepted"), ("constant", "proposed"))
+        ]
+        assert counts == pytest.approx([tokens, accepted, 3.0], rel=1e-12)
+
+
+# The rollout model's own losses
+
+
+def rollout_objective(name="tis", *, distill="forward", ppo_weight=1.0, distill_weight=0.0, proximal="old", **numbers):
+    numbers = {"cap": 3.0} | numbers if name == "tis" else numbers
+    return RolloutModelObjective(
+        correction=make_correction(name, **numbers),
+        proximal=proximal,
+        clip_low=math.inf,
+        clip_high=math.inf,
+        ppo_weight=ppo_weight,
+        distill_weight=distill_weight,
+        distill=DISTILLATIONS[distill],
+        aggregate=AGGREGATES["token"],
+    )
+
+
+def test_the_rollout_model_follows_its_own_policy_gradient_over_all_tokens():
+    """Eq. 6 where the weights that wrote are the weights in training: REINFORCE, rejected tokens included."""
+    setting = Setting(2, seed=8)
+    _, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), rollout_objective(ppo_weight=0.7))
+    table = torch.from_numpy(setting.rollout.copy()).requires_grad_()
+    log_probs = table.log_softmax(-1)
+    reward = sum(
+        torch.stack([log_probs[step] for step in setting.world.steps(sequence)]).sum().exp() * setting.rewards[sequence]
+        for sequence in setting.world.sequences
+    )
+    (-0.7 * reward).backward()
+    np.testing.assert_allclose(gradient.numpy().T, table.grad.numpy(), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("distill", ["forward", "reverse"])
+def test_distillation_is_the_kl_at_every_state_that_the_rollout_model_visits(distill):
+    setting = Setting(2, seed=9)
+    objective = rollout_objective(distill=distill, ppo_weight=0.0, distill_weight=0.3)
+    policy_gradient, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), objective)
+    table = torch.from_numpy(setting.rollout.copy()).requires_grad_()
+    log_q, log_p = table.log_softmax(-1), torch.from_numpy(np.log(tabular.probabilities(setting.policy)))
+    forward, reverse = log_p.exp() * (log_p - log_q), log_q.exp() * (log_q - log_p)
+    kl = (forward if distill == "forward" else reverse).sum(-1)
+    d = torch.from_numpy(tabular.visits(setting.world, setting.rollout))
+    (0.3 * (d * kl).sum()).backward()
+    np.testing.assert_allclose(gradient.numpy().T, table.grad.numpy(), rtol=0, atol=ATOL)
+    alone, _, _ = setting.expected_gradient(make_objective(lam=3.0))
+    np.testing.assert_array_equal(policy_gradient, alone)

@@ -1,0 +1,141 @@
+"""Who may import whom (DESIGN section 5), read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import jackpot
+
+PACKAGE = Path(jackpot.__file__).parent
+LAYERS = [
+    {"types", "errors", "config"},
+    {"ops"},
+    {"objectives"},
+    {"tasks", "models", "engines", "precision"},
+    {"batching", "learner", "optimizer"},
+    {"trainer", "control", "checkpoint", "telemetry", "evaluate", "rollout_files"},
+    {"launch", "adapters", "lab", "report"},
+    {"recipes", "cli", "console"},
+]
+LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
+HEAVY = {"vllm", "ray", "trl", "verl", "plotly"}
+LIGHT = {"types", "errors", "config", "ops", "objectives", "batching"}  # need torch and pydantic only
+
+
+def modules() -> dict[str, ast.Module]:
+    """Dotted name and syntax tree of every module but the package's own empty __init__."""
+    trees = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        trees[name or "__init__"] = ast.parse(path.read_text(), filename=str(path))
+    return trees
+
+
+MODULES = modules()
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Absolute names of what a tree imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides which layer it comes from"
+            found.add(node.module)
+            if node.module == "jackpot":
+                found |= {f"jackpot.{alias.name}" for alias in node.names}
+    return found
+
+
+def units(tree: ast.AST) -> set[str]:
+    """The files and folders directly in the package that a tree imports."""
+    return {name.split(".")[1] for name in imports(tree) if name.startswith("jackpot.")}
+
+
+def test_every_module_has_a_layer():
+    assert {name.split(".")[0] for name in MODULES} - {"__init__"} <= LAYER.keys()
+
+
+def test_each_layer_imports_only_those_above_it_and_its_own():
+    wrong = {
+        name: below
+        for name, tree in MODULES.items()
+        if name != "__init__"
+        and (below := {unit for unit in units(tree) if LAYER.get(unit, 99) > LAYER[name.split(".")[0]]})
+    }
+    assert wrong == {}
+
+
+def test_only_the_command_line_imports_launch_and_adapters():
+    users = {
+        name.split(".")[0]
+        for name, tree in MODULES.items()
+        for unit in units(tree) & {"launch", "adapters"}
+        if name.split(".")[0] != unit
+    }
+    assert users <= {"cli", "console", "lab"}
+
+
+def test_ops_and_objectives_are_pure():
+    """Torch and the standard library only; no settings, no files, no clocks, no generators of random numbers."""
+    for name, tree in MODULES.items():
+        if name.split(".")[0] in {"ops", "objectives"}:
+            roots = {module.split(".")[0] for module in imports(tree)}
+            assert roots <= {"torch", "jackpot", *sys.stdlib_module_names}, name
+            assert not roots & {"random", "os", "io", "pathlib", "time", "logging"}, name
+            assert "config" not in units(tree), name
+
+
+def test_no_module_imports_the_package_inside_a_function():
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in MODULES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom) and any(n.split(".")[0] == "jackpot" for n in imports(node))
+    ]
+    assert found == []
+
+
+def test_heavy_packages_are_imported_in_one_file_each():
+    for package in sorted(HEAVY):
+        users = [
+            name for name, tree in MODULES.items() if any(module.split(".")[0] == package for module in imports(tree))
+        ]
+        assert len(users) <= 1, f"{package} is imported by {users}"
+
+
+def test_no_file_outgrows_four_hundred_lines():
+    long = {path.name: lines for path in PACKAGE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 400}
+    assert long == {}
+
+
+BLOCKED = f"""
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    blocked = set({sorted({"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"} | HEAVY)!r})
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.blocked:
+            raise ModuleNotFoundError(f"{{name}} is blocked in this test", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
+    light = [name for name in MODULES if name.split(".")[0] in LIGHT]
+    assert "ops.obrs" in light and "objectives.joint" in light
+    program = BLOCKED + "import jackpot\n" + "\n".join(f"import jackpot.{name}" for name in light)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    blocked = subprocess.run([sys.executable, "-c", BLOCKED + "import rich"], capture_output=True, text=True, timeout=120)
+    assert "rich is blocked in this test" in blocked.stderr
+
+
+def test_importing_the_package_alone_imports_nothing_heavy():
+    program = "import sys, jackpot; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert not set(done.stdout.split()) & (HEAVY | {"transformers", "torch"})
