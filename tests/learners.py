@@ -1,4 +1,4 @@
-"""Tiny real models, batches that the real engine wrote, and an independent float64 reference of a whole optimizer step."""
+"""Tiny real models, batches that the real engine wrote, and a float64 reference of a whole optimizer step."""
 
 import copy
 import math
@@ -22,6 +22,7 @@ from jackpot.optimizer import ModelOptimizer
 from jackpot.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout, TokenBatch, Version
 
 VOCAB, EOS, MAX_NEW = 20, 1, 8
+FIRST = Version(0, 0)
 
 # eps this large makes AdamW's step proportional to the gradient, so that equal parameters mean equal gradients
 LINEAR = OptimizerConfig(learning_rate=0.5, eps=1.0, max_grad_norm=1e6)
@@ -55,7 +56,7 @@ def write(
     prompts: int = 4,
     group: int = 3,
     seed: int = 0,
-    version: Version = Version(0, 0),
+    version: Version = FIRST,
     max_new: int = MAX_NEW,
     **sampling,
 ) -> list[ScoredRollout]:
@@ -83,10 +84,13 @@ def scored(rollout: Rollout, advantage: float) -> ScoredRollout:
 def cut(item: ScoredRollout, length: int) -> ScoredRollout:
     """The same response, ended after `length` tokens."""
     names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
-    return replace(item, rollout=replace(item.rollout, **{name: getattr(item.rollout, name)[:length] for name in names}))
+    shorter = {name: getattr(item.rollout, name)[:length] for name in names}
+    return replace(item, rollout=replace(item.rollout, **shorter))
 
 
-def batches(items: Sequence[ScoredRollout], *, step_size=None, epochs=1, budget=10_000, seed=0) -> list[list[TokenBatch]]:
+def batches(
+    items: Sequence[ScoredRollout], *, step_size=None, epochs=1, budget=10_000, seed=0
+) -> list[list[TokenBatch]]:
     step_size = step_size or len(items)
     return list(optimizer_steps(items, step_size=step_size, epochs=epochs, micro_batch_tokens=budget, seed=seed))
 
@@ -224,7 +228,8 @@ def reference_losses(
     for row, advantage, a, z, u, p_inf, aim, start, wrote, kl, new, omega in tokens:
         accept = a if mask == "expected" else float(u < a)
         weight = min(kappa * z * max(lam, math.exp(aim - p_inf)), c1) * min(math.exp(start - aim), c2)
-        policy_rows[row].append((-accept * weight * _ppo(new - start, advantage), accept if count == "accepted" else 1.0))
+        loss = -accept * weight * _ppo(new - start, advantage)
+        policy_rows[row].append((loss, accept if count == "accepted" else 1.0))
         ppo = -min(math.exp(wrote - p_inf), 1.2) * _ppo(omega - wrote, advantage)
         omega_rows[row].append((0.8 * ppo + 0.6 * kl, 1.0))
     return _aggregate(policy_rows, aggregate), _aggregate(omega_rows, aggregate)

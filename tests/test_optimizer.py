@@ -1,5 +1,6 @@
 """AdamW with its denominators, clipping and schedule, against formulas."""
 
+import copy
 import math
 
 import pytest
@@ -119,7 +120,8 @@ def test_each_step_is_taken_at_its_scheduled_rate():
         optimizer.prepare(1.0)
         optimizer.step()
         # without momentum AdamW moves every weight by the rate against its gradient's sign
-        torch.testing.assert_close(row(weights), before - 0.1 * (1 - step / 4) * gradient.sign(), rtol=1e-12, atol=1e-12)
+        wanted = before - 0.1 * (1 - step / 4) * gradient.sign()
+        torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_loaded_state_continues_bit_by_bit():
@@ -130,10 +132,10 @@ def test_a_loaded_state_continues_bit_by_bit():
         give_gradients(weights, seed)
         optimizer.prepare(2.0)
         optimizer.step()
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors that it loads
     with torch.no_grad():
-        for weight, copy in zip(weights, copies, strict=True):
-            copy.copy_(weight)
+        for weight, other in zip(weights, copies, strict=True):
+            other.copy_(weight)
     for own, mine in ((optimizer, weights), (resumed, copies)):
         give_gradients(mine, 7)
         own.prepare(2.0)

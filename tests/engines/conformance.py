@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engines.joint_run import check_joint_run
 from engines.reference import (
     CONTEXT,
     EOS,
@@ -279,6 +280,11 @@ class EngineConformance(ABC):
         rest = engine.collect(3)
         _check_fields(rest[0], OLD, num_top_log_probs=20)
         self.check_log_probs(rest, reference, tiny_request("").sampling)
+
+    # The purpose
+
+    def test_a_joint_training_run_goes_through_the_engine(self, folder, new_folder):
+        check_joint_run(self.make_engine, policy=new_folder, rollout_model=folder, gap=self.tolerance)
 
     # The end
 

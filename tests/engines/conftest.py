@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("engines.conformance", "engines.reference")
+pytest.register_assert_rewrite("engines.conformance", "engines.joint_run", "engines.reference")
 
 from engines.conformance import OLD  # noqa: E402
 from engines.reference import Reference, save_tiny_model  # noqa: E402

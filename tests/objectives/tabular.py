@@ -1,7 +1,8 @@
-"""A policy that is a table: one row of logits for every prefix, so that every sequence and every coin can be enumerated.
+"""A policy that is a table: one row of logits for every prefix, so that all sequences and coins can be enumerated.
 
-Tables are [S, V] float64, S the number of prefixes. The head is the real one: its hidden states are one-hot rows and its
-weight is the table's transpose, so that `weight.grad.T` is the gradient of the table. All reference numbers are numpy's.
+Tables are [S, V] float64, S the number of prefixes. The head is the real one: its hidden states are one-hot rows and
+its weight is the table's transpose, so that `weight.grad.T` is the gradient of the table. All reference numbers are
+numpy's.
 """
 
 import itertools

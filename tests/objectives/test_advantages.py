@@ -39,7 +39,7 @@ def test_advantages_are_those_of_numpy(batch, name):
 @pytest.mark.parametrize("value", [0.1, 1.0, -3.7, 1e30])
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_a_group_of_equal_rewards_gets_exactly_zero(name, value, size):
-    """The mean of seven times 0.1 is not 0.1 in floats: a rounding error over a rounding error would be a big advantage."""
+    """The mean of seven times 0.1 is not 0.1 in floats: rounding error over rounding error would be a big advantage."""
     for dtype in (torch.float32, torch.float64):
         rewards = torch.cat([torch.full((size,), value, dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype)])
         found = compute_advantages(name, rewards, torch.tensor([3] * size + [1, 1]))
@@ -59,7 +59,7 @@ def test_no_response_has_no_advantage():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'gpro'; did you mean 'grpo'.*dr_grpo, grpo"):
+    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo"):
         compute_advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64))
 
 

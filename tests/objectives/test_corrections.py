@@ -52,12 +52,13 @@ def tokens(inputs):
     """(index, p_inf, p_target, p_proximal, uniform, Z) of every unmasked token as Python floats."""
     for index in inputs.response_mask.nonzero().tolist():
         at = tuple(index)
-        probs = (math.exp(x[at]) for x in (inputs.rollout_log_probs, inputs.target_log_probs, inputs.proximal_log_probs))
+        log_probs = inputs.rollout_log_probs, inputs.target_log_probs, inputs.proximal_log_probs
+        probs = (math.exp(x[at]) for x in log_probs)
         yield at, *probs, inputs.uniforms[at].item(), inputs.z.value[at].item()
 
 
 def hand_obrs(inputs, *, lam, c1, c2, mask, kappa):
-    """{token: (weight, accept)} after the equations of DESIGN 3."""
+    """{token: (weight, accept)} after the equations of corrections.py."""
     result = {}
     for at, p_inf, p_target, p_proximal, u, z in tokens(inputs):
         rho = p_target / p_inf
@@ -261,12 +262,12 @@ def test_other_corrections_measure_the_same_overlap_at_lam_one():
 def test_measure_adds_up_over_micro_batches(name, numbers):
     inputs, correction = random_inputs(), make_correction(name, **numbers)
     fields = ["rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms"]
-    parts = [
-        replace(
-            inputs, **{field: getattr(inputs, field)[rows] for field in fields}, z=ZEstimate(*(x[rows] for x in inputs.z))
-        )
-        for rows in (slice(0, 1), slice(1, 4))
-    ]
+
+    def part(rows):
+        z = ZEstimate(*(x[rows] for x in inputs.z))
+        return replace(inputs, **{field: getattr(inputs, field)[rows] for field in fields}, z=z)
+
+    parts = [part(slice(0, 1)), part(slice(1, 4))]
     whole = correction.measure(inputs)
     added = add_sums(*map(correction.measure, parts))
     for entry in whole:
@@ -339,7 +340,7 @@ def test_weights_have_the_dtype_of_the_log_probs(name, numbers):
 
 
 def test_an_unknown_correction_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="did you mean 'obrs'.*is, none, obrs, tis"):
+    with pytest.raises(ConfigError, match=r"did you mean 'obrs'.*is, none, obrs, tis"):
         make_correction("obsr")
     assert set(CORRECTIONS) == {"is", "none", "obrs", "tis"}
 

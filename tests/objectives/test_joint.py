@@ -1,7 +1,7 @@
 """The joint objective token by token, its scores, and what it reports, against numpy and loops."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -239,8 +239,8 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
     total, slopes = 0.0, torch.zeros(B, T, dtype=torch.float64)
     for row, t in case.mask.nonzero().tolist():
         at = row, t
-        named = {"old": anchor.old_log_probs[at], "new": scores.log_probs[at], "rollout": case.batch.rollout_log_probs[at]}
-        log_probs = {name: value.item() for name, value in named.items()}
+        named = {"old": anchor.old_log_probs, "new": scores.log_probs, "rollout": case.batch.rollout_log_probs}
+        log_probs = {name: values[at].item() for name, values in named.items()}
         rho = math.exp(log_probs[target] - log_probs["rollout"])
         z = (anchor.z if target == "old" else scores.z).value[at].item()
         a = min(1.0, rho / lam)
@@ -453,13 +453,14 @@ def test_what_the_engine_says_of_tokens_that_nobody_sampled_changes_nothing(garb
 
     def run(batch):
         case.batch = batch
-        loss = joint_loss(objective(proximal=proximal), rollout_objective(), batch, case.scores(), anchor, {}, MAX_LENGTH)
+        ours, theirs = objective(proximal=proximal), rollout_objective()
+        loss = joint_loss(ours, theirs, batch, case.scores(), anchor, {}, MAX_LENGTH)
         case.weight["policy"].grad = case.weight["rollout_model"].grad = None
         (loss.policy + loss.rollout_model).backward()
         return loss, case.weight["policy"].grad, case.weight["rollout_model"].grad
 
     clean, *gradients = run(case.batch)
-    floats = {f.name: getattr(case.batch, f.name) for f in fields(case.batch) if f.name in ("uniforms", "top_log_probs")}
+    floats = {name: getattr(case.batch, name) for name in ("uniforms", "top_log_probs")}
     soiled, *others = run(
         replace(case.batch, **{name: torch.where(_like(case.mask, x), x, garbage) for name, x in floats.items()})
     )

@@ -1,6 +1,6 @@
 """The expected gradient of the whole pipeline, with every sequence and every coin enumerated.
 
-DESIGN section 3: text of the rollout model, corrected by OBRS with an infinite c1, gives in expectation
+Text of the rollout model, corrected by OBRS with an infinite c1, gives in expectation
 
     sum_s d_inf(s) Z(s) sum_a p_target(a|s) A_inf(s, a) grad log p(a|s)
 

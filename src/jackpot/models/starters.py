@@ -65,13 +65,14 @@ STARTERS: dict[str, StarterSpec] = {
         steps=800,
     ),
     "rollout_model": StarterSpec(
-        hidden_size=48,
-        intermediate_size=112,
+        hidden_size=64,
+        intermediate_size=160,
         num_layers=2,
         num_heads=2,
         num_kv_heads=1,
-        mixture=Mixture(correct=0.25, faulty=0.35, guess=0.40, offsets=(-10, -1, 1, 10)),
-        steps=500,
+        mixture=Mixture(correct=0.20, faulty=0.40, guess=0.40, offsets=(-10, -1, 1, 10)),
+        steps=800,
+        learning_rate=5e-3,
     ),
 }
 
