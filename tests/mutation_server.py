@@ -1,108 +1,126 @@
-"""Runs one test against each of many broken copies of the package: imports the slow third parties once, then forks.
+"""Runs tests against many broken copies of the package: collects them once, then forks for every mutation.
 
     python mutation_server.py < jobs.json > results.json
 
-A job is {"file", "snippet", "broken", "test"}: in `file`, below the package, `snippet` stands exactly once and becomes
-`broken`, in memory only. The job "all" with "tests" runs several tests on the package as it is. A result is pytest's exit
-status and the end of what it printed: 1 says that the test ran and failed.
+A job is {"file", "snippet", "broken", "test"}: in `file`, `snippet` stands exactly once and becomes `broken`, in memory
+only; all items of `test` run. The answer has one entry for each job, {"failed", "text"}, and one more for all tests on
+the code as it is. `failed` is None where the tests could not be run; `text` is the end of what they said.
+
+A function is broken by giving it the code object compiled from the broken source: whoever imported it has it at once.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import gc
+import inspect
 import json
 import os
 import signal
 import sys
-import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import hypothesis
 import pytest
+import torch
+from _pytest.runner import runtestprotocol
 
 TESTS = Path(__file__).resolve().parent
-SECONDS = 60  # for one job; a mutation may loop for ever
+SECONDS = 60  # for one job: a mutation may loop for ever
 
 
-class BrokenModule(importlib.machinery.SourceFileLoader):
-    """Loads the given source in the place of the file's."""
+class Server:
+    """A pytest plugin that takes the place of the loop over the tests."""
 
-    def __init__(self, name: str, path: str, source: str) -> None:
-        super().__init__(name, path)
-        self._source = source
+    def __init__(self, jobs: list[dict]) -> None:
+        self._jobs, self.results = jobs, []
+        self._sources = {job["file"]: Path(job["file"]).read_text() for job in jobs}  # before they are imported
 
-    def get_code(self, fullname: str):
-        return compile(self._source, self.path, "exec")
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} errors while collecting")
+        self._functions = [thing for thing in gc.get_objects() if isinstance(thing, FunctionType)]
+        self._items = session.items
+        gc.freeze()  # a child's collector would write to all pages and so copy them
+        self.results = [forked(lambda job=job: self._fails(job)) for job in self._jobs]
+        self.results.append(forked(lambda: run(self._items)))
+        return True
+
+    def _fails(self, job: dict) -> tuple[bool, str]:
+        """Break the code and run the job's test."""
+        name = f"tests/{job['test']}"
+        chosen = [item for item in self._items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
+        if not chosen:
+            raise LookupError(f"{name} names no test")
+        source = self._sources[job["file"]]
+        self._swap(source, source.replace(job["snippet"], job["broken"]))
+        return run(chosen)
+
+    def _swap(self, source: str, broken: str) -> None:
+        """Give every function that differs its broken code."""
+        codes = (code_of_functions(compile(text, "module", "exec")) for text in (source, broken))
+        changed = {old: new for old, new in zip(*codes, strict=True) if old != new}
+        swapped = [function for function in self._functions if function.__code__ in changed]
+        if not swapped:
+            raise LookupError("no function that was imported has this code")
+        for function in swapped:
+            function.__code__ = changed[function.__code__]
 
 
-class BreakOne(importlib.abc.MetaPathFinder):
-    """Finds one module with a broken source; leaves all others to those behind it."""
-
-    def __init__(self, name: str, source: str) -> None:
-        self._name, self._source = name, source
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != self._name:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        return importlib.util.spec_from_file_location(
-            fullname, spec.origin, loader=BrokenModule(fullname, spec.origin, self._source)
-        )
+def run(items: list[pytest.Item]) -> tuple[bool, str]:
+    """Run until one fails."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        for report in runtestprotocol(item, log=False, nextitem=following):
+            if report.failed and report.when != "call":
+                raise RuntimeError(report.longreprtext)
+            if report.failed:
+                return True, f"{item.nodeid}\n{report.longreprtext}"
+    return False, f"{len(items)} passed"
 
 
-def warm_up() -> None:
-    """Import and call what every test pays for and no mutation touches. Never the package itself."""
-    import scipy.optimize
-    import torch
-    import torch.testing
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def code_of_functions(code: CodeType) -> Iterator[CodeType]:
+    """The code of all functions of a module, and of the classes in it, from top to bottom."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            is_function = inner.co_flags & inspect.CO_OPTIMIZED
+            yield from [inner] if is_function else code_of_functions(inner)
 
+
+def forked(job: Callable[[], tuple[bool, str]]) -> dict:
+    """What the job returns in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        try:
+            failed, text = job()
+        except BaseException as error:
+            failed, text = None, repr(error)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump({"failed": failed, "text": text[-2000:]}, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(answer) if answer else {"failed": None, "text": f"died, or ran for more than {SECONDS} seconds"}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # pytest talks on standard output
+    os.chdir(TESTS.parent)
     torch.set_num_threads(1)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter]).step()  # imports much on the first call
-    config = Qwen3Config(vocab_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    Qwen3ForCausalLM(config)
-    hypothesis.settings.register_profile(
-        "mutation", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate), report_multiple_bugs=False
-    )
-    hypothesis.settings.load_profile("mutation")  # the first counterexample is enough: no shrinking
-    del scipy
-    assert not any(name.split(".")[0] == "jackpot" for name in sys.modules)
-
-
-def work(job: dict) -> int:
-    """In the child: break the module, run the tests, return pytest's exit status."""
-    if "file" in job:
-        package = Path(importlib.util.find_spec("jackpot").origin).parent  # finds without importing
-        name = ".".join(("jackpot", *Path(job["file"]).with_suffix("").parts))
-        source = (package / job["file"]).read_text().replace(job["snippet"], job["broken"])
-        sys.meta_path.insert(0, BreakOne(name, source))
-    tests = [str(TESTS / test) for test in job["tests"]]
-    return int(pytest.main(["-q", "-x", "--no-header", "--tb=short", "-p", "no:cacheprovider", *tests]))
-
-
-def run(job: dict) -> dict:
-    """Fork, wait, and report."""
-    with tempfile.TemporaryFile() as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            signal.alarm(SECONDS)
-            status = 99
-            try:
-                status = work(job)
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        output.seek(0)
-        return {"status": status, "output": output.read().decode(errors="replace")[-1500:]}
+    quick = {"phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate), "report_multiple_bugs": False}
+    hypothesis.settings.register_profile("mutation", **quick)  # the first counterexample is enough
+    hypothesis.settings.load_profile("mutation")
+    server = Server(json.load(sys.stdin))
+    names = sorted({f"{TESTS}/{job['test']}" for job in server._jobs})
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *names], plugins=[server])
+    if not server.results:
+        sys.exit(f"pytest ended with {status}")
+    json.dump(server.results, answers)
+    answers.close()
 
 
 if __name__ == "__main__":
-    os.chdir(TESTS.parent)
-    jobs = json.load(sys.stdin)
-    warm_up()
-    json.dump([run(job) for job in jobs], sys.stdout)
+    main()

@@ -1,5 +1,6 @@
 """A whole optimizer step of both models against a float64 reference, and everything that must not change it."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -370,6 +371,17 @@ def test_a_non_finite_gradient_skips_both_models_and_leaves_their_optimizers_as_
         assert torch.equal(parameters(hurt, role), parameters(straight, role))
 
 
+def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
+    """Z from the top k of the engine alone, so that a broken rollout model leaves the policy's gradient finite."""
+    broken = copy.deepcopy(ROLLOUT_MODEL)
+    broken.model.norm.weight.data[0] = math.nan
+    learner = make_learner(POLICY, broken, faithful=False)
+    result = one_step(learner, WRITTEN)
+    assert math.isfinite(value(result, "policy/grad_norm")) and math.isnan(value(result, "rollout_model/grad_norm"))
+    assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}
+    assert torch.equal(parameters(learner, "policy"), flat(POLICY))
+
+
 # Who is trained, and by what
 
 
@@ -378,6 +390,7 @@ def test_a_frozen_rollout_model_does_not_move_and_is_still_compared_with():
     results = train(learner, batches(WRITTEN, epochs=2))
     assert torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
     assert learner.version == Version(2, 0)
+    assert not any(weight.requires_grad for weight in learner._models["rollout_model"].parameters())
     assert value(results[0], "mismatch/kl_rollout_policy") > 0.01
     assert "rollout_model/loss" not in results[0].metrics
 

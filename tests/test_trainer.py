@@ -9,7 +9,9 @@ import pytest
 from runs import metrics, run, small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jackpot.models.load import load_tokenizer
 from jackpot.recipes import load_recipe
+from jackpot.tasks import make_task
 from jackpot.tasks.base import PromptStream, Task
 from jackpot.types import Prompt, Score
 
@@ -115,6 +117,12 @@ def test_a_prompt_stream_gives_every_prompt_once_an_epoch_and_resumes() -> None:
     resumed = PromptStream(Finite(7), "train", seed=3)
     resumed.load_state_dict({"position": 5})
     assert resumed.next(5) == (first + second)[5:10]
+
+
+def test_seeds_draw_other_problems_from_an_endless_split() -> None:
+    task = make_task(small_config().task, load_tokenizer("starter:policy"))
+    first, again, other = (PromptStream(task, "train", seed).next(20) for seed in (0, 0, 1))
+    assert first == again and not {prompt.uid for prompt in first} & {prompt.uid for prompt in other}
 
 
 def test_an_empty_data_set_is_refused() -> None:

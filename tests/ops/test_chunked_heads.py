@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from ops.naive_head import H, N, V, leaves, loss_of, naive_log_probs, random_head, random_ids
+from ops.naive_head import (
+    H,
+    N,
+    V,
+    assert_same,
+    leaves,
+    loss_of,
+    naive_joint,
+    naive_log_probs,
+    random_head,
+    random_ids,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -144,9 +155,10 @@ def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
     wide = random_head(1, n=n, v=v, h=h)
     head = Head(hidden=wide.hidden.to(dtype), weight=(wide.weight * 0.05).detach().to(dtype).requires_grad_())
     ids, every = random_ids(n, v=v), torch.arange(v).expand(n, v)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Recorder() as recorder:
-        output = linear_head(head, ids, temperature=1.0, gather_ids=every, chunk_size=4)
-    output.log_probs.sum().backward()
+    with Recorder() as recorder:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = linear_head(head, ids, temperature=1.0, gather_ids=every, chunk_size=4)
+        output.log_probs.sum().backward()
 
     hidden, weight = head.hidden.detach().double(), head.weight.detach().double()
     exact = torch.log_softmax(hidden @ weight.t(), dim=-1)
@@ -159,6 +171,14 @@ def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
     assert (output.gathered.double() - exact).abs().max() <= shift < 0.1
     assert (output.gathered.double().exp().sum(-1) - 1.0).abs().max() <= 4 * v * 2**-24
     assert ((head.weight.grad.double() - to_logits.t() @ hidden).abs() <= bound).all()
+
+
+def test_float64_stays_float64_under_autocast():
+    heads = random_head(1), random_head(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = joint_linear_head(*heads, random_ids(N), temperature=1.0, lam=1.0)
+    expected = naive_joint(*(naive_log_probs(head, 1.0) for head in heads), random_ids(N), 1.0, 0, random_ids(N, 0))
+    assert_same(output, expected)
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():

@@ -283,7 +283,7 @@ def heads_with(**change) -> tuple[Head, Head]:
     ("change", "message"),
     [
         (dict(hidden=torch.zeros(N, H + 1)), r"policy.hidden and policy.weight are \[7, 6\] and \[11, 5\]"),
-        (dict(hidden=torch.zeros(1, N, H)), r"\[1, 7, 5\] and \[11, 5\]: they must be \[N, H\] and \[V, H\]"),
+        (dict(hidden=torch.zeros(N, H, 1)), r"\[7, 5, 1\] and \[11, 5\]: they must be \[N, H\] and \[V, H\]"),
         (dict(weight=torch.zeros(0, H), bias=None), "V > 0"),
         (dict(bias=torch.zeros(V + 1)), r"policy.bias is \[12\]: it must be \[V\] = \[11\]"),
         (dict(hidden=torch.zeros(N, H, dtype=torch.int64)), "policy.hidden is torch.int64: it must be float64"),

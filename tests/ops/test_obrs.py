@@ -1,7 +1,7 @@
 """OBRS against enumeration of the vocabulary in float64, and Theorem 3.4 against scipy's optimizer.
 
 Expectations are loops over Python floats: the accepted distribution is built token by token, never by a formula of the
-code under test. Logs up to 40 nats in size are exponentiated, so float64 keeps 40 * 2**-52, about 1e-14, of a probability.
+code under test. Logs up to 40 nats in size are exponentiated: float64 is good to 40 * 2**-52, about 1e-14.
 """
 
 import itertools
@@ -231,7 +231,6 @@ def reachable(pair):
 @settings(few, max_examples=300)
 @given(pairs(), st.floats(1e-6, 1.0))
 @example((normalised([0.0, -0.5, -0.9]), normalised([-40.0, 0.0, -0.4])), 1.0)
-@example((np.log([0.2, 0.4, 0.4]).tolist(), np.log([1e-30, 0.4, 0.6]).tolist()), 0.8)
 def test_lam_for_budget_is_accepted_at_exactly_that_rate(pair, share):
     most = reachable(pair)
     assume(most > 1e-12)
@@ -255,6 +254,17 @@ def test_lam_for_budget_at_every_boundary_between_two_ratios():
                     if 1e-9 < close <= min(1.0, reachable(pair)):
                         lam = obrs.lam_for_budget(*tensors(*pair), close).item()
                         assert enumerated(*pair, lam)[1] == pytest.approx(close, rel=1e-9, abs=2e-14)
+
+
+def test_a_budget_that_meets_the_mass_above_a_ratio_is_not_lost_to_rounding():
+    """budget = P_inf(rho > rho_1), to the last bit: the difference that lam divides by is 0 in floats."""
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        p_inf, target = generator.dirichlet([1.0] * 4), np.array([1e-30, *generator.dirichlet([1.0] * 3)])
+        pair = np.log(p_inf).tolist(), np.log(target).tolist()
+        budget = torch.tensor(pair[0], dtype=torch.float64).exp()[1:].flip(0).cumsum(0)[-1].item()
+        lam = obrs.lam_for_budget(*tensors(*pair), budget).item()
+        assert enumerated(*pair, lam)[1] == pytest.approx(budget, abs=2e-14)
 
 
 def test_lam_for_the_largest_budget_is_the_smallest_positive_ratio():
@@ -327,20 +337,48 @@ def test_obrs_at_the_budgets_lam_is_the_best_rule_with_that_budget(seed):
 
 
 @st.composite
-def topk_cases(draw):
+def adversarial_cases(draw):
     """Two distributions, perhaps with p_inf truncated and renormalised, and what two top-k lists show of them."""
     size = draw(st.integers(1, 8))
     log_inf, log_target = draw(log_distributions(size, zeros=False)), draw(log_distributions(size, zeros=True))
-    kept = draw(st.integers(1, size))
-    is_truncated = kept < size
-    if is_truncated:
+    kept = draw(st.integers(1, size)) if draw(st.booleans()) else size
+    k, k_target, fill_valid = draw(st.integers(0, size)), draw(st.integers(0, size)), draw(st.booleans())
+    return topk_case(log_inf, log_target, kept, k, k_target, fill_valid, draw(lams))
+
+
+def random_case(seed):
+    """The same from distributions as they come, with everything on at once more often."""
+    generator = np.random.default_rng(seed)
+    size = int(generator.integers(2, 9))
+    log_inf, log_target = np.log(generator.dirichlet([0.5] * size, 2) + 1e-12).tolist()
+    kept = int(generator.integers(1, size + 1)) if generator.random() < 0.3 else size
+    k, k_target = generator.integers(0, size + 1, 2).tolist()
+    lam = math.exp(generator.uniform(-1.5, 1.5))
+    return topk_case(
+        normalised(log_inf), normalised(log_target), kept, k, k_target, bool(generator.random() < 0.5), lam
+    )
+
+
+def topk_case(log_inf, log_target, kept, k, k_target, fill_valid, lam):
+    if kept < len(log_inf):
         smallest = sorted(log_inf)[-kept]
-        log_inf = normalised([x if x >= smallest else -math.inf for x in log_inf])
-    k, k_target = draw(st.integers(0, size)), draw(st.integers(0, size))
-    rollout_ids = sorted(range(size), key=lambda x: -log_inf[x])[:k]
-    target_ids = sorted(range(size), key=lambda x: -log_target[x])[:k_target]
-    fill_valid = not is_truncated and draw(st.booleans())
-    return log_inf, log_target, rollout_ids, target_ids, fill_valid, draw(lams)
+        log_inf, fill_valid = normalised([x if x >= smallest else -math.inf for x in log_inf]), False
+    rollout_ids = sorted(range(len(log_inf)), key=lambda x: -log_inf[x])[:k]
+    target_ids = sorted(range(len(log_inf)), key=lambda x: -log_target[x])[:k_target]
+    return log_inf, log_target, rollout_ids, target_ids, fill_valid, lam
+
+
+def topk_cases():
+    return st.one_of(adversarial_cases(), st.integers(0, 2**32).map(random_case))
+
+
+def complete(case):
+    """The same case with lists long enough to know all of p_inf."""
+    log_inf, log_target, rollout_ids, target_ids, fill_valid, lam = case
+    everything = list(range(len(log_inf)))
+    if fill_valid:
+        return log_inf, log_target, rollout_ids, everything, True, lam
+    return log_inf, log_target, [x for x in everything if log_inf[x] > -math.inf], target_ids, False, lam
 
 
 def estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
@@ -396,15 +434,25 @@ def test_topk_bounds_and_masses_are_the_documented_ones_and_the_value_is_the_low
 
 
 @few
-@given(topk_cases())
+@given(topk_cases().map(complete))
 def test_topk_bounds_meet_at_the_exact_z_when_all_of_p_inf_is_captured(case):
-    log_inf, log_target, rollout_ids, target_ids, fill_valid, lam = case
-    known = {*rollout_ids, *(target_ids if fill_valid else [])}
-    assume(all(x in known for x, q in enumerate(log_inf) if q > -math.inf))
+    _, z, _ = enumerated(case[0], case[1], case[-1])
     found = estimate(*case)
-    _, z, _ = enumerated(log_inf, log_target, lam)
     assert found.lower.item() == pytest.approx(z, rel=RTOL, abs=1e-300)
     assert found.upper.item() == pytest.approx(z, abs=1e-14)
+
+
+@pytest.mark.parametrize(("fill_valid", "lower", "mass"), [(False, 0.25, 0.3), (True, 0.35, 0.4)])
+def test_topk_bounds_on_a_worked_example(fill_valid, lower, mass):
+    """K = {0, 1}, N = {2}: if unknown, it may add min(q_2, p_target) = min(0.1, 0.15), and the rest 0.02."""
+    p_inf, p_target = [0.2, *[0.1] * 8], [0.78, 0.05, 0.15, 0.02, *[0.0] * 5]
+    with np.errstate(divide="ignore"):
+        pair = np.log(p_inf).tolist(), np.log(p_target).tolist()
+    found = estimate(*pair, [0, 1], [0, 2], fill_valid, 1.0)
+    assert found.lower.item() == found.value.item() == pytest.approx(lower, rel=RTOL)
+    assert found.upper.item() == pytest.approx(0.37, rel=RTOL)
+    assert found.rollout_mass.item() == pytest.approx(mass, rel=RTOL)
+    assert found.target_mass.item() == pytest.approx(0.98 if fill_valid else 0.83, rel=RTOL)
 
 
 def test_topk_without_lists_knows_only_that_z_is_between_zero_and_one():

@@ -111,9 +111,8 @@ class _ChunkedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan: _Plan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        with torch.autocast(ids.device.type, enabled=False):
-            sides = plan.sides(tensors)
-            parts = [_read_chunk(plan, sides, rows, ids[rows], gather_ids[rows]) for rows in plan.chunks(len(ids))]
+        sides = plan.sides(tensors)
+        parts = [_read_chunk(plan, sides, rows, ids[rows], gather_ids[rows]) for rows in plan.chunks(len(ids))]
         outputs = tuple(torch.cat(part) for part in zip(*parts, strict=True))
         values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
         ctx.mark_non_differentiable(*constants)
@@ -132,7 +131,7 @@ class _ChunkedHeads(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         totals = _zero_totals(tensors[:3], needed[:3], upstream[:2], plan.dtype)
         totals += _zero_totals(tensors[3:], needed[3:], upstream[2:], plan.dtype)
-        with torch.autocast(ids.device.type, enabled=False):
+        with torch.autocast(ids.device.type, enabled=False):  # forward chose the operands' dtype
             sides = plan.sides(tensors)
             for rows in plan.chunks(len(ids)):
                 here = [None if grad is None else grad[rows] for grad in upstream]

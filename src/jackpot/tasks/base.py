@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Literal
 
 from jackpot.errors import DataError
+from jackpot.ops.uniforms import stream_key
 from jackpot.types import Prompt, Score
 
 Split = Literal["train", "test"]
@@ -31,9 +32,8 @@ class Task(ABC):
 class PromptStream:
     """An endless, resumable source of prompts from one split.
 
-    A finite split is walked in a new order in each epoch; an endless one by increasing index. The order depends on the
-    seed only, so the state is one number and a resumed stream goes on with the next prompt, none twice and none left
-    out.
+    A finite split is walked in a new order in each epoch; an endless one by increasing index from a place of its own for
+    each seed. The state is one number and a resumed stream goes on with the next prompt, none twice and none left out.
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
@@ -41,6 +41,7 @@ class PromptStream:
         self._size = task.size(split)
         if self._size == 0:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
+        self._first = stream_key(seed, "prompts") % 2**40  # of an endless split
         self._position = 0
 
     def next(self, n: int) -> list[Prompt]:
@@ -57,7 +58,7 @@ class PromptStream:
 
     def _at(self, position: int) -> Prompt:
         if self._size is None:
-            return self._task.prompt(self._split, position)
+            return self._task.prompt(self._split, self._first + position)
         epoch, offset = divmod(position, self._size)
         prompt = self._task.prompt(self._split, _order(self._size, self._seed, epoch)[offset])
         return replace(prompt, uid=f"{prompt.uid}@{epoch}")
