@@ -62,7 +62,7 @@ def write(
 ) -> list[ScoredRollout]:
     """Sampled responses of the model to random prompts, with random advantages."""
     draw = np.random.default_rng(seed)
-    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version)
+    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_batch_size=64)
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
     requests = []
     for number in range(prompts):

@@ -207,7 +207,6 @@ def test_another_name_replaces_its_block_and_the_same_name_does_not():
     assert merge(base, {"x": {"c1": 1.0}}) == {"x": {"name": "obrs", "lam": 2.0, "c1": 1.0}}
 
 
-@pytest.mark.xfail(strict=True, reason="merge forgets a name that was given in its short form")
 def test_a_change_inside_a_block_that_was_named_in_short_keeps_its_name():
     recipe = {"objective": {"correction": "tis"}}
     assert merge(recipe, nest("objective.correction.cap", 7.0))["objective"]["correction"] == {
@@ -343,3 +342,18 @@ def parameter_defaults(tree):
             for parameter, default in [*given, *named]:
                 if default is not None:
                     yield node.lineno, parameter.arg, ast.unparse(default)
+
+
+@pytest.mark.parametrize("arms", [["x"], {"x": "none"}, 3])
+def test_arms_that_are_no_mapping_of_mappings_are_refused(arms):
+    with pytest.raises(ConfigError, match="arms"):
+        build_config(RECIPE | {"arms": arms}, "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("betas", [0.9]), ("betas", [0.9, 1.0]), ("learning_rate", math.inf), ("learning_rate", math.nan)],
+)
+def test_numbers_that_the_optimizer_cannot_use_are_refused_with_their_key(key, value):
+    with pytest.raises(ConfigError, match=f"policy.optimizer.{key}"):
+        build_config(RECIPE, None, [nest(f"policy.optimizer.{key}", value)])

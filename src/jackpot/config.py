@@ -13,8 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from jackpot.errors import ConfigError, unknown_name
 from jackpot.types import Sampling
 
-Positive = Annotated[float, Field(gt=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]  # .inf is allowed: no cap, no clip
 NonNegative = Annotated[float, Field(ge=0.0)]
+Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -95,9 +97,9 @@ class ObjectiveConfig(Strict):
 class OptimizerConfig(Strict):
     """AdamW for one model. Steps are optimizer steps."""
 
-    learning_rate: Positive
-    betas: tuple[NonNegative, NonNegative] = (0.9, 0.99)
-    eps: Positive = 1e-8
+    learning_rate: Finite
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    eps: Finite = 1e-8
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -253,6 +255,8 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, str) and "name" in old:
             value = {"name": value}
+        elif isinstance(old, str) and isinstance(value, Mapping):
+            old = {"name": old}
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         renamed = both and "name" in value and value["name"] != old.get("name")
         merged[key] = merge(old, value) if both and not renamed else value
@@ -273,8 +277,10 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
         ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
     """
     settings = {key: value for key, value in recipe.items() if key != "arms"}
+    arms = recipe.get("arms") or {}
+    if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
+        raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")
     if arm is not None:
-        arms = recipe.get("arms") or {}
         if arm not in arms:
             raise ConfigError(unknown_name("arm", arm, arms))
         settings = merge(settings, arms[arm] or {})
@@ -293,7 +299,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         siblings = _valid_keys(location[:-1], settings)
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
-    if error["type"] == "missing":
+    if error["type"] == "missing" and not isinstance(error["loc"][-1], int):
         return f"{key}: is missing; every run must set it"
     if error["type"] in ("union_tag_invalid", "literal_error"):
         given, allowed = _choice(error, value)

@@ -21,6 +21,7 @@ from jackpot.types import Version
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, version: Version = Version(0, 0), **settings):  # noqa: B008
     model = load_model(folder, dtype)
+    settings = {"max_batch_size": 256} | settings
     return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=version, **settings)
 
 
@@ -233,14 +234,14 @@ def test_settings_that_cannot_work_are_refused(folder):
     mixed.lm_head.bfloat16()
     mixed.model.norm.bfloat16()
     with pytest.raises(EngineError, match="one dtype"):
-        TransformersEngine(mixed, eos_token_ids=[], version=Version(0, 0))
+        TransformersEngine(mixed, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
     boundless = load_model(folder, torch.float32)
     boundless.config.max_position_embeddings = 0
     with pytest.raises(EngineError, match="max_position_embeddings"):
-        TransformersEngine(boundless, eos_token_ids=[], version=Version(0, 0))
+        TransformersEngine(boundless, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
 
 
 def test_the_model_is_put_in_eval_mode(folder):
     model = load_model(folder, torch.float32).train()
-    TransformersEngine(model, eos_token_ids=[], version=Version(0, 0))
+    TransformersEngine(model, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
     assert not model.training

@@ -33,7 +33,7 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], version: Version, max_batch_size: int = 256
+        self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], version: Version, max_batch_size: int
     ) -> None:
         """
         Args:
