@@ -29,7 +29,9 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     mine: list[ScoredRollout] = scored[rank::ranks]
     pieces = [mine] if rank == 0 else [mine[:5], mine[5:]]  # rank 1 has one micro-batch more
     parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])
-    return {f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in parts.learner.weights(role)}
+    return {
+        f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in parts.learner.weights(role)
+    }
 
 
 def run_rank(rank: int, config: Config, folder: Path) -> None:

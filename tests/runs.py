@@ -1,5 +1,6 @@
 """Small real runs for tests: the quickstart's models and task, few sequences."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,8 @@ def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Lin
             raise Killed
 
     trainer = launch(config, folder, listen)
-    try:
+    with contextlib.suppress(Killed):
         trainer.train()
-    except Killed:
-        pass
     return lines
 
 

@@ -311,7 +311,6 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert names == corrections.CORRECTIONS.keys()
 
 
-@pytest.mark.xfail(strict=True, reason="Arithmetic and TransformersEngine repeat the defaults of their settings")
 def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
     defaults = {

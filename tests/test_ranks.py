@@ -15,7 +15,9 @@ CASES = {
 }
 # A large eps makes AdamW's step linear in the gradient: equal steps mean equal gradients.
 GRADIENT_DESCENT = [
-    f"{model}.optimizer.{setting}" for model in ("policy", "rollout_model") for setting in ("eps=1.0", "learning_rate=1.0")
+    f"{model}.optimizer.{setting}"
+    for model in ("policy", "rollout_model")
+    for setting in ("eps=1.0", "learning_rate=1.0")
 ]
 
 

@@ -62,7 +62,9 @@ def test_the_engine_and_training_agree_on_what_was_sampled(tmp_path: Path) -> No
 
 def test_acceptance_and_ratio_have_their_expected_means(tmp_path: Path) -> None:
     """mean a - mean Z = 0 and mean ratio = 1 within the standard error, on text that a real engine sampled."""
-    config = small_config("iterations=1", "batch.prompts=32", "batch.group_size=8", "objective.correction.normalizer=exact")
+    config = small_config(
+        "iterations=1", "batch.prompts=32", "batch.group_size=8", "objective.correction.normalizer=exact"
+    )
     line = run(config, tmp_path)[1]
     assert 0 < line["obrs/acceptance_minus_z_stderr"] < 0.01
     assert abs(line["obrs/acceptance_minus_z"]) < 4 * line["obrs/acceptance_minus_z_stderr"]
@@ -77,7 +79,16 @@ def test_saved_rollouts_hold_every_token_of_both_sides(tmp_path: Path) -> None:
     assert len(rows) == 16 and len({row["uid"] for row in rows}) == 16
     for row in rows:
         length = len(row["token_ids"])
-        per_token = ("tokens", "rollout_log_probs", "old_log_probs", "accept_mask", "weights", "z", "acceptance", "versions")
+        per_token = (
+            "tokens",
+            "rollout_log_probs",
+            "old_log_probs",
+            "accept_mask",
+            "weights",
+            "z",
+            "acceptance",
+            "versions",
+        )
         assert all(len(row[name]) == length for name in per_token)
         assert all(len(top) == 20 for top in row["rollout_top_ids"] + row["policy_top_ids"])
         assert row["versions"] == [[0, 0]] * length

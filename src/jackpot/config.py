@@ -133,7 +133,15 @@ class ArithmeticConfig(Strict):
     name: Literal["arithmetic"] = "arithmetic"
     min_terms: Annotated[int, Field(ge=2)] = 2
     max_terms: Annotated[int, Field(ge=2)] = 3
-    max_operand: Count = 40
+    max_operand: Annotated[int, Field(ge=9)] = 40  # fewer numbers make too few problems to hold some out
+
+    @model_validator(mode="after")
+    def _check(self) -> "ArithmeticConfig":
+        if self.min_terms > self.max_terms:
+            raise ValueError(
+                f"min_terms {self.min_terms} is above max_terms {self.max_terms}; lower it or raise the other"
+            )
+        return self
 
 
 class TransformersEngineConfig(Strict):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from jackpot.config import ArithmeticConfig
 from jackpot.errors import ModelError
 from jackpot.models import starters
 from jackpot.models.starters import (
@@ -81,7 +82,7 @@ def test_a_packaged_tokenizer_is_the_one_that_is_made(name):
 def test_the_packaged_policy_has_the_skill_but_does_not_show_it():
     """Most sums are right when it decodes greedily: what reinforcement learning has to bring out is there."""
     model = AutoModelForCausalLM.from_pretrained(starter_path("policy"))
-    task = Arithmetic(make_tokenizer())
+    task = Arithmetic(make_tokenizer(), ArithmeticConfig())
     prompts = [task.prompt("test", index) for index in range(32)]
     right = sum(task.score(prompt, greedy_answer(model, prompt.text), True).correct for prompt in prompts)
     assert right >= 24
@@ -184,7 +185,7 @@ def test_supervision_lowers_the_loss(monkeypatch):
 def test_supervision_sees_the_response_and_its_end_but_not_the_prompt():
     tokenizer = make_tokenizer()
     spec = replace(STARTERS["policy"], batch_size=8)
-    ids, labels = starters._examples(Arithmetic(tokenizer), tokenizer, spec, 0, random.Random(0))
+    ids, labels = starters._examples(Arithmetic(tokenizer, ArithmeticConfig()), tokenizer, spec, 0, random.Random(0))
     for row, wanted in zip(ids, labels, strict=True):
         prompt = tokenizer.decode(row[wanted == -100], skip_special_tokens=True)
         response = row[wanted != -100]

@@ -101,7 +101,12 @@ def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) 
 
 def _bad_model(folder: Path, vocab_size: int = 32) -> str:
     config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=32
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=32,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     load_tokenizer("starter:policy").save_pretrained(folder)

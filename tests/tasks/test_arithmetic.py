@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from jackpot.errors import ConfigError, DataError
+from jackpot.config import ArithmeticConfig
+from jackpot.errors import DataError
 from jackpot.models.starters import make_tokenizer
 from jackpot.tasks.arithmetic import Arithmetic, split_of
 from jackpot.types import Prompt
@@ -17,7 +18,7 @@ from jackpot.types import Prompt
 
 @pytest.fixture(scope="module")
 def task() -> Arithmetic:
-    return Arithmetic(make_tokenizer())
+    return Arithmetic(make_tokenizer(), ArithmeticConfig())
 
 
 def summands(prompt: Prompt) -> list[int]:
@@ -34,7 +35,7 @@ def test_a_prompt_states_the_sum_and_carries_its_answer_and_tokens(task):
 
 
 def test_every_setting_of_the_task_is_reached_and_never_left():
-    task = Arithmetic(make_tokenizer(), min_terms=2, max_terms=4, max_operand=11)
+    task = Arithmetic(make_tokenizer(), ArithmeticConfig(min_terms=2, max_terms=4, max_operand=11))
     problems = [task.operands("train", index) for index in range(2000)]
     assert {len(problem) for problem in problems} == {2, 3, 4}
     assert {number for problem in problems for number in problem} == set(range(1, 12))
@@ -61,8 +62,9 @@ def test_problems_follow_from_split_and_index_in_any_order_and_any_process(task)
     forward = [task.operands("test", index) for index in range(20)]
     assert [task.operands("test", index) for index in reversed(range(20))] == forward[::-1]
     program = (
+        "from jackpot.config import ArithmeticConfig\n"
         "from jackpot.tasks.arithmetic import Arithmetic\n"
-        "print([Arithmetic(None).operands('test', index) for index in range(20)])"
+        "print([Arithmetic(None, ArithmeticConfig()).operands('test', index) for index in range(20)])"
     )
     printed = subprocess.run(
         [sys.executable, "-c", program],
@@ -117,8 +119,8 @@ def test_only_the_whole_text_after_the_first_hash_of_a_finished_response_counts(
     "settings", [{"min_terms": 1}, {"min_terms": 4, "max_terms": 3}, {"max_operand": 8}, {"max_operand": 0}]
 )
 def test_settings_without_problems_are_refused(settings):
-    with pytest.raises(ConfigError, match="needs"):
-        Arithmetic(make_tokenizer(), **settings)
+    with pytest.raises(ValueError, match=r"max_operand|min_terms"):
+        ArithmeticConfig(**settings)
 
 
 def test_an_unknown_split_or_a_negative_index_is_refused(task):
@@ -135,4 +137,4 @@ def test_a_tokenizer_without_digits_is_refused():
     backend.normalizer = normalizers.Replace(Regex("[0-9]"), "?")
     lossy = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     with pytest.raises(DataError, match="starter models"):
-        Arithmetic(lossy).prompt("train", 0)
+        Arithmetic(lossy, ArithmeticConfig()).prompt("train", 0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from jackpot.config import ArithmeticConfig
 from jackpot.errors import ModelError, unknown_name
 from jackpot.tasks.arithmetic import Arithmetic
 
@@ -165,7 +166,7 @@ def _supervise(
 ) -> None:
     """AdamW with a linear warm-up over a tenth of the steps and a linear decay to zero."""
     tokenizer = make_tokenizer()
-    task = Arithmetic(tokenizer)
+    task = Arithmetic(tokenizer, ArithmeticConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
     warm_up = max(1, spec.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(

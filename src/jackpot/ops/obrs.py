@@ -165,7 +165,9 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
-    inside = inside.clamp(max=pad(rho[..., 1:], (0, 1), value=math.inf))  # rounding may leave no difference to divide by
+    inside = inside.clamp(
+        max=pad(rho[..., 1:], (0, 1), value=math.inf)
+    )  # rounding may leave no difference to divide by
     smallest = torch.where(rho > 0, rho, math.inf).min(-1).values
     return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
 

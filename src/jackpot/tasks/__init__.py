@@ -11,4 +11,4 @@ TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic}
 
 def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """The task that the settings name, for models with this tokenizer."""
-    return TASKS[config.name](tokenizer, **config.model_dump(exclude={"name"}))
+    return TASKS[config.name](tokenizer, config)

@@ -10,7 +10,8 @@ from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.errors import ConfigError, DataError
+from jackpot.config import ArithmeticConfig
+from jackpot.errors import DataError
 from jackpot.tasks.base import Split, Task
 from jackpot.types import Prompt, Score
 
@@ -25,23 +26,10 @@ class Arithmetic(Task):
     are finitely many problems, so an endless split repeats some.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        min_terms: int = 2,
-        max_terms: int = 3,
-        max_operand: int = 40,
-    ) -> None:
-        if not 2 <= min_terms <= max_terms:
-            raise ConfigError(
-                f"arithmetic got min_terms={min_terms}, max_terms={max_terms}; needs 2 <= min_terms <= max_terms"
-            )
-        if max_operand < 9:
-            raise ConfigError(f"arithmetic got max_operand={max_operand}; needs at least 9, or too few problems exist")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ArithmeticConfig) -> None:
         self._tokenizer = tokenizer
-        self._terms = (min_terms, max_terms)
-        self._max_operand = max_operand
+        self._terms = (settings.min_terms, settings.max_terms)
+        self._max_operand = settings.max_operand
 
     def size(self, split: Split) -> None:
         """Always None: both splits are endless."""
