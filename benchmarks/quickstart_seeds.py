@@ -53,10 +53,10 @@ def main() -> None:
         runs = list(pool.map(lambda job: train(options.folder, *job, options.overrides), jobs))
     results = {job: summary(lines) for job, lines in zip(jobs, runs, strict=True)}
     seeds = ", ".join(map(str, options.seeds))
-    print(
-        f"| arm | policy before | policy after (seeds {seeds}) | mean (sd) | rollout model after | KL at end | seconds |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    columns = ["arm", "policy before", f"policy after (seeds {seeds})", "mean (sd)"]
+    columns += ["rollout model after", "KL at end", "seconds"]
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
     for arm in options.arms:
         rows = [results[arm, seed] for seed in options.seeds]
         after = [row["after"] for row in rows]

@@ -78,14 +78,15 @@ def write(
 
 
 def scored(rollout: Rollout, advantage: float) -> ScoredRollout:
-    return ScoredRollout(rollout=rollout, score=Score(reward=0.0, correct=False), advantage=advantage)
+    advantages = torch.full((len(rollout.token_ids),), advantage)
+    return ScoredRollout(rollout=rollout, score=Score(reward=0.0, correct=False), advantages=advantages)
 
 
 def cut(item: ScoredRollout, length: int) -> ScoredRollout:
     """The same response, ended after `length` tokens."""
     names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
     shorter = {name: getattr(item.rollout, name)[:length] for name in names}
-    return replace(item, rollout=replace(item.rollout, **shorter))
+    return replace(item, rollout=replace(item.rollout, **shorter), advantages=item.advantages[:length])
 
 
 def batches(
@@ -222,7 +223,7 @@ def reference_losses(
             start = {"old": before[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
             kl = (policy[t].detach().exp() * (policy[t].detach() - rollout_model[t])).sum()
             others = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
-            tokens.append((row, item.advantage, a, z, uniforms[item.rollout.uid][t].item(), *others))
+            tokens.append((row, item.advantages[t].item(), a, z, uniforms[item.rollout.uid][t].item(), *others))
     kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)
     policy_rows, omega_rows = [[] for _ in items], [[] for _ in items]
     for row, advantage, a, z, u, p_inf, aim, start, wrote, kl, new, omega in tokens:

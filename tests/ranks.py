@@ -25,7 +25,7 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         for n in range(8)
     ]
     scored = score_rollouts(parts.engine.generate(requests), parts.task, parts.tokenizer, "grpo")
-    assert any(item.advantage for item in scored)
+    assert any(item.advantages.any() for item in scored)
     mine: list[ScoredRollout] = scored[rank::ranks]
     pieces = [mine] if rank == 0 else [mine[:5], mine[5:]]  # rank 1 has one micro-batch more
     parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])

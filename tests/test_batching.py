@@ -42,7 +42,7 @@ def make_rollouts(sizes, seed=0, share_prompts=False):
                     versions=torch.tensor([Version(number, 2 * number)] * length, dtype=torch.int64).view(length, 2),
                 ),
                 score=Score(reward=0.0, correct=False),
-                advantage=draw.uniform(-1, 1),
+                advantages=torch.full((length,), draw.uniform(-1, 1)),
             )
         )
     return items
@@ -162,7 +162,7 @@ def test_a_batch_holds_every_number_of_its_rollouts_and_nothing_else(sizes, shar
         sampled = batch.response_mask[row]
         assert torch.equal(batch.rollout_log_probs[row][sampled], rollout.rollout_log_probs[rollout.sampled_mask])
         assert (batch.rollout_log_probs[row][~sampled] == 0).all()
-        assert torch.equal(batch.advantages[row, :length], torch.full((length,), item.advantage))
+        assert torch.equal(batch.advantages[row, :length], item.advantages)
         assert (batch.advantages[row, length:] == 0).all()
 
 

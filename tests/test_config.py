@@ -81,7 +81,9 @@ WRONG_VALUES = [
     ("objective.correction.lam", -2, "greater than 0"),
     ("objective.correction.c1", math.nan, "greater than 0"),
     ("batch.prompts", 0, "greater than or equal to 1"),
-    ("iterations", 2.5, "a valid integer, got a number with a fractional part"),
+    ("iterations", 2.5, "a valid integer"),
+    ("iterations", "5", "a valid integer"),
+    ("seed", True, "a valid integer"),
     ("sampling.top_p", 1.5, "less than or equal to 1"),
 ]
 

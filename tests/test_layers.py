@@ -81,13 +81,13 @@ def test_only_the_command_line_imports_launch_and_adapters():
 
 
 def test_ops_and_objectives_are_pure():
-    """Torch and the standard library only; no settings, no files, no clocks, no generators of random numbers."""
+    """Torch and the standard library only; no files, no clocks, no generators of random numbers; settings in one place."""
     for name, tree in MODULES.items():
         if name.split(".")[0] in {"ops", "objectives"}:
             roots = {module.split(".")[0] for module in imports(tree)}
             assert roots <= {"torch", "jackpot", *sys.stdlib_module_names}, name
             assert not roots & {"random", "os", "io", "pathlib", "time", "logging"}, name
-            assert "config" not in units(tree), name
+            assert "config" not in units(tree) or name == "objectives.build", name
 
 
 def test_no_module_imports_the_package_inside_a_function():

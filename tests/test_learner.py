@@ -58,7 +58,7 @@ def value(result, name):
 
 
 def with_advantages(items, advantage):
-    return [replace(item, advantage=advantage) for item in items]
+    return [replace(item, advantages=torch.full_like(item.advantages, advantage)) for item in items]
 
 
 # The step itself
@@ -268,7 +268,7 @@ def test_without_correction_the_step_is_grpo_by_hand():
     learner = make_learner(POLICY, None, objective=policy_objective("none"))
     one_step(learner, items, budget=40)
     model = double(POLICY)
-    total = sum(-(item.advantage * sampled_log_probs(model, item.rollout, 1.0)).sum() for item in items)
+    total = sum(-(item.advantages * sampled_log_probs(model, item.rollout, 1.0)).sum() for item in items)
     loss = total / sum(len(item.rollout.token_ids) for item in items)
     wanted = ReferenceAdamW(LINEAR).step(flat(POLICY).double(), gradient(loss, model))
     assert_same_move(parameters(learner, "policy"), wanted, flat(POLICY))
@@ -357,7 +357,7 @@ def test_a_step_without_any_token_moves_nothing_and_says_so():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_non_finite_gradient_skips_both_models_and_leaves_their_optimizers_as_they_were(bad):
     hurt, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM) for _ in range(2))
-    spoiled = [replace(WRITTEN[0], advantage=bad), *WRITTEN[1:]]
+    spoiled = [*with_advantages(WRITTEN[:1], bad), *WRITTEN[1:]]
     for learner in (hurt, straight):
         one_step(learner, WRITTEN)
         if learner is hurt:

@@ -36,8 +36,7 @@ def optimizer_steps(
 
 
 def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int) -> list[TokenBatch]:
-    """Split one optimizer step so that each part has at most `budget` padded tokens: the fewest parts, sorted by
-    length.
+    """Cut one optimizer step, sorted by length, into runs of at most `budget` padded tokens.
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
@@ -69,7 +68,6 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
-    advantages = torch.tensor([item.advantage for item in scored], dtype=torch.float32)
     response_mask = _pad([rollout.sampled_mask for rollout in rollouts])
     rollout_log_probs = _pad([rollout.rollout_log_probs for rollout in rollouts])
     keys = [stream_key(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
@@ -82,7 +80,7 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
         attention_mask=attention_mask,
         response_mask=response_mask,
         rollout_log_probs=torch.where(response_mask, rollout_log_probs, 0.0),
-        advantages=advantages[:, None] * attention_mask,
+        advantages=_pad([item.advantages for item in scored]),
         uniforms=torch.stack([uniform_row(key, width) for key in keys]),
         top_ids=_pad([rollout.top_ids for rollout in rollouts]),
         top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),

@@ -50,7 +50,7 @@ class Checkpoints:
         torch.save(state | {"learner": learner.state_dict()}, partial / "state.pt")
         _flush(partial)
         if place.exists():
-            shutil.rmtree(place)
+            self._remove(place)
         partial.rename(place)
         _flush_folder(self._folder)
         self._link("last", place)
@@ -63,6 +63,13 @@ class Checkpoints:
         """The newest whole checkpoint, or None."""
         steps = self._steps()
         return steps[-1] if steps else None
+
+    def restore_links(self, best: int | None) -> None:
+        """Point `last` and `best` where they belong, should a kill have come between a checkpoint and its links."""
+        if newest := self.latest():
+            self._link("last", newest)
+        if best is not None and (place := self._folder / f"step-{best}").is_dir():
+            self._link("best", place)
 
     def _steps(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
@@ -82,9 +89,15 @@ class Checkpoints:
         )
         for path in self._steps():
             if path.name not in kept:
-                shutil.rmtree(path)
+                self._remove(path)
         for path in self._folder.glob(f"step-*{_PARTIAL}"):
             shutil.rmtree(path)
+
+    def _remove(self, place: Path) -> None:
+        """Take the name away first: a checkpoint is whole or not there, while it goes as well."""
+        doomed = place.with_name(f"{place.name}.old{_PARTIAL}")
+        place.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import transformers
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from jackpot.config import Config
 from jackpot.console import live_progress, show_answers, show_plan, show_result, starter_progress
@@ -37,7 +38,10 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-seedN.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
-    """Train, or continue the run that is in the folder. Ctrl-C stops after the iteration, with a checkpoint."""
+    """Train, or continue the run that is in the folder. Ctrl-C stops after the iteration, with a checkpoint.
+
+    Not yet run on a GPU.
+    """
     console = Console()
     config = resolve(recipe, arm, overrides or [])
     folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, arm, f"seed{config.seed}"]))
@@ -84,5 +88,5 @@ def main() -> None:
     try:
         app()
     except JackpotError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)

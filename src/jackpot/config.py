@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 def _by_name(default: str) -> BeforeValidator:
@@ -63,7 +63,7 @@ class OBRSCorrection(Strict):
     c2: Positive = 3.0
     mask: Literal["sampled", "expected"] = "sampled"
     normalizer: Literal["topk", "exact"] = "topk"
-    kappa: Literal["prepass", "previous", "none"] = "prepass"
+    kappa: Literal["prepass", "previous", "none"] = "prepass"  # with an exact Z, none spares its noise
 
 
 PolicyCorrection = Annotated[
@@ -98,7 +98,7 @@ class OptimizerConfig(Strict):
     """AdamW for one model. Steps are optimizer steps."""
 
     learning_rate: Finite
-    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.99)  # a list in YAML
     eps: Finite = 1e-8
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0

@@ -106,7 +106,8 @@ def show_result(console: Console, config: Config, lines: Sequence[Line], folder:
 def show_answers(console: Console, problems: Sequence[tuple[Prompt, Sequence[Answer]]]) -> None:
     """A table for every problem: who answered what, before and after."""
     for prompt, answers in problems:
-        table = Table(title=f"{prompt.text} (answer: {prompt.answer})", title_justify="left", min_width=60)
+        title = Text(f"{prompt.text} (answer: {prompt.answer})")
+        table = Table(title=title, title_justify="left", min_width=60)
         for column in ("model", "training", "response", ""):
             table.add_column(column)
         for answer in answers:

@@ -76,6 +76,6 @@ def score_rollouts(
     rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
     advantages = compute_advantages(advantage, rewards, torch.tensor(index, dtype=torch.int64)).tolist()
     return [
-        ScoredRollout(rollout=rollout, score=score, advantage=value)
+        ScoredRollout(rollout=rollout, score=score, advantages=torch.full((len(rollout.token_ids),), value))
         for rollout, score, value in zip(rollouts, scores, advantages, strict=True)
     ]

@@ -71,8 +71,12 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def update(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """One optimizer step of both models."""
+    def update(self, micro_batches: Sequence[MicroBatch], trace: bool = True) -> StepResult:
+        """One optimizer step of both models; `trace` False leaves out the per-token columns, which nobody may want.
+
+        Raises:
+            ValueError: no micro-batch.
+        """
 
     @abstractmethod
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
@@ -137,7 +141,6 @@ class JointLearner(Learner):
         )
         for model in self._models.values():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
-            model.requires_grad_(True)
         if rollout_model is not None and rollout_model_optimizer is None:
             rollout_model.requires_grad_(False)
 
@@ -158,7 +161,9 @@ class JointLearner(Learner):
                     rows.update(_rows(batch, anchor_of(self._scores(self._to_device(batch)))))
         return [[MicroBatch(tokens=batch, anchor=_from_rows(batch, rows)) for batch in step] for step in steps]
 
-    def update(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def update(self, micro_batches: Sequence[MicroBatch], trace: bool = True) -> StepResult:
+        if not micro_batches:
+            raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         micro_batches = [replace(micro, tokens=self._to_device(micro.tokens)) for micro in micro_batches]
         totals, prepass_seconds = self._totals(micro_batches)
         traces: dict[str, dict[str, Tensor]] = {}
@@ -175,7 +180,7 @@ class JointLearner(Learner):
             )
             (loss.policy + loss.rollout_model).backward()
             sums = add_sums(sums, loss.metrics)
-            traces |= _traces(micro.tokens, loss)
+            traces |= _traces(micro.tokens, loss) if trace else {}
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
         self._previous = {name: sums[f"obrs/{name}"] for name in measured}
         step_metrics, events = self._step(sums)

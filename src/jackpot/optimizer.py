@@ -37,7 +37,7 @@ class ModelOptimizer:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
-        self._parameters = list(parameters)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config, self._total_steps = config, total_steps
         self._adamw = torch.optim.AdamW(
             self._parameters,
@@ -58,9 +58,10 @@ class ModelOptimizer:
 
         A denominator of 0 means that nothing was counted and all gradients are 0; they stay so.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if not gradients:
-            return 0.0
+        for parameter in self._parameters:
+            if parameter.grad is None:  # no token reached it on this rank
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self._parameters]
         if dist.is_available() and dist.is_initialized():
             for gradient in gradients:
                 dist.all_reduce(gradient)

@@ -24,19 +24,31 @@ import transformers
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from jackpot.config import Config
+from jackpot.config import Config, build_config
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import Evaluation
 from jackpot.ops.reduce import Mean, Sums
 
-_WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio", "mismatch/kl_rollout_policy", "reward/mean")
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens
 _NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage")
+
+
+def run_config(run: Path) -> Config:
+    """The settings of the run in a folder; settings that came later have their defaults.
+
+    Raises:
+        CheckpointError: no run there.
+    """
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
+    return build_config(yaml.safe_load(path.read_text()))
 
 
 def numbers(sums: Sums) -> dict[str, float]:
     """Metric names and values of accumulated sums; `NAME_stderr` beside those where it is meaningful."""
     values = {name: float(entry.value) for name, entry in sums.items() if name not in _NOT_SHOWN}
-    for name in _WITH_STANDARD_ERROR:
+    for name in WITH_STANDARD_ERROR:
         if isinstance(entry := sums.get(name), Mean):
             values[f"{name}_stderr"] = float(entry.standard_error)
     return values
@@ -57,28 +69,35 @@ class RunFolder:
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
-    def start(self, config: Config, threads: int) -> int:
-        """Create the folder, or check that it belongs to the same settings; returns the number of threads to use.
-
-        A continued run keeps the threads it began with: sums in another order would not be bit-equal.
+    def check(self, config: Config) -> None:
+        """Refuse to continue a run that has trained with other settings; one that has not yet may begin anew.
 
         Raises:
-            CheckpointError: the folder holds a run with other settings (the difference is named).
+            CheckpointError: the difference, setting by setting.
         """
-        settings = json.loads(config.model_dump_json())
-        path = self.path / "config.yaml"
-        if path.exists():
-            if difference := list(_difference(yaml.safe_load(path.read_text()), settings)):
-                raise CheckpointError(
-                    f"{self.path} holds a run with other settings:\n  "
-                    + "\n  ".join(difference)
-                    + "\nUse the same settings "
-                    "to continue it, or --run with another folder"
-                )
+        if not (self.path / "config.yaml").exists() or not any(
+            line["iteration"] for line in self.read("metrics.jsonl")
+        ):
+            return
+        if difference := list(_difference(_settings(run_config(self.path)), _settings(config))):
+            raise CheckpointError(
+                f"{self.path} holds a run with other settings:\n  "
+                + "\n  ".join(difference)
+                + "\nUse the same settings "
+                "to continue it, or --run with another folder"
+            )
+
+    def start(self, config: Config, threads: int) -> int:
+        """Write down settings and environment; returns the number of threads to use.
+
+        A continued run keeps the threads it began with: sums in another order would not be bit-equal.
+        """
+        self.check(config)
+        if any(line["iteration"] for line in self.read("metrics.jsonl")):
             return json.loads((self.path / "environment.json").read_text())["threads"]
         self.path.mkdir(parents=True, exist_ok=True)
         _write_atomically(self.path / "environment.json", json.dumps(_environment(threads), indent=2) + "\n")
-        _write_atomically(path, yaml.safe_dump(settings, sort_keys=False))
+        _write_atomically(self.path / "config.yaml", yaml.safe_dump(_settings(config), sort_keys=False))
         return threads
 
     def rewind(self, iteration: int) -> None:
@@ -142,6 +161,10 @@ class RunFolder:
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:
             file.write(_json_line(line))
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return json.loads(config.model_dump_json())
 
 
 def _json_line(line: Mapping[str, Any]) -> str:

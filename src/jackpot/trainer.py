@@ -1,6 +1,7 @@
 """The loop, on one screen. Layer 5. It is given its engine and learner; only `launch` makes them."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from jackpot.ops.reduce import Mean, Sums, add_sums
 from jackpot.ops.uniforms import stream_key
 from jackpot.rollout_files import write_rollouts
 from jackpot.tasks.base import PromptStream, Task
-from jackpot.telemetry import RunFolder, numbers
+from jackpot.telemetry import WITH_STANDARD_ERROR, RunFolder, numbers
 from jackpot.types import Prompt, Request, Role, Rollout, ScoredRollout
 
 Line = dict[str, Any]
@@ -57,10 +58,13 @@ class Trainer:
         self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
         self._stopping = False
         self._seconds: dict[str, float] = {}
-        self.iteration, self._best = -1, -1.0
+        self.iteration = self._saved = -1  # finished iterations, and the newest with a checkpoint
+        self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
         if state is not None:
             self._prompts.load_state_dict(state["prompts"])
-            self.iteration, self._best = state["iteration"], state["best"]
+            self.iteration = self._saved = state["iteration"]
+            self._best = state["best"]
+            self._checkpoints.restore_links(self._best and int(self._best["iteration"]))
 
     def train(self) -> bool:
         """Run all iterations that are left; True when finished, False when Ctrl-C ended it after a checkpoint."""
@@ -72,14 +76,17 @@ class Trainer:
                 with self._clock("rollout"):
                     rollouts = parts.engine.generate(self._requests(self._prompts.next(config.batch.prompts)))
                 with self._clock("score"):
-                    scored = score_rollouts(rollouts, parts.task, parts.tokenizer, config.objective.advantage)
+                    whole = self._without_aborted(rollouts)
+                    scored = score_rollouts(whole, parts.task, parts.tokenizer, config.objective.advantage)
                 with self._clock("train"):
                     steps = parts.learner.anchor(list(self._steps(scored)))
-                    results = [parts.learner.update(micro_batches) for micro_batches in steps]
+                    results = [parts.learner.update(micro_batches, self._traced) for micro_batches in steps]
                 with self._clock("sync"):
                     self._send_weights(parts.engine, "rollout_model")
                 self._save_rollouts(scored, results)
-                self._finish_iteration(_summary(scored, results))
+                self._finish_iteration(_summary(rollouts, scored, results, config.batch.epochs))
+            if self._saved < self.iteration:
+                self._checkpoint(is_best=False)
         return self.iteration == config.iterations
 
     def _finish_iteration(self, sums: Sums) -> None:
@@ -92,9 +99,12 @@ class Trainer:
                 values |= self._evaluate()
         values |= self._throughput(values)
         line = self._folder.report(self.iteration, values)
-        due = last or self._stopping or self.iteration % config.checkpoint.every == 0
-        if self.iteration and due:
-            self._checkpoint(values)
+        accuracy = values.get("eval/policy_accuracy", -1.0)
+        is_best = self.iteration > 0 and accuracy > (self._best["accuracy"] if self._best else -1.0)
+        if is_best:
+            self._best = {"iteration": self.iteration, "accuracy": accuracy}
+        if is_best or last or (self.iteration and self.iteration % config.checkpoint.every == 0):
+            self._checkpoint(is_best)
         self._listen(line)
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[Request]:
@@ -157,9 +167,7 @@ class Trainer:
         wanted, size = self._config.evaluation.problems, self._parts.task.size("test")
         return wanted if size is None else min(wanted, size)
 
-    def _checkpoint(self, values: dict[str, float]) -> None:
-        accuracy = values.get("eval/policy_accuracy", -1.0)
-        is_best, self._best = accuracy > self._best, max(accuracy, self._best)
+    def _checkpoint(self, is_best: bool) -> None:
         roles: list[Role] = ["policy"] if self._config.rollout_model is None else ["policy", "rollout_model"]
         learner = self._parts.learner
         state = {
@@ -169,20 +177,34 @@ class Trainer:
             "version": list(learner.version),
         }
         self._checkpoints.save(self.iteration, learner, roles, self._parts.tokenizer, state, is_best)
+        self._saved = self.iteration
+
+    def _without_aborted(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Those that ended by themselves or at the limit. An aborted one is counted, and not a reward of 0."""
+        for rollout in rollouts:
+            if rollout.finish == "aborted":
+                self._folder.event(self.iteration + 1, {"event": "aborted_rollout", "uid": rollout.uid})
+        return [rollout for rollout in rollouts if rollout.finish != "aborted"]
+
+    @property
+    def _traced(self) -> bool:
+        """Whether the rollouts of the iteration that is under way are saved."""
+        done, config = self.iteration + 1, self._config
+        return done in (1, config.iterations) or done % config.rollouts.every == 0
 
     def _save_rollouts(self, scored: Sequence[ScoredRollout], results: Sequence[StepResult]) -> None:
         """Events of every step, and the rollouts with what the first update on each made of its tokens."""
         for event in (event for result in results for event in result.events):
             self._folder.event(self.iteration + 1, event)
-        done, config = self.iteration + 1, self._config
-        if done in (1, config.iterations) or done % config.rollouts.every == 0:
+        if self._traced:
+            done, config = self.iteration + 1, self._config
             traces = {uid: trace for result in reversed(results) for uid, trace in result.traces.items()}
             write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
 
     def _throughput(self, values: dict[str, float]) -> dict[str, float]:
         seconds, self._seconds = self._seconds, {}
         timings = {f"seconds/{name}": value for name, value in seconds.items()}
-        tokens, busy = values.get("tokens/response"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
+        tokens, busy = values.get("rollout/tokens"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
         if tokens and busy:
             timings |= {
                 "speed/tokens_per_second": tokens / busy,
@@ -198,7 +220,13 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after this iteration, with a checkpoint; the second one at once."""
+        """The first Ctrl-C ends the run after this iteration, with a checkpoint; the second one at once.
+
+        Only a main thread gets signals; elsewhere this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def stop(signum: int, frame: Any) -> None:
             self._stopping = True
@@ -211,20 +239,33 @@ class Trainer:
             signal.signal(signal.SIGINT, before)
 
 
-def _summary(scored: Sequence[ScoredRollout], results: Sequence[StepResult]) -> Sums:
+def _summary(
+    rollouts: Sequence[Rollout], scored: Sequence[ScoredRollout], results: Sequence[StepResult], epochs: int
+) -> Sums:
     """The sums of all optimizer steps and of the rollouts themselves."""
-    sums: Sums = {}
-    for result in results:
-        sums = add_sums(sums, result.metrics)
-    rollouts: list[Rollout] = [item.rollout for item in scored]
+    sums = _sum_of(results)
+    if sums:
+        sums["seconds/prepass"] = _mean([float(sums["seconds/prepass"].total)])
+        # a standard error must not count a token twice: the first epoch only
+        first = _sum_of(results[: len(results) // epochs])
+        sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
+    lengths = [len(item.rollout.token_ids) for item in scored]
     return sums | {
         "reward/mean": _mean([item.score.reward for item in scored]),
         "reward/correct": _mean([item.score.correct for item in scored]),
-        "reward/zero_advantage": _mean([item.advantage == 0 for item in scored]),
-        "response/tokens": _mean([len(rollout.token_ids) for rollout in rollouts]),
-        "response/truncated": _mean([rollout.finish == "length" for rollout in rollouts]),
-        "tokens/response": _mean([sum(len(rollout.token_ids) for rollout in rollouts)]),
+        "reward/zero_advantage": _mean([not item.advantages.any() for item in scored]),
+        "response/tokens": _mean(lengths),
+        "response/truncated": _mean([item.rollout.finish == "length" for item in scored]),
+        "response/aborted": _mean([rollout.finish == "aborted" for rollout in rollouts]),
+        "rollout/tokens": _mean([sum(lengths)]),
     }
+
+
+def _sum_of(results: Sequence[StepResult]) -> Sums:
+    sums: Sums = {}
+    for result in results:
+        sums = add_sums(sums, result.metrics)
+    return sums
 
 
 def _mean(values: Sequence[float]) -> Mean:

@@ -24,14 +24,16 @@ class Version(NamedTuple):
 class Sampling(BaseModel):
     """How an engine samples. `rollout_log_probs` and the top-k describe the distribution after all of this."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off. This is the sampling filter, not num_top_log_probs.
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     num_top_log_probs: Annotated[int, Field(ge=0)] = 20  # K, captured for the normaliser
-    stop_token_ids: tuple[int, ...] = ()  # beside the end-of-sequence tokens that the model folder names
+    stop_token_ids: Annotated[
+        tuple[int, ...], Field(strict=False)
+    ] = ()  # beside the end-of-sequence tokens that the model folder names
 
     @property
     def truncated(self) -> bool:
@@ -86,7 +88,7 @@ class Score:
 class ScoredRollout:
     rollout: Rollout
     score: Score
-    advantage: float  # one number for all tokens of the response
+    advantages: Tensor  # [T] float32; the same number for every token where the advantage is the response's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

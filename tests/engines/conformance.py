@@ -200,6 +200,11 @@ class EngineConformance(ABC):
         requests = [tiny_request(f"{i}", seed=i, max_new_tokens=1 + (5 * i) % 13) for i in range(20)]
         assert [rollout.uid for rollout in engine.generate(requests)] == [request.uid for request in requests]
 
+    def test_generate_leaves_what_others_submitted(self, engine):
+        engine.submit([tiny_request(f"other {i}", seed=i) for i in range(3)])
+        assert [rollout.uid for rollout in engine.generate([tiny_request("mine", seed=9)])] == ["mine"]
+        assert sorted(rollout.uid for rollout in engine.collect(5)) == ["other 0", "other 1", "other 2"]
+
     def test_collect_returns_when_nothing_is_in_flight(self, engine):
         assert engine.collect(5) == []
         assert engine.collect(0) == []

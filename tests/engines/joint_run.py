@@ -92,6 +92,10 @@ def _scored(rollouts: list[Rollout]) -> list[ScoredRollout]:
     groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
     advantages = compute_advantages("grpo", rewards, groups).tolist()
     return [
-        ScoredRollout(rollout=rollout, score=Score(reward=float(reward), correct=False), advantage=advantage)
+        ScoredRollout(
+            rollout=rollout,
+            score=Score(reward=float(reward), correct=False),
+            advantages=torch.full((len(rollout.token_ids),), advantage),
+        )
         for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
     ]

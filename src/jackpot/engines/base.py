@@ -6,7 +6,7 @@ and every token that it writes carries the version of the weights that wrote it.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class Capabilities:
     num_top_log_probs: int  # the most it returns for a token
     quantised: bool  # True where it computes with other numbers than the weights it was sent
     streaming: bool  # True where `collect` returns finished rollouts while others are still being written
+    updates_in_flight: bool  # True where weights may change while rollouts are written: tokens carry their own version
     dtype: torch.dtype  # of its weights; weights arrive in the learner's dtype and are cast to this
 
 
@@ -48,8 +49,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def collect(self, n: int, timeout: float | None = None) -> list[Rollout]:
-        """Up to `n` finished rollouts, each exactly once, in any order.
+    def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
+        """Up to `n` finished rollouts, each exactly once, in any order; only those named by `uids` where it is given.
 
         Waits until `n` are there, until nothing is in flight, or for `timeout` seconds; None waits for as long as it
         takes. Fewer than `n` means that the time was up or that no more were submitted.
@@ -61,13 +62,14 @@ class Engine(ABC):
 
     @abstractmethod
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        """Replace all weights and return the `weights_digest` of what the engine now holds.
+        """Replace all weights and return the `weights_digest` of what the engine took over, in `capabilities.dtype`.
 
-        Tokens written later carry `version`; cached states of the old weights are dropped.
+        Where it keeps them in another form (fused, quantised), of what that form was made from. Tokens written later
+        carry `version`; cached states of the old weights are dropped.
 
         Raises:
-            EngineError: rollouts are in flight, a name is missing or unknown, or a shape differs. The old weights
-                and version stay.
+            EngineError: rollouts are in flight (unless `capabilities.updates_in_flight`), a name is missing or unknown,
+                or a shape differs. The old weights and version stay.
         """
 
     @abstractmethod
@@ -75,9 +77,10 @@ class Engine(ABC):
         """Free the model. Closing twice is allowed; any other call after it raises EngineError."""
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """Submit, wait for all, and return them in the order of `requests`."""
+        """Submit, wait for all, and return them in the order of `requests`. What else is in flight stays there."""
         self.submit(requests)
-        rollouts = {rollout.uid: rollout for rollout in self.collect(len(requests))}
+        uids = {request.uid for request in requests}
+        rollouts = {rollout.uid: rollout for rollout in self.collect(len(requests), uids=uids)}
         if missing := [request.uid for request in requests if request.uid not in rollouts]:
             raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
         return [rollouts[request.uid] for request in requests]

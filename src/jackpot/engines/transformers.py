@@ -8,7 +8,7 @@ tokens in float32, far more often in bfloat16.
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
 import torch
@@ -62,11 +62,17 @@ class TransformersEngine(Engine):
         self._in_flight: set[str] = set()  # uids submitted and not collected
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None
-        self._finished: deque[Rollout] = deque()
+        self._finished: dict[str, Rollout] = {}
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(num_top_log_probs=self._vocab_size, quantised=False, streaming=True, dtype=self._dtype)
+        return Capabilities(
+            num_top_log_probs=self._vocab_size,
+            quantised=False,
+            streaming=True,
+            updates_in_flight=False,
+            dtype=self._dtype,
+        )
 
     @property
     def version(self) -> Version:
@@ -82,19 +88,25 @@ class TransformersEngine(Engine):
         self._in_flight.update(uids)
         self._queue.extend(requests)
 
-    def collect(self, n: int, timeout: float | None = None) -> list[Rollout]:
+    def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
         """As `Engine.collect`. At least one token is written before the time is looked at, so polling gets on."""
         self._open()
         if n < 0:
             raise EngineError(f"collect takes a number of rollouts, got {n}")
         deadline = None if timeout is None else time.monotonic() + timeout
-        while len(self._finished) < n and (self._batch or self._queue):
+        while len(wanted := self._finished_of(uids)) < n and (self._batch or self._queue):
             self._step()
             if deadline is not None and time.monotonic() >= deadline:
+                wanted = self._finished_of(uids)
                 break
-        taken = [self._finished.popleft() for _ in range(min(n, len(self._finished)))]
+        taken = wanted[:n]
+        for rollout in taken:
+            del self._finished[rollout.uid]
         self._in_flight.difference_update(rollout.uid for rollout in taken)
         return taken
+
+    def _finished_of(self, uids: Container[str] | None) -> list[Rollout]:
+        return [rollout for uid, rollout in self._finished.items() if uids is None or uid in uids]
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
@@ -169,7 +181,7 @@ class TransformersEngine(Engine):
         if self._batch is None:
             self._batch = self._next_batch()
         try:
-            self._finished.extend(self._batch.step())
+            self._finished |= {rollout.uid: rollout for rollout in self._batch.step()}
         except BaseException:
             self._queue.extendleft(reversed(self._batch.requests))
             self._batch = None

@@ -1,6 +1,5 @@
 """Everything in this process: loads the models, makes engine and learner, places them. Layer 6."""
 
-import math
 import os
 from pathlib import Path
 
@@ -14,10 +13,7 @@ from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import ConfigError, EngineError, ModelError
 from jackpot.learner import JointLearner
 from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
-from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.distill import DISTILLATIONS
-from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
-from jackpot.objectives.surrogate import AGGREGATES
+from jackpot.objectives.build import policy_objective, rollout_model_objective
 from jackpot.optimizer import ModelOptimizer
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Task
@@ -35,10 +31,11 @@ def launch(config: Config, path: Path, listen: Listener) -> Trainer:
         CheckpointError: the folder holds a run with other settings, or its newest checkpoint is damaged.
         ModelError, DataError, ConfigError: models, tokenizers or settings that do not fit each other.
     """
-    checkpoint = Checkpoints(path / "checkpoints", config.checkpoint.keep).latest()
+    folder = RunFolder(path)
+    folder.check(config)
+    checkpoint = Checkpoints(folder.checkpoints, config.checkpoint.keep).latest()
     state = load_state(checkpoint) if checkpoint else None
     parts = make_parts(config, model_paths(config, checkpoint), state)
-    folder = RunFolder(path)
     torch.set_num_threads(folder.start(config, threads(config)))
     folder.rewind(state["iteration"] if state else -1)
     return Trainer(parts, folder, state, listen)
@@ -58,11 +55,12 @@ def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Pa
     trained = {role: load_model(path, torch.float32, device) for role, path in paths.items()}
     check_vocabulary(trained, tokenizer)
     task = make_task(config.task, tokenizer)
-    check_context(config, trained, task)
+    check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
     policy_engine = engine = make_engine(config.engine, paths["policy"], device, version)
     if "rollout_model" in paths:
         engine = make_engine(config.engine, paths["rollout_model"], device, version)
+    check_top_log_probs(config, engine)
     learner = make_learner(config, trained, is_faithful(config, engine))
     if state is not None:
         learner.load_state_dict(state["learner"])
@@ -100,43 +98,6 @@ def make_learner(config: Config, models: dict[Role, PreTrainedModel], faithful: 
     )
 
 
-def policy_objective(config: Config) -> PolicyObjective:
-    """Eq. 5 as the settings say."""
-    objective = config.objective
-    settings = objective.correction.model_dump()
-    name, proximal = settings.pop("name"), settings.pop("proximal")
-    target, normalizer = settings.pop("target", proximal), settings.pop("normalizer", "topk")
-    if "kappa" in settings:
-        settings["totals"] = settings.pop("kappa")
-    return PolicyObjective(
-        correction=make_correction(name, **settings),
-        target=target,
-        proximal=proximal,
-        normalizer=normalizer,
-        clip_low=_clip(objective.clip_low),
-        clip_high=_clip(objective.clip_high),
-        aggregate=AGGREGATES[objective.aggregate],
-        count=objective.count,
-    )
-
-
-def rollout_model_objective(config: Config) -> RolloutModelObjective:
-    """Eqs. 6 and 7 as the settings say."""
-    objective = config.rollout_model
-    settings = objective.correction.model_dump()
-    name, proximal = settings.pop("name"), settings.pop("proximal")
-    return RolloutModelObjective(
-        correction=make_correction(name, **settings),
-        proximal=proximal,
-        clip_low=_clip(objective.clip_low),
-        clip_high=_clip(objective.clip_high),
-        ppo_weight=objective.ppo_weight,
-        distill_weight=objective.distill_weight,
-        distill=DISTILLATIONS[objective.distill],
-        aggregate=AGGREGATES[config.objective.aggregate],
-    )
-
-
 def load_tokenizers(paths: dict[Role, str]) -> PreTrainedTokenizerBase:
     """The one tokenizer of both models. DataError where they differ (names the token)."""
     tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
@@ -154,8 +115,8 @@ def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedT
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
 
 
-def check_context(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
-    """Refuse a limit on new tokens that no prompt can reach. The engine refuses single prompts that are too long."""
+def check_lengths(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
+    """Refuse limits that the first prompt already breaks; engine and batching refuse single prompts too long."""
     context = min(model.config.get_text_config().max_position_embeddings for model in models.values())
     prompt, wanted = len(task.prompt("train", 0).token_ids), config.sampling.max_new_tokens
     if prompt + wanted > context:
@@ -163,22 +124,38 @@ def check_context(config: Config, models: dict[Role, PreTrainedModel], task: Tas
             f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the models' context of "
             f"{context}; lower max_new_tokens to at most {context - prompt}, or shorten the prompts"
         )
+    if prompt + wanted > config.batch.micro_batch_tokens:
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit batch.micro_batch_tokens "
+            f"{config.batch.micro_batch_tokens}; raise it to at least {prompt + wanted}, or lower max_new_tokens"
+        )
+
+
+def check_top_log_probs(config: Config, engine: Engine) -> None:
+    """Refuse to ask for more of the distribution than there is."""
+    wanted, most = config.sampling.num_top_log_probs, engine.capabilities.num_top_log_probs
+    if wanted > most:
+        raise ConfigError(f"sampling.num_top_log_probs is {wanted}, but the engine returns at most {most}; lower it")
 
 
 def is_faithful(config: Config, engine: Engine) -> bool:
-    """Whether the rollout model in training is the distribution that the engine samples from, given equal weights.
+    """Whether the rollout model in training stands in for the distribution that the engine samples from.
+
+    In bf16 it does so up to rounding, which is good enough for a fill-in (`mismatch/engine_gap` shows how good) and not
+    for `normalizer: exact`.
 
     Raises:
-        EngineError: it is not, but `normalizer: exact` needs it.
+        EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.
     """
     quantised = engine.capabilities.quantised
     faithful = not quantised and not config.sampling.truncated and config.engine.dtype == config.precision
     correction = config.objective.correction
-    if not faithful and correction.name == "obrs" and correction.normalizer == "exact":
+    exact = correction.name == "obrs" and correction.normalizer == "exact"
+    if exact and not (faithful and config.precision == "fp32"):
         raise EngineError(
             f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
-            f"{' quantised' if quantised else ''} and training in {config.precision}; use normalizer: topk, or the "
-            f"same precision on both sides"
+            f"{' quantised' if quantised else ''} and training in {config.precision}; use normalizer: topk, or fp32 on "
+            f"both sides"
         )
     return faithful
 
@@ -202,7 +179,3 @@ def threads(config: Config) -> int:
 
 def _optimizer(model: PreTrainedModel, config: OptimizerConfig, total_steps: int) -> ModelOptimizer:
     return ModelOptimizer(model.parameters(), config, total_steps)
-
-
-def _clip(value: float | None) -> float:
-    return math.inf if value is None else value

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from jackpot.models.load import resolve_path
+from jackpot.models.load import load_config
 from jackpot.types import Role
 
 
@@ -15,7 +15,6 @@ def parameter_counts(paths: Mapping[Role, str]) -> dict[Role, int]:
 
 
 def _parameter_count(path: str) -> int:
-    config = AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(load_config(path))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from jackpot.checkpoint import Checkpoints
-from jackpot.config import Config, build_config
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import evaluate
 from jackpot.launch.local import load_tokenizers, make_engine, model_paths, pick_device
 from jackpot.tasks import make_task
+from jackpot.telemetry import run_config
 from jackpot.types import Prompt, Role, Version
 
 
@@ -47,11 +45,3 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
             for row, response, score in zip(answers, result.responses, result.scores, strict=True):
                 row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
     return list(zip(prompts, answers, strict=True))
-
-
-def run_config(run: Path) -> Config:
-    """The settings of the run in a folder. CheckpointError where there is none."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
-    return build_config(yaml.safe_load(path.read_text()))

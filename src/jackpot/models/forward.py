@@ -1,7 +1,7 @@
 """From token ids to the hidden states that the head turns into log-probs. Layer 3.
 
 Hidden states and head are taken apart here so that nobody above needs logits [B, T, V] in memory. Engine and learner
-use the same parts, hence the same numbers.
+use the same parts; in fp32 their numbers agree to rounding, in bf16 the engine rounds what the learner keeps.
 
 Shapes: `U` unique prompts of `P` tokens, `B` sequences, `T` response tokens, `H` hidden size, `V` vocabulary.
 """

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from jackpot.errors import DataError, ModelError
 from jackpot.models.forward import check_head
@@ -63,6 +70,15 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
     model = model.to(device).eval()
     check_head(model)
     return model
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config of the model in `path`. ModelError where there is none that can be read."""
+    source = resolve_path(path)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {_ADVICE}") from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

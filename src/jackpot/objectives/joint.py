@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jackpot.errors import ConfigError
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
 from jackpot.objectives.surrogate import Aggregate, clip_share, clipped_surrogate
 from jackpot.ops import obrs
@@ -168,7 +169,7 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
 
 def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
     if not current.all():
-        raise ValueError(
+        raise ConfigError(
             f"normalizer 'exact': {int((~current).sum())} of {current.numel()} tokens were not sampled from the "
             f"weights that the rollout model has in training (older weights, or a quantised or truncated engine); use "
             f"normalizer: topk"

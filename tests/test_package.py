@@ -1,0 +1,44 @@
+"""What is shipped and written down is complete."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from runs import run, small_config
+
+import jackpot
+
+ROOT, PACKAGE = Path(__file__).parent.parent, Path(jackpot.__file__).parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def test_every_data_file_of_the_package_is_shipped():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["jackpot"]
+    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    data = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert data and data <= shipped
+    assert {"policy", "rollout_model"} <= {path.parent.name for path in shipped}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_have_no_placeholders_and_their_links_lead_somewhere(document):
+    text = document.read_text()
+    assert not re.search(r"^[A-Z_]{6,}$|TODO|FIXME", text, re.MULTILINE)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("https://") or (document.parent / target).exists(), target
+
+
+def test_the_metrics_page_explains_every_metric(tmp_path):
+    from_run = set()
+    for arm in ("obrs", "on_policy"):
+        for line in run(small_config("iterations=2", arm=arm), tmp_path / arm):
+            from_run |= line.keys()
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = re.sub(r"`([a-z_]+)/([a-z_0-9]+)`, `_max`", r"`\1/\2` `\1/\2_max`", page)
+    missing = {
+        name
+        for name in from_run - {"iteration", "time"}
+        if f"`{name.removesuffix('_stderr')}`" not in page and not name.startswith(("seconds/", "eval/"))
+    }
+    assert not missing
