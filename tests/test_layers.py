@@ -81,7 +81,7 @@ def test_only_the_command_line_imports_launch_and_adapters():
 
 
 def test_ops_and_objectives_are_pure():
-    """Torch and the standard library only; no files, no clocks, no generators of random numbers; settings in one place."""
+    """Torch and the standard library only; no files, no clocks, no random generators; settings in one place."""
     for name, tree in MODULES.items():
         if name.split(".")[0] in {"ops", "objectives"}:
             roots = {module.split(".")[0] for module in imports(tree)}

@@ -106,6 +106,7 @@ def _bad_model(folder: Path, vocab_size: int = 32) -> str:
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=1,
+        num_key_value_heads=1,
         head_dim=32,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -105,11 +105,7 @@ def topk_z(
     rest = 1.0 - rollout_mass  # m
     target_rest = (1.0 - target_on_rollout - _masked_mass(target_top_log_probs, is_new)).clamp(min=0.0)  # t
     scale = _scale(lam, known)
-    if rollout_top_log_probs.shape[-1]:
-        kth = rollout_top_log_probs.min(-1, keepdim=True).values
-        unknown_mass = _masked_mass(log_kept_mass(kth, target_top_log_probs, lam), unknown)
-    else:
-        unknown_mass = _masked_mass(target_top_log_probs - log_lam(lam), unknown)
+    unknown_mass = _unknown_mass(rollout_top_log_probs, target_top_log_probs, unknown, lam)
     missing = torch.minimum(rest, unknown_mass + torch.minimum(rest, target_rest / scale))
     ceiling = (1.0 / scale).clamp(max=1.0)
     upper = torch.minimum(known + missing, torch.maximum(ceiling, known))
@@ -165,9 +161,8 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
-    inside = inside.clamp(
-        max=pad(rho[..., 1:], (0, 1), value=math.inf)
-    )  # rounding may leave no difference to divide by
+    next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
+    inside = inside.clamp(max=next_rho)  # what rounding took from the difference stays in its segment
     smallest = torch.where(rho > 0, rho, math.inf).min(-1).values
     return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
 
@@ -182,6 +177,14 @@ def log_lam(lam: float | Tensor) -> float | Tensor:
     if not lam > 0:
         raise ValueError(f"lam is {lam}; it must be above 0, since the acceptance is min(1, rho / lam)")
     return math.log(lam)
+
+
+def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
+    """The most that tokens of unknown p_inf can keep: none of them has more than the k-th largest p_inf. [...]"""
+    if not rollout_top.shape[-1]:
+        return _masked_mass(target_top - log_lam(lam), unknown)
+    kth = rollout_top.min(-1, keepdim=True).values
+    return _masked_mass(log_kept_mass(kth, target_top, lam), unknown)
 
 
 def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
