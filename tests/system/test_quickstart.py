@@ -1,0 +1,47 @@
+"""What the README promises of the quickstart, at a size that takes minutes: part of `make test-all`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics, run
+
+from jackpot.config import ArithmeticConfig
+from jackpot.engines.transformers import TransformersEngine
+from jackpot.evaluate import evaluate
+from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
+from jackpot.recipes import resolve
+from jackpot.tasks.arithmetic import Arithmetic
+from jackpot.types import Sampling, Version
+
+pytestmark = pytest.mark.slow
+
+
+def accuracy(path: str) -> float:
+    """Sampled, on 512 held-out problems: a standard error of 2 points."""
+    model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
+    engine = TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=Version(0, 0), max_batch_size=512)
+    task = Arithmetic(tokenizer, ArithmeticConfig())
+    prompts = [task.prompt("test", index) for index in range(512)]
+    return evaluate(engine, task, tokenizer, prompts, Sampling(max_new_tokens=32), seed=7).accuracy
+
+
+def test_starter_makes_models_of_the_same_accuracy_again(tmp_path: Path) -> None:
+    jackpot = Path(sys.executable).with_name("jackpot")
+    subprocess.run([jackpot, "starter", tmp_path], check=True, capture_output=True)
+    for role in ("policy", "rollout_model"):
+        assert accuracy(str(tmp_path / role)) == pytest.approx(accuracy(f"starter:{role}"), abs=0.08)
+
+
+def test_obrs_learns_and_none_learns_less(tmp_path: Path) -> None:
+    """100 of the 250 iterations; three full seeds of each are in docs/quickstart.md."""
+    overrides = ["iterations=100", "evaluation.every=100", "seed=7", "threads=1"]
+    after = {}
+    for arm in ("obrs", "none"):
+        run(resolve("quickstart", arm, overrides), tmp_path / arm)
+        before, *_, last = metrics(tmp_path / arm)
+        after[arm] = last["eval/policy_accuracy"] - before["eval/policy_accuracy"]
+    assert after["obrs"] > 0.15
+    assert after["none"] < after["obrs"] - 0.05
