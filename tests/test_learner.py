@@ -8,6 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from jackpot.batching import collate
+from jackpot.config import OptimizerConfig
+from jackpot.learner import MicroBatch
+from jackpot.ops.uniforms import stream_key, uniform_row
+from jackpot.types import Version
 from learners import (
     EOS,
     LINEAR,
@@ -32,12 +38,6 @@ from learners import (
     vocabulary_log_probs,
     write,
 )
-
-from jackpot.batching import collate
-from jackpot.config import OptimizerConfig
-from jackpot.learner import MicroBatch
-from jackpot.ops.uniforms import stream_key, uniform_row
-from jackpot.types import Version
 
 POLICY, ROLLOUT_MODEL = tiny_model(0), tiny_model(1)
 WRITTEN = write(ROLLOUT_MODEL)

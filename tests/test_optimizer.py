@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from learners import ReferenceAdamW
 from torch import nn
 
 from jackpot.config import OptimizerConfig
 from jackpot.optimizer import ModelOptimizer, learning_rate
+from learners import ReferenceAdamW
 
 NO_CLIP = OptimizerConfig(learning_rate=0.1, max_grad_norm=1e6)
 

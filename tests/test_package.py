@@ -5,9 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from runs import run, small_config
 
 import jackpot
+from runs import run, small_config
 
 ROOT, PACKAGE = Path(__file__).parent.parent, Path(jackpot.__file__).parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ranks import run_rank, step
-from runs import small_config
 
 from jackpot.launch.local import make_parts, model_paths
+from ranks import run_rank, step
+from runs import small_config
 
 CASES = {
     "accepted tokens, target new": ("objective.count=accepted", "objective.correction.target=new"),

@@ -6,11 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from runs import metrics, run, small_config, weights
 
 from jackpot.checkpoint import Checkpoints, load_state
 from jackpot.errors import CheckpointError
 from jackpot.launch.local import launch
+from runs import metrics, run, small_config, weights
 
 REGIMES = {
     "joint": (),
@@ -103,3 +103,41 @@ def test_the_run_folder_holds_the_resolved_settings(tmp_path: Path) -> None:
     config = small_config()
     run(config, tmp_path)
     assert type(config).model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
+
+
+def test_another_regime_is_refused_with_the_difference_not_with_a_missing_file(tmp_path: Path) -> None:
+    run(small_config("iterations=2", arm="on_policy"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"rollout_model: null in the folder"):
+        launch(small_config("iterations=2"), tmp_path, lambda line: None)
+
+
+def test_a_setting_that_came_later_does_not_stop_an_older_run(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del settings["rollouts"]  # as if that block had not existed yet
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    run(small_config(), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 4
+
+
+def test_a_run_that_has_not_trained_yet_takes_other_settings(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=0)
+    run(small_config("iterations=2"), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
+    run(small_config("evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path)
+    lines = [line for line in metrics(tmp_path) if line["iteration"]]
+    best = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))["iteration"]
+    assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best}"
+    assert (tmp_path / "checkpoints" / f"step-{best}" / "policy" / "model.safetensors").is_file()
+
+
+def test_links_that_a_kill_left_behind_are_mended(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    links = {name: (tmp_path / "checkpoints" / name).readlink() for name in ("last", "best")}
+    for name in links:
+        (tmp_path / "checkpoints" / name).unlink()
+    launch(small_config(), tmp_path, lambda line: None)
+    assert {name: (tmp_path / "checkpoints" / name).readlink() for name in links} == links

@@ -2,18 +2,20 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runs import metrics, run, small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jackpot.engines.transformers import TransformersEngine
 from jackpot.models.load import load_tokenizer
 from jackpot.recipes import load_recipe
 from jackpot.tasks import make_task
 from jackpot.tasks.base import PromptStream, Task
 from jackpot.types import Prompt, Score
+from runs import metrics, run, small_config
 
 ARMS = list(load_recipe("quickstart")["arms"])
 REQUIRED = {
@@ -101,6 +103,40 @@ def test_a_checkpoint_loads_with_plain_transformers(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoints" / "last" / role
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
+
+
+def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = TransformersEngine.collect
+
+    def abort_some(engine, n, timeout=None, uids=None):
+        rollouts = collect(engine, n, timeout, uids)
+        aborted = [replace(rollout, finish="aborted") for rollout in rollouts if rollout.uid.endswith("#0")]
+        return aborted + [rollout for rollout in rollouts if not rollout.uid.endswith("#0")]
+
+    monkeypatch.setattr(TransformersEngine, "collect", abort_some)
+    line = run(small_config("iterations=1"), tmp_path)[1]
+    assert line["response/aborted"] == 0.25
+    events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("aborted_rollout") == 4
+    rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
+    assert len(rows) == 12 and not any(row["uid"].endswith("#0") for row in rows)
+
+
+def test_ppo_is_reports_the_overlap_of_the_two_models_and_not_of_one_with_itself(tmp_path: Path) -> None:
+    overrides = ("iterations=1", "batch.prompts=16", "objective.correction.proximal=rollout")
+    line = run(small_config(*overrides, arm="none"), tmp_path)[1]
+    assert line["obrs/acceptance"] < 0.99
+    assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
+
+
+def test_standard_errors_count_a_token_once_however_many_epochs(tmp_path: Path) -> None:
+    once, often = (
+        run(
+            small_config("iterations=1", "policy.optimizer.learning_rate=1e-12", f"batch.epochs={n}"), tmp_path / f"{n}"
+        )[1]
+        for n in (1, 4)
+    )
+    assert often["mismatch/ratio_stderr"] == pytest.approx(once["mismatch/ratio_stderr"], rel=1e-3)
 
 
 class Finite(Task):

@@ -1,6 +1,7 @@
 """The command line. Layer 7: parse, call, show; no logic of its own."""
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -53,8 +54,7 @@ def train(
 
 
 def _train(console: Console, config: Config, folder: Path) -> bool:
-    with live_progress(console, config) as listen:
-        trainer = launch(config, folder, listen)
+    with live_progress(console, config) as listen, closing(launch(config, folder, listen)) as trainer:
         if trainer.iteration == config.iterations:
             console.print(f"This run is finished ({config.iterations} iterations); use --run for a new one.")
         return trainer.train()

@@ -23,7 +23,7 @@ from jackpot.ops.uniforms import stream_key
 from jackpot.rollout_files import write_rollouts
 from jackpot.tasks.base import PromptStream, Task
 from jackpot.telemetry import WITH_STANDARD_ERROR, RunFolder, numbers
-from jackpot.types import Prompt, Request, Role, Rollout, ScoredRollout
+from jackpot.types import Prompt, Request, Role, Rollout, ScoredRollout, TokenBatch
 
 Line = dict[str, Any]
 Listener = Callable[[Line], None]
@@ -89,6 +89,12 @@ class Trainer:
                 self._checkpoint(is_best=False)
         return self.iteration == config.iterations
 
+    def close(self) -> None:
+        """Free the engines and flush what is being written."""
+        self._parts.engine.close()
+        self._parts.policy_engine.close()
+        self._folder.close()
+
     def _finish_iteration(self, sums: Sums) -> None:
         """Evaluate, report and checkpoint when due."""
         self.iteration += 1
@@ -120,7 +126,7 @@ class Trainer:
             for uid, prompt in uids
         ]
 
-    def _steps(self, scored: Sequence[ScoredRollout]):
+    def _steps(self, scored: Sequence[ScoredRollout]) -> Iterator[list[TokenBatch]]:
         batch = self._config.batch
         return optimizer_steps(
             scored,

@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
 from engines.joint_run import check_joint_run
 from engines.reference import (
     CONTEXT,
@@ -23,9 +26,6 @@ from engines.reference import (
     tiny_prompt,
     tiny_request,
 )
-from scipy.stats import chisquare
-from torch import Tensor
-
 from jackpot.engines.base import Engine, weights_digest
 from jackpot.errors import EngineError
 from jackpot.types import Request, Rollout, Sampling, Version

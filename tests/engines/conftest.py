@@ -9,7 +9,6 @@ pytest.register_assert_rewrite("engines.conformance", "engines.joint_run", "engi
 
 from engines.conformance import OLD  # noqa: E402
 from engines.reference import Reference, save_tiny_model  # noqa: E402
-
 from jackpot.engines.base import Engine  # noqa: E402
 
 

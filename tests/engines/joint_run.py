@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engines.reference import tiny_prompt
 
+from engines.reference import tiny_prompt
 from jackpot.batching import optimizer_steps
 from jackpot.config import Config, build_config
 from jackpot.engines.base import Engine, weights_digest

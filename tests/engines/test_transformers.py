@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines.conformance import EngineConformance
-from engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engines.conformance import EngineConformance
+from engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from jackpot.engines import transformers as engine_module
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError

@@ -2,6 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from jackpot.ops import chunked_heads
+from jackpot.ops.linear_head import Head, joint_linear_head, linear_head
 from ops.naive_head import (
     H,
     N,
@@ -14,12 +20,6 @@ from ops.naive_head import (
     random_head,
     random_ids,
 )
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from jackpot.ops import chunked_heads
-from jackpot.ops.linear_head import Head, joint_linear_head, linear_head
 
 
 class Recorder(TorchDispatchMode):

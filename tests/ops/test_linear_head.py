@@ -4,6 +4,10 @@ from dataclasses import fields
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from jackpot.ops.linear_head import Head, LinearHead, joint_linear_head, linear_head
 from ops.naive_head import (
     H,
     N,
@@ -18,10 +22,6 @@ from ops.naive_head import (
     random_head,
     random_ids,
 )
-from torch import nn
-from torch.utils._pytree import tree_leaves
-
-from jackpot.ops.linear_head import Head, LinearHead, joint_linear_head, linear_head
 
 CHUNK_SIZES = [1, 3, N, N + 5, None]
 KINDS = ["plain", "bias", "soft_cap"]

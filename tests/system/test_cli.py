@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, metrics, run, small_config, weights
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jackpot import cli
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.starters import starter_path
+from runs import SMALL, metrics, run, small_config, weights
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
 
@@ -114,6 +114,11 @@ def _bad_model(folder: Path, vocab_size: int = 32) -> str:
     return str(folder)
 
 
+def _empty(folder: Path) -> str:
+    folder.mkdir()
+    return str(folder)
+
+
 def _corrupt(folder: Path) -> str:
     _bad_model(folder)
     path = folder / "model.safetensors"
@@ -140,7 +145,10 @@ BAD_INPUT = {
     "other tokenizer": (["quickstart", "policy.path={tokenizer}"], ["'~'", "same vocabulary"]),
     "other vocabulary": (["quickstart", "policy.path={vocabulary}"], ["40", "32"]),
     "prompt too long": (["quickstart", "sampling.max_new_tokens=5000"], ["5000", "context"]),
-    "budget too small": (["quickstart", "batch.micro_batch_tokens=4"], ["micro_batch_tokens 4"]),
+    "budget too small": (["quickstart", "batch.micro_batch_tokens=4"], ["micro_batch_tokens 4", "raise it"]),
+    "more than the vocabulary": (["quickstart", "sampling.num_top_log_probs=99"], ["99", "at most 32"]),
+    "text that looks like markup": (["quickstart", "[/red]"], ["[/red]", "key=value"]),
+    "a plan for no model": (["quickstart", "--dry-run", "policy.path={empty}"], ["empty", "config"]),
 }
 
 
@@ -150,6 +158,7 @@ def test_bad_input_says_what_was_given_and_what_to_do(case: str, tmp_path: Path,
         "corrupt": lambda: _corrupt(tmp_path / "corrupt"),
         "tokenizer": lambda: _other_tokenizer(tmp_path / "tokenizer"),
         "vocabulary": lambda: _bad_model(tmp_path / "vocabulary", vocab_size=40),
+        "empty": lambda: _empty(tmp_path / "empty"),
     }
     arguments, expected = BAD_INPUT[case]
     made = {name: make() for name, make in folders.items() if any(f"{{{name}}}" in text for text in arguments)}

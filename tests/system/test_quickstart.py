@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics, run
 
 from jackpot.config import ArithmeticConfig
 from jackpot.engines.transformers import TransformersEngine
@@ -15,6 +14,7 @@ from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
 from jackpot.recipes import resolve
 from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.types import Sampling, Version
+from runs import metrics, run
 
 pytestmark = pytest.mark.slow
 
