@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
+from engines.reference import EOS, tiny_model
 from jackpot.batching import optimizer_steps
 from jackpot.config import OptimizerConfig
 from jackpot.engines.transformers import TransformersEngine
@@ -21,7 +22,7 @@ from jackpot.objectives.surrogate import AGGREGATES
 from jackpot.optimizer import ModelOptimizer
 from jackpot.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout, TokenBatch, Version
 
-VOCAB, EOS, MAX_NEW = 20, 1, 8
+VOCAB, MAX_NEW = 20, 8
 FIRST = Version(0, 0)
 
 # eps this large makes AdamW's step proportional to the gradient, so that equal parameters mean equal gradients
@@ -29,26 +30,8 @@ LINEAR = OptimizerConfig(learning_rate=0.5, eps=1.0, max_grad_norm=1e6)
 OBRS = dict(lam=0.9, c1=1.3, c2=1.2, mask="sampled", totals="prepass")
 
 
-def tiny_model(seed: int) -> PreTrainedModel:
-    """A Qwen3 whose next-token distributions are far from uniform."""
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=64,
-            initializer_range=0.15,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
-    ).eval()
+def smallest_model(seed: int) -> PreTrainedModel:
+    return tiny_model(seed, VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1).eval()
 
 
 def write(

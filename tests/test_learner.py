@@ -33,13 +33,13 @@ from learners import (
     reference_losses,
     rollout_model_objective,
     sampled_log_probs,
-    tiny_model,
+    smallest_model,
     train,
     vocabulary_log_probs,
     write,
 )
 
-POLICY, ROLLOUT_MODEL = tiny_model(0), tiny_model(1)
+POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL)
 ADAM = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="cosine")
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)

@@ -84,9 +84,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         best = self._folder / "best"
-        kept = {path.name for path in self._steps()[-self._keep :]} | (
-            {best.readlink().name} if best.is_symlink() else set()
-        )
+        kept = {path.name for path in self._steps()[-self._keep :]}
+        if best.is_symlink():
+            kept.add(best.readlink().name)
         for path in self._steps():
             if path.name not in kept:
                 self._remove(path)

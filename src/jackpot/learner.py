@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.objectives.joint import (
     Anchor,
-    JointLoss,
     PolicyObjective,
     RolloutModelObjective,
     TokenScores,
@@ -154,11 +153,11 @@ class JointLearner(Learner):
     def anchor(self, steps: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         if len(steps) == 1:
             return [[MicroBatch(tokens=batch, anchor=None) for batch in steps[0]]]
-        rows: dict[str, list[Tensor]] = {}
+        rows: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
             for batch in (batch for step in steps for batch in step):
                 if not rows.keys() >= set(batch.uids):
-                    rows.update(_rows(batch, anchor_of(self._scores(self._to_device(batch)))))
+                    rows |= _by_rollout(batch, _columns(anchor_of(self._scores(self._to_device(batch)))))
         return [[MicroBatch(tokens=batch, anchor=_from_rows(batch, rows)) for batch in step] for step in steps]
 
     def update(self, micro_batches: Sequence[MicroBatch], trace: bool = True) -> StepResult:
@@ -172,7 +171,7 @@ class JointLearner(Learner):
         for micro in micro_batches:
             scores = self._scores(micro.tokens, micro.anchor)
             anchor = micro.anchor or anchor_of(scores)
-            measured = add_sums(measured, self._measure(micro.tokens, anchor, scores))
+            measured = add_sums(measured, self._measure(micro.tokens, anchor, scores.log_probs, scores.z))
             if totals is None:  # the only micro-batch: its own forward pass is the whole step's
                 totals = all_reduce_sums(measured)
             loss = joint_loss(
@@ -180,7 +179,8 @@ class JointLearner(Learner):
             )
             (loss.policy + loss.rollout_model).backward()
             sums = add_sums(sums, loss.metrics)
-            traces |= _traces(micro.tokens, loss) if trace else {}
+            if trace:
+                traces |= _by_rollout(micro.tokens, {name: column.cpu() for name, column in loss.trace.items()})
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
         self._previous = {name: sums[f"obrs/{name}"] for name in measured}
         step_metrics, events = self._step(sums)
@@ -222,19 +222,22 @@ class JointLearner(Learner):
         totals: Sums = {}
         with torch.no_grad():
             for micro in micro_batches:
-                if micro.anchor is not None and self._objective.target == "old":
-                    inputs = correction_inputs(
-                        self._objective, micro.tokens, micro.anchor, micro.anchor.old_log_probs, micro.anchor.z
-                    )
-                    totals = add_sums(totals, self._objective.correction.measure(inputs))
+                anchor = micro.anchor
+                if self._anchored(anchor):
+                    measured = self._measure(micro.tokens, anchor, anchor.old_log_probs, anchor.z)
                 else:
-                    scores = self._scores(micro.tokens, micro.anchor)
-                    totals = add_sums(totals, self._measure(micro.tokens, micro.anchor or anchor_of(scores), scores))
+                    scores = self._scores(micro.tokens, anchor)
+                    measured = self._measure(micro.tokens, anchor or anchor_of(scores), scores.log_probs, scores.z)
+                totals = add_sums(totals, measured)
         return all_reduce_sums(totals), time.perf_counter() - started
 
-    def _measure(self, batch: TokenBatch, anchor: Anchor, scores: TokenScores) -> Sums:
-        inputs = correction_inputs(self._objective, batch, anchor, scores.log_probs.detach(), scores.z)
+    def _measure(self, batch: TokenBatch, anchor: Anchor, log_probs: Tensor, z: ZEstimate) -> Sums:
+        inputs = correction_inputs(self._objective, batch, anchor, log_probs, z)
         return self._objective.correction.measure(inputs)
+
+    def _anchored(self, anchor: Anchor | None) -> bool:
+        """Whether acceptance and Z are those of the anchor, whatever the policy is by now."""
+        return anchor is not None and self._objective.target == "old"
 
     def _scores(self, batch: TokenBatch, anchor: Anchor | None = None) -> TokenScores:
         """One forward pass of both models over a micro-batch, through the joint head.
@@ -254,8 +257,8 @@ class JointLearner(Learner):
                 gather_ids=batch.top_ids[mask],
             )
         distill = self._rollout_objective.distill if self._rollout_objective else None
-        lam, is_anchored = self._objective.correction.lam, anchor is not None and self._objective.target == "old"
-        normalizer = "topk" if is_anchored else self._objective.normalizer
+        lam = self._objective.correction.lam
+        normalizer = "topk" if self._anchored(anchor) else self._objective.normalizer
         return token_scores(head, batch, self._writer_is_current(batch), lam, normalizer, distill)
 
     def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
@@ -311,32 +314,26 @@ def _number(value: float) -> Mean:
     return Mean(value, value.square(), torch.ones_like(value))
 
 
-def _flat(anchor: Anchor) -> list[Tensor]:
-    return [anchor.old_log_probs, anchor.rollout_model_old_log_probs, *anchor.z]
-
-
-def _rows(batch: TokenBatch, anchor: Anchor) -> dict[str, list[Tensor]]:
-    """The anchor's tensors of every rollout, [T_i] each: micro-batches of a later epoch hold other rollouts
-    together."""
-    lengths = batch.attention_mask.sum(-1).tolist()
-    tensors = _flat(anchor)
-    return {
-        uid: [tensor[row, :length] for tensor in tensors]
-        for row, (uid, length) in enumerate(zip(batch.uids, lengths, strict=True))
-    }
-
-
-def _from_rows(batch: TokenBatch, rows: dict[str, list[Tensor]]) -> Anchor:
-    columns = zip(*(rows[uid] for uid in batch.uids), strict=True)
-    old, rollout_model_old, *z = (pad_sequence(list(column), batch_first=True) for column in columns)
-    return Anchor(old_log_probs=old, rollout_model_old_log_probs=rollout_model_old, z=ZEstimate(*z))
-
-
-def _traces(batch: TokenBatch, loss: JointLoss) -> dict[str, dict[str, Tensor]]:
-    """The loss's per-token columns by rollout, on the CPU and without padding."""
-    columns = {name: tensor.cpu() for name, tensor in loss.trace.items()}
+def _by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Columns [B, T, ...] as one row without padding, [T_i, ...], for every rollout uid."""
     lengths = batch.attention_mask.sum(-1).tolist()
     return {
         uid: {name: tensor[row, :length] for name, tensor in columns.items()}
         for row, (uid, length) in enumerate(zip(batch.uids, lengths, strict=True))
     }
+
+
+def _columns(anchor: Anchor) -> dict[str, Tensor]:
+    return {
+        "old_log_probs": anchor.old_log_probs,
+        "rollout_model_old_log_probs": anchor.rollout_model_old_log_probs,
+        **anchor.z._asdict(),
+    }
+
+
+def _from_rows(batch: TokenBatch, rows: dict[str, dict[str, Tensor]]) -> Anchor:
+    """The anchor of a micro-batch: in a later epoch it holds other rollouts together than the one that was scored."""
+    mine = [rows[uid] for uid in batch.uids]
+    padded = {name: pad_sequence([row[name] for row in mine], batch_first=True) for name in mine[0]}
+    z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
+    return Anchor(z=z, **padded)

@@ -75,25 +75,21 @@ class RunFolder:
         Raises:
             CheckpointError: the difference, setting by setting.
         """
-        if not (self.path / "config.yaml").exists() or not any(
-            line["iteration"] for line in self.read("metrics.jsonl")
-        ):
+        if not self._has_trained():
             return
         if difference := list(_difference(_settings(run_config(self.path)), _settings(config))):
+            listed = "\n  ".join(difference)
             raise CheckpointError(
-                f"{self.path} holds a run with other settings:\n  "
-                + "\n  ".join(difference)
-                + "\nUse the same settings "
-                "to continue it, or --run with another folder"
+                f"{self.path} holds a run with other settings:\n  {listed}\n"
+                f"Use the same settings to continue it, or --run with another folder"
             )
 
     def start(self, config: Config, threads: int) -> int:
-        """Write down settings and environment; returns the number of threads to use.
+        """Write down settings and environment of a run that `check` let pass; returns the number of threads to use.
 
         A continued run keeps the threads it began with: sums in another order would not be bit-equal.
         """
-        self.check(config)
-        if any(line["iteration"] for line in self.read("metrics.jsonl")):
+        if self._has_trained():
             return json.loads((self.path / "environment.json").read_text())["threads"]
         self.path.mkdir(parents=True, exist_ok=True)
         _write_atomically(self.path / "environment.json", json.dumps(_environment(threads), indent=2) + "\n")
@@ -157,6 +153,9 @@ class RunFolder:
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _has_trained(self) -> bool:
+        return any(line["iteration"] for line in self.read("metrics.jsonl"))
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:

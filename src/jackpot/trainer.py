@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -150,13 +151,12 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Both models on the same held-out problems with the same uniforms."""
         config, parts = self._config, self._parts
-        prompts = [parts.task.prompt("test", index) for index in range(self._test_size())]
         shared = parts.policy_engine is parts.engine
         if not shared:
             self._send_weights(parts.policy_engine, "policy")
         engines = {"policy": parts.policy_engine} | ({} if shared else {"rollout_model": parts.engine})
         results = {
-            role: evaluate(engine, parts.task, parts.tokenizer, prompts, config.sampling, config.seed)
+            role: evaluate(engine, parts.task, parts.tokenizer, self._test_prompts, config.sampling, config.seed)
             for role, engine in engines.items()
         }
         for role, result in results.items():
@@ -169,9 +169,11 @@ class Trainer:
             values[f"eval/{role}_truncated"] = result.truncated
         return values
 
-    def _test_size(self) -> int:
+    @cached_property
+    def _test_prompts(self) -> list[Prompt]:
         wanted, size = self._config.evaluation.problems, self._parts.task.size("test")
-        return wanted if size is None else min(wanted, size)
+        count = wanted if size is None else min(wanted, size)
+        return [self._parts.task.prompt("test", index) for index in range(count)]
 
     def _checkpoint(self, is_best: bool) -> None:
         roles: list[Role] = ["policy"] if self._config.rollout_model is None else ["policy", "rollout_model"]

@@ -13,14 +13,12 @@ from jackpot.types import Prompt, Request, Rollout, Sampling, Version
 VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
 
 
-def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
+def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:
     """A Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
     torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | changes
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
@@ -30,8 +28,13 @@ def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Pa
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
+        **sizes,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return Qwen3ForCausalLM(config)
+
+
+def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
+    tiny_model(seed, vocab_size).save_pretrained(folder)
     return folder
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from engines.reference import save_tiny_model
 from jackpot import cli
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.starters import starter_path
@@ -100,16 +100,7 @@ def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) 
 
 
 def _bad_model(folder: Path, vocab_size: int = 32) -> str:
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tiny_model(folder, seed=0, vocab_size=vocab_size)
     load_tokenizer("starter:policy").save_pretrained(folder)
     return str(folder)
 
