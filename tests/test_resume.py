@@ -1,5 +1,6 @@
 """A run that was stopped and continued ends bit-equal to one that was not."""
 
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -141,3 +142,11 @@ def test_links_that_a_kill_left_behind_are_mended(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).unlink()
     launch(small_config(), tmp_path, lambda line: None)
     assert {name: (tmp_path / "checkpoints" / name).readlink() for name in links} == links
+
+
+def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_start(tmp_path: Path) -> None:
+    trainer = launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))
+    assert not trainer.train() and trainer.iteration == 0
+    assert not (tmp_path / "checkpoints").exists()
+    run(small_config("iterations=2", "rollout_model.optimizer=null"), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 2

@@ -86,7 +86,7 @@ class Trainer:
                     self._send_weights(parts.engine, "rollout_model")
                 self._save_rollouts(scored, results)
                 self._finish_iteration(_summary(rollouts, scored, results, config.batch.epochs))
-            if self._saved < self.iteration:
+            if self.iteration > max(self._saved, 0):  # Ctrl-C
                 self._checkpoint(is_best=False)
         return self.iteration == config.iterations
 
