@@ -14,7 +14,8 @@ from engines.reference import EOS, tiny_model
 from jackpot.batching import optimizer_steps
 from jackpot.config import OptimizerConfig
 from jackpot.engines.transformers import TransformersEngine
-from jackpot.learner import JointLearner, StepResult
+from jackpot.joint_learner import JointLearner
+from jackpot.learner import StepResult
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.distill import DISTILLATIONS
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
@@ -85,6 +86,8 @@ def policy_objective(
     clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
     numbers = OBRS | numbers if name == "obrs" else numbers
     return PolicyObjective(
+        entropy_weight=0.0,
+        reference_weight=0.0,
         correction=make_correction(name, **numbers),
         target=target,
         proximal=proximal,

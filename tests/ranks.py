@@ -7,24 +7,20 @@ import torch.distributed as dist
 
 from jackpot.batching import collate
 from jackpot.config import Config
-from jackpot.evaluate import score_rollouts
-from jackpot.launch.local import make_parts, model_paths
-from jackpot.learner import MicroBatch
-from jackpot.ops.uniforms import stream_key
-from jackpot.types import Request, ScoredRollout
+from jackpot.joint_learner import MicroBatch
+from jackpot.launch.local import make_parts
+from jackpot.sampler import Sampler
+from jackpot.tasks.base import PromptStream
+from jackpot.telemetry import Clock
+from jackpot.types import ScoredRollout
 
 
 def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """One optimizer step on this rank's share of the same rollouts, cut unevenly into micro-batches."""
     torch.set_num_threads(1)
-    parts = make_parts(config, model_paths(config, None), None)
-    prompts = [parts.task.prompt("train", index) for index in range(8)]
-    requests = [
-        Request(uid=f"{p.uid}#{n}", prompt=p, seed=stream_key("test", p.uid, n), sampling=config.sampling)
-        for p in prompts
-        for n in range(8)
-    ]
-    scored = score_rollouts(parts.engine.generate(requests), parts.task, parts.tokenizer, "grpo")
+    parts = make_parts(config, None, None)
+    prompts = PromptStream(parts.task, "train", config.seed)
+    scored = Sampler(parts, prompts, Clock(), lambda iteration, event: None).next_batch(1).scored
     assert any(item.advantages.any() for item in scored)
     mine: list[ScoredRollout] = scored[rank::ranks]
     pieces = [mine] if rank == 0 else [mine[:5], mine[5:]]  # rank 1 has one micro-batch more

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import jackpot
-from jackpot import config, types
-from jackpot.config import Config, build_config, merge, nest
+from jackpot import config, config_build, config_corrections, types
+from jackpot.config import Config
+from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError
-from jackpot.objectives import advantages, corrections, distill, joint, surrogate
+from jackpot.objectives import advantages, corrections, distill, joint, regularise, surrogate
 
 PACKAGE = Path(jackpot.__file__).parent
 RECIPE = {
@@ -69,11 +70,19 @@ def test_the_valid_settings_are_those_of_the_chosen_correction():
     assert text.endswith("Valid: objective.correction.cap, objective.correction.name, objective.correction.proximal")
 
 
+RATIO_CORRECTIONS = corrections.CORRECTIONS.keys() - {
+    "obrs",
+    "mask_only",
+    "reweight_only",
+    "z_only",
+    "target_only",
+    "coin_only",
+}
 UNKNOWN_VALUES = [
-    ("objective.correction", "obsr", "; did you mean 'obrs'?", "is, none, obrs, tis"),
+    ("objective.correction", "obsr", "; did you mean 'obrs'?", ", ".join(sorted(corrections.CORRECTIONS))),
     ("objective.correction.target", "oldd", "; did you mean 'old'?", "new, old"),
     ("objective.aggregate", "tokens", "; did you mean 'token'?", "constant, sequence, token"),
-    ("rollout_model.correction", "obrs", ".", "is, none, tis"),
+    ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
     ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic"),
     ("precision", "fp8", ".", "bf16, fp32"),
 ]
@@ -271,7 +280,7 @@ def blocks():
     found = [Config]
     for block in found:
         for field in block.model_fields.values():
-            found += [cls for cls in config._model_classes(field.annotation) if cls not in found]
+            found += [cls for cls in config_build._model_classes(field.annotation) if cls not in found]
     return found
 
 
@@ -302,7 +311,8 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     def allowed(block, field):
         return set(re.findall(r"'(\w+)'", str(block.model_fields[field].annotation)))
 
-    assert allowed(config.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys()
+    assert allowed(config.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys() | {"gae"}
+    assert allowed(config.ReferenceConfig, "estimate") == regularise.SAMPLED_KL.keys() | {"exact"}
     assert allowed(config.ObjectiveConfig, "aggregate") == surrogate.AGGREGATES.keys()
     assert allowed(config.ObjectiveConfig, "count") == joint.COUNTS.keys()
     assert allowed(config.OBRSCorrection, "mask") == corrections.MASKS.keys()
@@ -317,7 +327,7 @@ def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
     defaults = {
         (name, repr(field.default))
-        for module in (config, types)
+        for module in (config, config_corrections, types)
         for block in vars(module).values()
         if isinstance(block, type) and issubclass(block, pydantic.BaseModel)
         for name, field in block.model_fields.items()
@@ -326,7 +336,7 @@ def test_a_default_is_written_once():
     repeated = [
         f"{path.relative_to(PACKAGE)}:{line} {name} = {value}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name not in ("config.py", "types.py")
+        if path.name != "types.py" and not path.name.startswith("config")
         for line, name, value in parameter_defaults(ast.parse(path.read_text()))
         if (name, value) in defaults
     ]

@@ -9,19 +9,19 @@ import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
 LAYERS = [
-    {"types", "errors", "config"},
+    {"types", "errors", "config", "config_base", "config_build", "config_corrections"},
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
-    {"batching", "learner", "optimizer"},
-    {"trainer", "control", "checkpoint", "telemetry", "evaluate", "rollout_files"},
+    {"batching", "critic", "gradient_parts", "joint_learner", "learner", "optimizer", "reference"},
+    {"trainer", "control", "checkpoint", "telemetry", "evaluate", "guards", "parts", "rollout_files", "sampler"},
     {"launch", "adapters", "lab", "report"},
     {"recipes", "cli", "console"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "ray", "trl", "verl", "plotly"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
-LIGHT = {"types", "errors", "config", "ops", "objectives", "batching"}  # need torch and pydantic only
+LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
 
 def modules() -> dict[str, ast.Module]:

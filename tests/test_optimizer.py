@@ -29,6 +29,12 @@ def give_gradients(weights, seed):
     return torch.cat([weight.grad for weight in weights])
 
 
+def prepare(optimizer, denominator):
+    """Gradients as they are stepped on; their norm before clipping."""
+    optimizer.reduce(denominator)
+    return optimizer.clip()
+
+
 def row(weights):
     return torch.cat([weight.detach().clone() for weight in weights])
 
@@ -38,7 +44,7 @@ def test_steps_are_adamw_on_the_mean_gradient():
     optimizer, reference = ModelOptimizer(everything, config, total), ReferenceAdamW(config)
     for seed, denominator in enumerate((4.0, 8.0, 0.5)):
         before, gradient = row(weights), give_gradients(weights, seed) / denominator
-        assert optimizer.prepare(denominator) == pytest.approx(gradient.norm().item(), rel=1e-12)
+        assert prepare(optimizer, denominator) == pytest.approx(gradient.norm().item(), rel=1e-12)
         optimizer.step()
         torch.testing.assert_close(row(weights), reference.step(before, gradient), rtol=1e-12, atol=1e-14)
         assert all(weight.grad is None for weight in weights)
@@ -51,11 +57,11 @@ def test_gradients_are_clipped_after_they_are_divided_and_the_norm_is_from_befor
     mean = give_gradients(weights, 0) / 2.0
     norm = mean.norm().item()
     assert norm > 0.5
-    assert optimizer.prepare(2.0) == pytest.approx(norm, rel=1e-12)
+    assert prepare(optimizer, 2.0) == pytest.approx(norm, rel=1e-12)
     found = torch.cat([weight.grad for weight in weights])
     torch.testing.assert_close(found, mean * 0.5 / norm, rtol=1e-5, atol=0)  # torch divides by norm + 1e-6
     small = give_gradients(weights, 0) / 100.0
-    optimizer.prepare(100.0)
+    prepare(optimizer, 100.0)
     torch.testing.assert_close(torch.cat([weight.grad for weight in weights]), small, rtol=1e-12, atol=0)
 
 
@@ -64,7 +70,7 @@ def test_a_denominator_of_zero_leaves_zero_gradients_zero():
     optimizer = ModelOptimizer(everything, config, total)
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
-    assert optimizer.prepare(0.0) == 0.0
+    assert prepare(optimizer, 0.0) == 0.0
     assert all((weight.grad == 0).all() for weight in weights)
 
 
@@ -73,7 +79,7 @@ def test_weight_decay_pulls_towards_zero_at_the_scheduled_rate():
     everything, weights, _, total = make()
     optimizer = ModelOptimizer(everything, config, total)
     before, gradient = row(weights), give_gradients(weights, 0)
-    optimizer.prepare(1.0)
+    prepare(optimizer, 1.0)
     optimizer.step()
     wanted = ReferenceAdamW(config).step(before, gradient) - 0.1 * 0.3 * before
     torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-14)
@@ -82,7 +88,7 @@ def test_weight_decay_pulls_towards_zero_at_the_scheduled_rate():
 def test_without_gradients_there_is_nothing_to_prepare_and_discarding_forgets_them():
     everything, weights, config, total = make()
     optimizer = ModelOptimizer(everything, config, total)
-    assert optimizer.prepare(3.0) == 0.0
+    assert prepare(optimizer, 3.0) == 0.0
     give_gradients(weights, 0)
     before = row(weights)
     optimizer.discard()
@@ -117,7 +123,7 @@ def test_each_step_is_taken_at_its_scheduled_rate():
     for step in range(4):
         before, gradient = row(weights), give_gradients(weights, step)
         assert optimizer.learning_rate == pytest.approx(0.1 * (1 - step / 4))
-        optimizer.prepare(1.0)
+        prepare(optimizer, 1.0)
         optimizer.step()
         # without momentum AdamW moves every weight by the rate against its gradient's sign
         wanted = before - 0.1 * (1 - step / 4) * gradient.sign()
@@ -130,7 +136,7 @@ def test_a_loaded_state_continues_bit_by_bit():
     optimizer, resumed = ModelOptimizer(everything, config, total), ModelOptimizer(others, config, total)
     for seed in range(3):
         give_gradients(weights, seed)
-        optimizer.prepare(2.0)
+        prepare(optimizer, 2.0)
         optimizer.step()
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors that it loads
     with torch.no_grad():
@@ -138,6 +144,6 @@ def test_a_loaded_state_continues_bit_by_bit():
             other.copy_(weight)
     for own, mine in ((optimizer, weights), (resumed, copies)):
         give_gradients(mine, 7)
-        own.prepare(2.0)
+        prepare(own, 2.0)
         own.step()
     assert torch.equal(row(weights), row(copies)) and resumed.steps == 4

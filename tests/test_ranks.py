@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from jackpot.launch.local import make_parts, model_paths
+from jackpot.launch.local import make_parts
 from ranks import run_rank, step
 from runs import small_config
 
@@ -26,7 +26,7 @@ def test_two_ranks_take_the_step_of_one(case: str, tmp_path: Path) -> None:
     config = small_config(*CASES[case], *GRADIENT_DESCENT)
     mp.spawn(run_rank, args=(config, tmp_path), nprocs=2)
     whole = step(config, 0, 1)
-    start = make_parts(config, model_paths(config, None), None).learner
+    start = make_parts(config, None, None).learner
     before = {f"{role}/{name}": w for role in ("policy", "rollout_model") for name, w in start.weights(role)}
     for rank in range(2):
         ours = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)

@@ -5,6 +5,7 @@ Nothing is dropped and nothing is cut: every sequence of the rollout batch is in
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -86,6 +87,12 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
         top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
         versions=_pad([rollout.versions for rollout in rollouts]),
     )
+
+
+def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    """The same batch with its tensors on `device`."""
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "uids"}
+    return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def _unique(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -29,6 +29,10 @@ class CheckpointError(JackpotError, RuntimeError):
     """A checkpoint or run folder that cannot be continued."""
 
 
+class TrainingError(JackpotError, RuntimeError):
+    """Training that cannot go on as it does."""
+
+
 def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
     """The message for a name that does not exist: lists the valid ones and guesses what was meant.
 

@@ -1,16 +1,14 @@
-"""Scores for responses: in training, and of a model on held-out problems. Layer 5."""
+"""Verdicts on responses, and a model on held-out problems. Layer 5."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.engines.base import Engine
-from jackpot.objectives.advantages import compute_advantages
 from jackpot.ops.uniforms import stream_key
 from jackpot.tasks.base import Task
-from jackpot.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout
+from jackpot.types import Prompt, Request, Rollout, Sampling, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +24,17 @@ class Evaluation:
         return sum(score.correct for score in self.scores) / len(self.scores)
 
     @property
+    def reward(self) -> float:
+        """The task's mean reward."""
+        return sum(score.reward for score in self.scores) / len(self.scores)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
     def mean_tokens(self) -> float:
-        return sum(len(rollout.token_ids) for rollout in self.rollouts) / len(self.rollouts)
+        return self.tokens / len(self.rollouts)
 
     @property
     def truncated(self) -> float:
@@ -64,18 +71,3 @@ def judge(rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenize
         for rollout, response in zip(rollouts, responses, strict=True)
     ]
     return responses, scores
-
-
-def score_rollouts(
-    rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase, advantage: str
-) -> list[ScoredRollout]:
-    """Rewards, and advantages within the group of each prompt."""
-    _, scores = judge(rollouts, task, tokenizer)
-    groups: dict[str, int] = {}
-    index = [groups.setdefault(rollout.prompt.uid, len(groups)) for rollout in rollouts]
-    rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
-    advantages = compute_advantages(advantage, rewards, torch.tensor(index, dtype=torch.int64)).tolist()
-    return [
-        ScoredRollout(rollout=rollout, score=score, advantages=torch.full((len(rollout.token_ids),), value))
-        for rollout, score, value in zip(rollouts, scores, advantages, strict=True)
-    ]

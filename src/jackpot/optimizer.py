@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from jackpot.config import OptimizerConfig
 
@@ -29,8 +29,15 @@ SCHEDULES = {
 }
 
 
+def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
+    """In place; nothing happens where torch.distributed is not initialised."""
+    if dist.is_available() and dist.is_initialized():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
 class ModelOptimizer:
-    """Steps the parameters of one model. Gradients come in as sums; `prepare` makes means of them and clips.
+    """Steps the parameters of one model. Gradients come in as sums; `reduce` makes means of them.
 
     Args:
         total_steps: of the whole run, where the schedule ends.
@@ -53,8 +60,13 @@ class ModelOptimizer:
         """Of the next step."""
         return learning_rate(self._config, self.steps, self._total_steps)
 
-    def prepare(self, denominator: float) -> float:
-        """Sum the gradients over ranks, divide by `denominator`, clip; returns the norm before clipping.
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return self._parameters
+
+    def reduce(self, denominator: float) -> None:
+        """Sum the gradients over ranks and divide by `denominator`.
 
         A denominator of 0 means that nothing was counted and all gradients are 0; they stay so.
         """
@@ -62,10 +74,11 @@ class ModelOptimizer:
             if parameter.grad is None:  # no token reached it on this rank
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters]
-        if dist.is_available() and dist.is_initialized():
-            for gradient in gradients:
-                dist.all_reduce(gradient)
+        sum_over_ranks(gradients)
         torch._foreach_div_(gradients, denominator or 1.0)
+
+    def clip(self) -> float:
+        """Clip the gradients to `max_grad_norm`; returns the norm before that."""
         return float(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
 
     def step(self) -> None:

@@ -15,22 +15,35 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import yaml
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from jackpot.config import Config, build_config
+from jackpot.config import Config
+from jackpot.config_build import build_config
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import Evaluation
-from jackpot.ops.reduce import Mean, Sums
+from jackpot.ops.reduce import Sums
 
 WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens
-_NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage")
+_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
+    **{name: {f"{name}_stderr": lambda entry: entry.standard_error} for name in WITH_STANDARD_ERROR},
+    "mismatch/log_ratio": {
+        f"mismatch/ratio_p{percent:g}": lambda entry, percent=percent: entry.quantile(percent / 100.0).exp()
+        for percent in (0.1, 1, 50, 99, 99.9)
+    },
+    "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
+    "correction/weight": {"correction/ess": lambda entry: entry.effective_share},
+}
+_DERIVED["mismatch/ratio"] |= {"mismatch/ess": lambda entry: entry.effective_share}
+_NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage", "mismatch/log_ratio", "critic/error")
 
 
 def run_config(run: Path) -> Config:
@@ -46,12 +59,36 @@ def run_config(run: Path) -> Config:
 
 
 def numbers(sums: Sums) -> dict[str, float]:
-    """Metric names and values of accumulated sums; `NAME_stderr` beside those where it is meaningful."""
-    values = {name: float(entry.value) for name, entry in sums.items() if name not in _NOT_SHOWN}
-    for name in WITH_STANDARD_ERROR:
-        if isinstance(entry := sums.get(name), Mean):
-            values[f"{name}_stderr"] = float(entry.standard_error)
-    return values
+    """Metric names and values of accumulated sums, with what is derived from them; one wait for the device."""
+    values: dict[str, Tensor] = {name: entry.value for name, entry in sums.items() if name not in _NOT_SHOWN}
+    for name, derived in _DERIVED.items():
+        if name in sums:
+            values |= {other: value(sums[name]) for other, value in derived.items()}
+    if "critic/error" in sums:
+        values["critic/explained_variance"] = 1.0 - sums["critic/error"].variance / sums["critic/return"].variance
+    if not values:
+        return {}
+    device = next(iter(values.values())).device
+    packed = torch.stack([value.detach().double().to(device) for value in values.values()])
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+class Clock:
+    """Adds up the seconds of the phases of an iteration: `with clock("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 class RunFolder:

@@ -2,44 +2,30 @@
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from jackpot.batching import optimizer_steps
+from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
-from jackpot.config import Config
 from jackpot.engines.base import Engine, weights_digest
-from jackpot.errors import EngineError
-from jackpot.evaluate import evaluate, score_rollouts
-from jackpot.learner import Learner, StepResult
-from jackpot.ops.reduce import Mean, Sums, add_sums
-from jackpot.ops.uniforms import stream_key
+from jackpot.errors import EngineError, TrainingError
+from jackpot.evaluate import evaluate
+from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, some_rollouts
+from jackpot.learner import StepResult
+from jackpot.ops.reduce import Sums, Total, add_sums
+from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
-from jackpot.tasks.base import PromptStream, Task
-from jackpot.telemetry import WITH_STANDARD_ERROR, RunFolder, numbers
-from jackpot.types import Prompt, Request, Role, Rollout, ScoredRollout, TokenBatch
+from jackpot.sampler import Sampler
+from jackpot.tasks.base import PromptStream
+from jackpot.telemetry import WITH_STANDARD_ERROR, Clock, RunFolder, numbers
+from jackpot.types import Prompt, Role, Rollout, Score, ScoredRollout, TokenBatch
 
 Line = dict[str, Any]
 Listener = Callable[[Line], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a run is made of."""
-
-    config: Config
-    task: Task
-    tokenizer: PreTrainedTokenizerBase
-    engine: Engine  # writes the rollouts
-    policy_engine: Engine  # answers for the policy in evaluations; `engine` itself where the policy writes
-    learner: Learner
 
 
 class Trainer:
@@ -55,10 +41,13 @@ class Trainer:
     def __init__(self, parts: Parts, folder: RunFolder, state: dict[str, Any] | None, listen: Listener) -> None:
         self._parts, self._folder, self._listen = parts, folder, listen
         self._config = parts.config
+        self._clock = Clock()
         self._prompts = PromptStream(parts.task, "train", self._config.seed)
+        self._sampler = Sampler(parts, self._prompts, self._clock, folder.event)
         self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
         self._stopping = False
-        self._seconds: dict[str, float] = {}
+        self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
+        self._engine_is_checked = not self._config.guard.check_engine
         self.iteration = self._saved = -1  # finished iterations, and the newest with a checkpoint
         self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
         if state is not None:
@@ -74,18 +63,16 @@ class Trainer:
             if self.iteration < 0:
                 self._finish_iteration({})
             while self.iteration < config.iterations and not self._stopping:
-                with self._clock("rollout"):
-                    rollouts = parts.engine.generate(self._requests(self._prompts.next(config.batch.prompts)))
-                with self._clock("score"):
-                    whole = self._without_aborted(rollouts)
-                    scored = score_rollouts(whole, parts.task, parts.tokenizer, config.objective.advantage)
+                batch = self._sampler.next_batch(self.iteration + 1)
+                self._check_engine(batch.scored)
                 with self._clock("train"):
-                    steps = parts.learner.anchor(list(self._steps(scored)))
-                    results = [parts.learner.update(micro_batches, self._traced) for micro_batches in steps]
+                    scored = parts.learner.credit(batch.scored)
+                    results = parts.learner.train(list(self._steps(scored)), self._traced)
                 with self._clock("sync"):
                     self._send_weights(parts.engine, "rollout_model")
                 self._save_rollouts(scored, results)
-                self._finish_iteration(_summary(rollouts, scored, results, config.batch.epochs))
+                self._watch(results)
+                self._finish_iteration(batch.sums | _training_sums(scored, results, config.batch.epochs))
             if self.iteration > max(self._saved, 0):  # Ctrl-C
                 self._checkpoint(is_best=False)
         return self.iteration == config.iterations
@@ -113,19 +100,6 @@ class Trainer:
         if is_best or last or (self.iteration and self.iteration % config.checkpoint.every == 0):
             self._checkpoint(is_best)
         self._listen(line)
-
-    def _requests(self, prompts: Sequence[Prompt]) -> list[Request]:
-        """A group of requests for each prompt; the seed of each is hashed from its uid."""
-        uids = [
-            (f"{self.iteration + 1}/{prompt.uid}#{member}", prompt)
-            for prompt in prompts
-            for member in range(self._config.batch.group_size)
-        ]
-        seed, sampling = self._config.seed, self._config.sampling
-        return [
-            Request(uid=uid, prompt=prompt, seed=stream_key(seed, "sample", uid), sampling=sampling)
-            for uid, prompt in uids
-        ]
 
     def _steps(self, scored: Sequence[ScoredRollout]) -> Iterator[list[TokenBatch]]:
         batch = self._config.batch
@@ -161,13 +135,21 @@ class Trainer:
         }
         for role, result in results.items():
             self._folder.save_evaluation(self.iteration, role, result)
-        values: dict[str, float] = {}
+        values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])  # the policy is its own rollout model where it writes itself
             values[f"eval/{role}_accuracy"] = result.accuracy
+            values[f"eval/{role}_reward"] = result.reward
             values[f"eval/{role}_tokens"] = result.mean_tokens
             values[f"eval/{role}_truncated"] = result.truncated
+            values[f"eval/{role}_engine_gap"] = self._engine_gap(role, result.rollouts)
         return values
+
+    def _engine_gap(self, role: Role, rollouts: Sequence[Rollout]) -> float:
+        """Mean |p_engine - p_training| of tokens that the model's engine has just written."""
+        some = some_rollouts(rollouts)
+        scores = self._parts.learner.score(role, self._plain_batches(some), self._config.sampling)
+        return engine_gap(some, scores)
 
     @cached_property
     def _test_prompts(self) -> list[Prompt]:
@@ -176,23 +158,58 @@ class Trainer:
         return [self._parts.task.prompt("test", index) for index in range(count)]
 
     def _checkpoint(self, is_best: bool) -> None:
-        roles: list[Role] = ["policy"] if self._config.rollout_model is None else ["policy", "rollout_model"]
+        config = self._config
+        has: dict[Role, Any] = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
+        roles = [role for role, settings in has.items() if settings is not None]
         learner = self._parts.learner
         state = {
             "iteration": self.iteration,
             "best": self._best,
             "prompts": self._prompts.state_dict(),
             "version": list(learner.version),
+            "non_finite": self._non_finite.count,
         }
         self._checkpoints.save(self.iteration, learner, roles, self._parts.tokenizer, state, is_best)
         self._saved = self.iteration
 
-    def _without_aborted(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Those that ended by themselves or at the limit. An aborted one is counted, and not a reward of 0."""
-        for rollout in rollouts:
-            if rollout.finish == "aborted":
-                self._folder.event(self.iteration + 1, {"event": "aborted_rollout", "uid": rollout.uid})
-        return [rollout for rollout in rollouts if rollout.finish != "aborted"]
+    def _check_engine(self, scored: Sequence[ScoredRollout]) -> None:
+        """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?"""
+        if self._engine_is_checked or not scored:
+            return
+        self._engine_is_checked = True
+        config, learner = self._config, self._parts.learner
+        some = some_rollouts([item.rollout for item in scored])
+        batches = self._plain_batches(some)
+        quantised = self._parts.engine.capabilities.quantised
+        found = check_engine(
+            some,
+            config.sampling,
+            ["quantised" if quantised else config.engine.dtype, config.precision],
+            lambda sampling: learner.score("rollout_model", batches, sampling),
+        )
+        self._folder.event(self.iteration + 1, found)
+
+    def _plain_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
+        """Micro-batches for `Learner.score`."""
+        scored = [
+            ScoredRollout(
+                rollout=rollout,
+                score=Score(reward=0.0, correct=False),
+                advantages=torch.zeros(len(rollout.token_ids)),
+            )
+            for rollout in rollouts
+        ]
+        return micro_batches(scored, self._config.batch.micro_batch_tokens, self._config.seed, epoch=0)
+
+    def _watch(self, results: Sequence[StepResult]) -> None:
+        """Stop where too many optimizer steps in a row were not finite."""
+        for result in results:
+            is_bad = bool(result.metrics["health/non_finite_steps"].value)
+            try:
+                self._non_finite.see(is_bad, self.iteration + 1)
+            except TrainingError as error:
+                self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
+                raise
 
     @property
     def _traced(self) -> bool:
@@ -210,21 +227,15 @@ class Trainer:
             write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
 
     def _throughput(self, values: dict[str, float]) -> dict[str, float]:
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._clock.take()
         timings = {f"seconds/{name}": value for name, value in seconds.items()}
-        tokens, busy = values.get("rollout/tokens"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
+        tokens, busy = values.get("tokens/rollout"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
         if tokens and busy:
             timings |= {
                 "speed/tokens_per_second": tokens / busy,
                 "speed/rollout_tokens_per_second": tokens / seconds["rollout"],
             }
         return timings
-
-    @contextmanager
-    def _clock(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -247,26 +258,15 @@ class Trainer:
             signal.signal(signal.SIGINT, before)
 
 
-def _summary(
-    rollouts: Sequence[Rollout], scored: Sequence[ScoredRollout], results: Sequence[StepResult], epochs: int
-) -> Sums:
-    """The sums of all optimizer steps and of the rollouts themselves."""
+def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult], epochs: int) -> Sums:
+    """The sums of all optimizer steps of an iteration."""
     sums = _sum_of(results)
     if sums:
-        sums["seconds/prepass"] = _mean([float(sums["seconds/prepass"].total)])
         # a standard error must not count a token twice: the first epoch only
         first = _sum_of(results[: len(results) // epochs])
         sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
-    lengths = [len(item.rollout.token_ids) for item in scored]
-    return sums | {
-        "reward/mean": _mean([item.score.reward for item in scored]),
-        "reward/correct": _mean([item.score.correct for item in scored]),
-        "reward/zero_advantage": _mean([not item.advantages.any() for item in scored]),
-        "response/tokens": _mean(lengths),
-        "response/truncated": _mean([item.rollout.finish == "length" for item in scored]),
-        "response/aborted": _mean([rollout.finish == "aborted" for rollout in rollouts]),
-        "rollout/tokens": _mean([sum(lengths)]),
-    }
+    trained = epochs * sum(len(item.rollout.token_ids) for item in scored)
+    return sums | {"tokens/train": Total(torch.tensor(float(trained)))}
 
 
 def _sum_of(results: Sequence[StepResult]) -> Sums:
@@ -274,8 +274,3 @@ def _sum_of(results: Sequence[StepResult]) -> Sums:
     for result in results:
         sums = add_sums(sums, result.metrics)
     return sums
-
-
-def _mean(values: Sequence[float]) -> Mean:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return Mean.of(tensor, torch.ones_like(tensor, dtype=torch.bool))

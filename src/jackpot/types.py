@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 Finish = Literal["stop", "length", "aborted"]
-Role = Literal["policy", "rollout_model"]
+Role = Literal["policy", "rollout_model", "critic"]
 
 
 class Version(NamedTuple):

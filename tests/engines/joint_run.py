@@ -8,7 +8,8 @@ import torch
 
 from engines.reference import tiny_prompt
 from jackpot.batching import optimizer_steps
-from jackpot.config import Config, build_config
+from jackpot.config import Config
+from jackpot.config_build import build_config
 from jackpot.engines.base import Engine, weights_digest
 from jackpot.launch.local import make_learner
 from jackpot.models.load import load_model
@@ -34,7 +35,7 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "policy": load_model(policy_folder, torch.float32),
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
-    learner = make_learner(config, models, faithful=not engine.capabilities.quantised)
+    learner = make_learner(config, models, faithful=not engine.capabilities.quantised, critic=None)
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version

@@ -59,12 +59,12 @@ def test_no_response_has_no_advantage():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo"):
+    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo, reinforce_pp"):
         compute_advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64))
 
 
 def test_rewards_and_groups_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"\(2,\) and groups \(3,\)"):
+    with pytest.raises(ValueError, match=r"rewards \(2,\), groups \(3,\)"):
         compute_advantages("grpo", torch.zeros(2), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"must both be \[B\]"):
+    with pytest.raises(ValueError, match=r"must all be \[B\]"):
         compute_advantages("grpo", torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64))

@@ -29,6 +29,8 @@ def make_objective(name="obrs", *, target="old", proximal="old", aggregate="toke
     if name == "obrs":
         numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", totals="none") | numbers
     return PolicyObjective(
+        entropy_weight=0.0,
+        reference_weight=0.0,
         correction=make_correction(name, **numbers),
         target=target,
         proximal=proximal,

@@ -8,17 +8,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.checkpoint import Checkpoints, load_state
 from jackpot.config import Config, EngineConfig, OptimizerConfig
+from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import ConfigError, EngineError, ModelError
-from jackpot.learner import JointLearner
-from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from jackpot.joint_learner import JointLearner
+from jackpot.models.forward import output_layer
+from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, load_value_model
 from jackpot.objectives.build import policy_objective, rollout_model_objective
 from jackpot.optimizer import ModelOptimizer
+from jackpot.parts import Parts
+from jackpot.reference import Reference
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Task
 from jackpot.telemetry import RunFolder
-from jackpot.trainer import Listener, Parts, Trainer
+from jackpot.trainer import Listener, Trainer
 from jackpot.types import Role, Version
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,7 +39,7 @@ def launch(config: Config, path: Path, listen: Listener) -> Trainer:
     folder.check(config)
     checkpoint = Checkpoints(folder.checkpoints, config.checkpoint.keep).latest()
     state = load_state(checkpoint) if checkpoint else None
-    parts = make_parts(config, model_paths(config, checkpoint), state)
+    parts = make_parts(config, checkpoint, state)
     torch.set_num_threads(folder.start(config, threads(config)))
     folder.rewind(state["iteration"] if state else -1)
     return Trainer(parts, folder, state, listen)
@@ -49,8 +53,9 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
     return {role: str(checkpoint / role) for role in paths} if checkpoint else paths
 
 
-def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Parts:
+def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> Parts:
     """Models, task, engines and learner, all with the same weights and version."""
+    paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
     trained = {role: load_model(path, torch.float32, device) for role, path in paths.items()}
     check_vocabulary(trained, tokenizer)
@@ -61,7 +66,8 @@ def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Pa
     if "rollout_model" in paths:
         engine = make_engine(config.engine, paths["rollout_model"], device, version)
     check_top_log_probs(config, engine)
-    learner = make_learner(config, trained, is_faithful(config, engine))
+    critic = make_critic(config, checkpoint, device) if config.critic else None
+    learner = make_learner(config, trained, is_faithful(config, engine), critic)
     if state is not None:
         learner.load_state_dict(state["learner"])
     return Parts(
@@ -77,17 +83,34 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
     )
 
 
-def make_learner(config: Config, models: dict[Role, PreTrainedModel], faithful: bool) -> JointLearner:
+def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -> Critic:
+    """The value model from a checkpoint, or from where the run began."""
+    settings = config.critic
+    path = str(checkpoint / "critic") if checkpoint else settings.path or config.policy.path
+    model = load_value_model(path, torch.float32, device)
+    numbers = CriticNumbers(
+        gamma=settings.gamma,
+        lam=settings.lam,
+        clip=settings.clip,
+        micro_batch_tokens=config.batch.micro_batch_tokens,
+    )
+    return Critic(model, _optimizer(model, settings.optimizer, _total_steps(config)), numbers)
+
+
+def make_learner(
+    config: Config, models: dict[Role, PreTrainedModel], faithful: bool, critic: Critic | None
+) -> JointLearner:
     """The learner with the objective of the settings bound to functions; `faithful` as in JointLearner."""
-    total_steps = config.iterations * config.batch.steps_per_iteration
-    rollout_model = models.get("rollout_model")
-    rollout_optimizer = config.rollout_model.optimizer if config.rollout_model else None
-    trains = rollout_model is not None and rollout_optimizer is not None
+    policy, rollout_model = models["policy"], models.get("rollout_model")
+    writer = config.rollout_model
+    trains = writer is not None and writer.optimizer is not None
+    each_step = writer is None or writer.update == "step"
+    rollout_steps = _total_steps(config) if each_step else config.iterations
     return JointLearner(
-        policy=models["policy"],
-        policy_optimizer=_optimizer(models["policy"], config.policy.optimizer, total_steps),
+        policy=policy,
+        policy_optimizer=_optimizer(policy, config.policy.optimizer, _total_steps(config)),
         rollout_model=rollout_model,
-        rollout_model_optimizer=_optimizer(rollout_model, rollout_optimizer, total_steps) if trains else None,
+        rollout_model_optimizer=_optimizer(rollout_model, writer.optimizer, rollout_steps) if trains else None,
         objective=policy_objective(config),
         rollout_model_objective=rollout_model_objective(config) if trains else None,
         temperature=config.sampling.temperature,
@@ -95,7 +118,26 @@ def make_learner(config: Config, models: dict[Role, PreTrainedModel], faithful: 
         max_length=config.sampling.max_new_tokens,
         faithful=faithful,
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
+        rollout_model_each_step=each_step,
+        critic=critic,
+        reference=make_reference(config, policy),
     )
+
+
+def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
+    """The frozen model of `objective.reference`; never taken from a checkpoint, where the policy has moved on."""
+    settings = config.objective.reference
+    if settings is None:
+        return None
+    model = load_model(settings.path or config.policy.path, torch.float32, policy.device)
+    sizes = {name: output_layer(one).out_features for name, one in (("reference", model), ("policy", policy))}
+    if len(set(sizes.values())) > 1:
+        raise ModelError(f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary")
+    return Reference(model, policy, estimate=settings.estimate, temperature=config.sampling.temperature)
+
+
+def _total_steps(config: Config) -> int:
+    return config.iterations * config.batch.steps_per_iteration
 
 
 def load_tokenizers(paths: dict[Role, str]) -> PreTrainedTokenizerBase:
@@ -149,8 +191,7 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     """
     quantised = engine.capabilities.quantised
     faithful = not quantised and not config.sampling.truncated and config.engine.dtype == config.precision
-    correction = config.objective.correction
-    exact = correction.name == "obrs" and correction.normalizer == "exact"
+    exact = policy_objective(config).normalizer == "exact"
     if exact and not (faithful and config.precision == "fp32"):
         raise EngineError(
             f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"

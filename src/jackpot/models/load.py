@@ -7,12 +7,14 @@ are read from safetensors only and code from a model folder is never run.
 import re
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -41,22 +43,55 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
         ModelError: no such folder, no config.json, damaged or missing weights, weights that the model does not have,
             not a causal language model, or one whose logits are not its output layer's (`check_head`).
     """
+    model, info = _from_pretrained(AutoModelForCausalLM, path, dtype)
+    _check_fit(path, model, info)
+    model = model.to(device).eval()
+    check_head(model)
+    return model
+
+
+def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """A critic: token classification with one label, [B, S, 1]. Made of a language model its value is 0 everywhere.
+
+    Raises:
+        ModelError: as `load_model`, or an architecture without token classification.
+    """
+    model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, num_labels=1)
+    head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
+    is_new = set(info["missing_keys"]) == set(head)
+    if is_new:
+        info["missing_keys"] = set()
+        info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith("lm_head.")}
+        with torch.no_grad():
+            for name in head:
+                model.get_parameter(name).zero_()
+    _check_fit(path, model, info)
+    return model.to(device).eval()
+
+
+def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
+    """The model and what was missing, unexpected or misshapen in its weights."""
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        return cls.from_pretrained(
             source,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with their names
+            ignore_mismatched_sizes=True,  # refused by `_check_fit`, with their names
+            **options,
         )
     except _LOADING_ERRORS as error:
         raise ModelError(
             f"cannot load a causal language model from {_place(path, source, error)}. {_ADVICE}"
         ) from error
+
+
+def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
+    """Raises ModelError unless the weights in the folder are just those of the model."""
     for problem, kind in (
         ("missing_keys", "missing"),
         ("unexpected_keys", "unknown"),
@@ -67,9 +102,6 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
                 f"the weights in {path} do not fit {type(model).__name__}: {len(names)} {kind}, such as "
                 f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {_ADVICE}"
             )
-    model = model.to(device).eval()
-    check_head(model)
-    return model
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:

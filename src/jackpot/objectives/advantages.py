@@ -1,9 +1,11 @@
-"""Advantages of whole responses from their rewards. Layer 2: pure.
+"""Advantages from rewards. Layer 2: pure.
 
-A group is the responses to one prompt. Groups of equal reward have advantage 0 and stay in every count.
+A group is the responses to one prompt. Groups of equal reward have advantage 0 and stay in every count. Shapes: `B`
+responses, `T` response tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,39 +13,129 @@ from torch import Tensor
 from jackpot.errors import unknown_name
 
 
-def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A = (r - mean of group) / (std of group), GRPO, arXiv 2402.03300 section 4.1.2.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcomes:
+    """What is known of every response once it is judged."""
+
+    rewards: Tensor  # [B] float
+    groups: Tensor  # [B] int64, the number of the group of each response
+    lengths: Tensor  # [B] int64, sampled tokens
+
+
+def grpo(outcomes: Outcomes) -> Tensor:
+    """A = (r - mean of group) / (std of group), GRPO, arXiv 2402.03300 section 4.1.2: [B].
 
     The standard deviation is the sample one (n - 1), as in the GRPO implementations of TRL and verl. A group of equal
     rewards, a group of one among them, gets exactly 0; no epsilon enters otherwise.
-
-    Args:
-        rewards: [B].
-        groups: [B] int64, the number of the group of each response.
     """
-    centred = dr_grpo(rewards, groups)
-    counts = _group_sum(torch.ones_like(rewards), groups)
-    std = (_group_sum(centred.square(), groups) / (counts - 1).clamp(min=1)).sqrt()
+    centred = dr_grpo(outcomes)
+    std = (_group_sum(centred.square(), outcomes.groups) / (_group_sizes(outcomes) - 1).clamp(min=1)).sqrt()
     return torch.where(centred == 0, 0.0, centred / std.clamp(min=torch.finfo(std.dtype).tiny))
 
 
-def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A = r - mean of group, Dr. GRPO, arXiv 2503.20783. Arguments as in `grpo`; equal rewards give exactly 0."""
-    mean = _group_sum(rewards, groups) / _group_sum(torch.ones_like(rewards), groups)
+def dr_grpo(outcomes: Outcomes) -> Tensor:
+    """A = r - mean of group, Dr. GRPO, arXiv 2503.20783: [B]; equal rewards give exactly 0."""
+    rewards, groups = outcomes.rewards, outcomes.groups
+    mean = _group_sum(rewards, groups) / _group_sizes(outcomes)
     equal = _group_extreme(rewards, groups, "amax") == _group_extreme(rewards, groups, "amin")
     return torch.where(equal, 0.0, rewards - mean)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+def rloo(outcomes: Outcomes) -> Tensor:
+    """A = r - mean of the others of the group = (r - mean of group) n / (n - 1), RLOO, arXiv 2402.14740: [B].
+
+    A group of one has no others and gets 0.
+    """
+    sizes = _group_sizes(outcomes)
+    return dr_grpo(outcomes) * sizes / (sizes - 1).clamp(min=1)
 
 
-def compute_advantages(name: str, rewards: Tensor, groups: Tensor) -> Tensor:
-    """`ADVANTAGES[name]` on checked input: [B], [B] -> [B]. ValueError for an unknown name or unequal lengths."""
+def reinforce_pp(outcomes: Outcomes) -> Tensor:
+    """A = (r - mean of all tokens) / (std of all tokens), REINFORCE++, arXiv 2501.03262: [B].
+
+    Each response counts with its length, since the batch that is whitened is one of tokens; the variance is the sample
+    one (n - 1), as in verl. The paper's KL penalty inside the reward is not part of this; `reference` is its loss form.
+    """
+    return whiten(outcomes.rewards, outcomes.lengths)
+
+
+def reinforce_pp_baseline(outcomes: Outcomes) -> Tensor:
+    """REINFORCE++ with a group baseline: r - mean of group, then whitened over all tokens, arXiv 2501.03262: [B]."""
+    return whiten(dr_grpo(outcomes), outcomes.lengths)
+
+
+ADVANTAGES: dict[str, Callable[[Outcomes], Tensor]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+def compute_advantages(name: str, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`ADVANTAGES[name]` on checked input: [B].
+
+    Args:
+        rewards: [B] float.
+        groups: [B] int64, the number of the group of each response.
+        lengths: [B] int64, sampled tokens of each; None counts all responses alike.
+
+    Raises:
+        ValueError: an unknown name, or other shapes.
+    """
     if name not in ADVANTAGES:
         raise ValueError(unknown_name("advantage", name, ADVANTAGES))
-    if rewards.shape != groups.shape or rewards.ndim != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [B]")
-    return ADVANTAGES[name](rewards, groups)
+    lengths = torch.ones_like(groups) if lengths is None else lengths
+    if not rewards.shape == groups.shape == lengths.shape or rewards.ndim != 1:
+        shapes = f"rewards {tuple(rewards.shape)}, groups {tuple(groups.shape)} and lengths {tuple(lengths.shape)}"
+        raise ValueError(f"{shapes} must all be [B]")
+    return ADVANTAGES[name](Outcomes(rewards=rewards, groups=groups, lengths=lengths))
+
+
+def whiten(values: Tensor, counts: Tensor) -> Tensor:
+    """(v - mean) / std over entries that each count `counts` times; sample variance. All [B], or all [B, T].
+
+    Equal values, and a single entry, give exactly 0; no epsilon enters otherwise. What counts 0 times is 0.
+    """
+    counts = counts.to(values.dtype)
+    total = counts.sum()
+    present = values[counts > 0]
+    if not len(present) or present.min() == present.max():
+        return torch.zeros_like(values)
+    centred = values - (values * counts).sum() / total
+    std = ((centred.square() * counts).sum() / (total - 1)).sqrt()
+    return torch.where(counts > 0, centred / std, 0.0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, arXiv 1506.02438, and the returns that the critic learns: [B, T] each.
+
+        delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)        return_t = A_t + V_t
+
+    over the sampled tokens alone: what a tool wrote between two of them is one step of the world and takes no time. The
+    value after the last one is 0.
+
+    Args:
+        rewards: [B, T] of each token, usually 0 but at the last sampled one; ignored where masked.
+        values: [B, T] V of the state that the token was sampled in.
+        mask: [B, T] bool, the tokens that the model sampled.
+        gamma, lam: in [0, 1].
+    """
+    advantages = torch.zeros_like(values)
+    following = values.new_zeros(values.shape[0])  # V of the next sampled token
+    advantage = torch.zeros_like(following)
+    for t in reversed(range(values.shape[1])):
+        sampled = mask[:, t]
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        advantage = torch.where(sampled, delta + gamma * lam * advantage, advantage)
+        following = torch.where(sampled, values[:, t], following)
+        advantages[:, t] = torch.where(sampled, advantage, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def _group_sizes(outcomes: Outcomes) -> Tensor:
+    return _group_sum(torch.ones_like(outcomes.rewards), outcomes.groups)
 
 
 def _group_sum(values: Tensor, groups: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ def policy_objective(config: Config) -> PolicyObjective:
         clip_high=_clip(objective.clip_high),
         aggregate=AGGREGATES[objective.aggregate],
         count=objective.count,
+        entropy_weight=objective.entropy_weight,
+        reference_weight=objective.reference.weight if objective.reference else 0.0,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from jackpot.errors import ConfigError
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
+from jackpot.objectives.measure import correction_metrics, health, mismatch
 from jackpot.objectives.surrogate import Aggregate, clip_share, clipped_surrogate
 from jackpot.ops import obrs
 from jackpot.ops.linear_head import HeadOutput, JointOutput
@@ -26,7 +27,11 @@ from jackpot.types import TokenBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyObjective:
-    """Eq. 5, with its numbers."""
+    """Eq. 5, with its numbers, and what pulls on the policy beside the reward.
+
+    Regularisers stand inside the token loss, over all response tokens, and share its denominator:
+    - accept_mask * weights * surrogate + reference_weight * KL(policy || reference) - entropy_weight * entropy.
+    """
 
     correction: CorrectionFn
     target: str  # key of `references`
@@ -36,6 +41,13 @@ class PolicyObjective:
     clip_high: float
     aggregate: Aggregate
     count: str  # key of `COUNTS`
+    entropy_weight: float
+    reference_weight: float
+
+    @property
+    def regularised(self) -> bool:
+        """Whether the policy has a gradient even where all advantages are 0."""
+        return self.entropy_weight > 0.0 or self.reference_weight > 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +69,8 @@ class TokenScores:
     """What one forward pass of both models says of the sampled tokens. All [B, T], 0 where masked."""
 
     log_probs: Tensor  # carries the policy's gradient
-    entropy: Tensor
+    entropy: Tensor  # carries the policy's gradient
+    reference_kl: Tensor  # an estimate of KL(policy || reference), carries the policy's gradient; 0 without reference
     rollout_model_log_probs: Tensor  # carries the rollout model's gradient, if it is trained
     rollout_model_entropy: Tensor
     distill_kl: Tensor  # carries the rollout model's gradient
@@ -82,9 +95,15 @@ class JointLoss:
     """Sums of one micro-batch: divide each numerator by the total of its denominator over the optimizer step."""
 
     policy: Tensor  # scalar numerator, with gradient
-    rollout_model: Tensor  # scalar numerator, with gradient; 0 where no rollout model is trained
+    rollout_model_ppo: Tensor  # scalar numerators, with gradient; 0 where no rollout model is trained
+    rollout_model_distill: Tensor
     metrics: Sums  # `policy/loss` and `rollout_model/loss` hold the denominators as their counts
     trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
+
+    @property
+    def rollout_model(self) -> Tensor:
+        """Eq. 8's part of the rollout model."""
+        return self.rollout_model_ppo + self.rollout_model_distill
 
 
 def anchor_of(scores: TokenScores) -> Anchor:
@@ -103,6 +122,7 @@ def token_scores(
     lam: float,
     normalizer: str,
     distill: Callable[[JointOutput], Tensor] | None,
+    reference_kl: Tensor | None = None,
 ) -> TokenScores:
     """Lay the head's rows [N] out as [B, T] and estimate Z. Where one model is all there is, it is its own writer.
 
@@ -111,6 +131,7 @@ def token_scores(
             and the engine samples from them unquantised and untruncated. Only there do its log-probs stand in for
             p_inf.
         normalizer: key of `NORMALIZERS`.
+        reference_kl: [N], None where there is no reference.
     """
     mask = batch.response_mask
 
@@ -121,7 +142,8 @@ def token_scores(
     z = NORMALIZERS[normalizer](joint, batch.top_ids[mask], batch.top_log_probs[mask], writer_is_current[mask], lam)
     return TokenScores(
         log_probs=spread(joint.policy.log_probs),
-        entropy=spread(joint.policy.entropy.detach()),
+        entropy=spread(joint.policy.entropy),
+        reference_kl=spread(torch.zeros_like(joint.forward_kl) if reference_kl is None else reference_kl),
         rollout_model_log_probs=spread(joint.rollout_model.log_probs),
         rollout_model_entropy=spread(joint.rollout_model.entropy.detach()),
         distill_kl=spread(distill(joint) if distill else torch.zeros_like(joint.forward_kl)),
@@ -219,30 +241,33 @@ def joint_loss(
     clips = (policy.clip_low, policy.clip_high)
     surrogate = clipped_surrogate(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
     losses = -correction.accept_mask * correction.weights * surrogate
+    if policy.reference_weight:
+        losses = losses + policy.reference_weight * scores.reference_kl
+    if policy.entropy_weight:
+        losses = losses - policy.entropy_weight * scores.entropy
     counted = COUNTS[policy.count](correction, batch.response_mask)
     policy_sum, policy_count = policy.aggregate(losses, counted, max_length)
     clipped = clip_share(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
-    metrics = correction.metrics | {
-        "policy/clipped": Mean.of(clipped, batch.response_mask),
-        "policy/largest_advantage": Max.of(batch.advantages.abs(), batch.response_mask),
-        "policy/largest_kept_advantage": Max.of(batch.advantages.abs() * correction.accept_mask, batch.response_mask),
-        "policy/loss": Mean(policy_sum.detach().double(), policy_sum.new_zeros(()).double(), policy_count.double()),
-    }
-    rollout_sum, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, anchor, max_length)
+    ppo, distill, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, anchor, max_length)
     return JointLoss(
         policy=policy_sum,
-        rollout_model=rollout_sum,
-        metrics=metrics | rollout_metrics | _mismatch_metrics(batch, scores, anchor),
+        rollout_model_ppo=ppo,
+        rollout_model_distill=distill,
+        metrics=correction_metrics(correction, inputs, policy.correction.lam, batch.advantages, clipped)
+        | {"policy/loss": _quotient(policy_sum, policy_count)}
+        | rollout_metrics
+        | _model_metrics(batch, scores, anchor),
         trace=_trace(policy, inputs, scores, anchor, correction),
     )
 
 
 def _rollout_model_loss(
     objective: RolloutModelObjective | None, batch: TokenBatch, scores: TokenScores, anchor: Anchor, max_length: int
-) -> tuple[Tensor, Sums]:
-    """ppo_weight * eq. 6 + distill_weight * eq. 7 over all response tokens: numerator and metrics."""
+) -> tuple[Tensor, Tensor, Sums]:
+    """ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: both numerators, and metrics."""
     if objective is None:
-        return scores.log_probs.new_zeros(()), {}
+        nothing = scores.log_probs.new_zeros(())
+        return nothing, nothing, {}
     mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
     named = references(anchor.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
     proximal = named[objective.proximal]
@@ -254,35 +279,43 @@ def _rollout_model_loss(
         uniforms=batch.uniforms,
         z=anchor.z,
     )
-    weights = objective.correction.apply(inputs, {}).weights
+    correction = objective.correction.apply(inputs, {})
+    weights = correction.weights * correction.accept_mask
     clips = (objective.clip_low, objective.clip_high)
-    ppo = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
-    losses = objective.ppo_weight * ppo + objective.distill_weight * scores.distill_kl
-    numerator, denominator = objective.aggregate(losses, mask.to(losses.dtype), max_length)
+    losses = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
+    counted = mask.to(losses.dtype)
+    ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
+    distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
     metrics: Sums = {
-        "rollout_model/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double()),
+        "rollout_model/loss": _quotient(ppo + distill, count),
+        "rollout_model/ppo_loss": _quotient(ppo, count),
+        "rollout_model/distill_loss": _quotient(distill, count),
         "rollout_model/weight": Mean.of(weights, mask),
         "rollout_model/distill_kl": Mean.of(scores.distill_kl, mask),
         "rollout_model/clipped": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
     }
-    return numerator, metrics
+    return ppo, distill, metrics
 
 
-def _mismatch_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Sums:
-    """How far the three distributions lie apart before any correction, over all response tokens."""
+def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
+    """A loss as a metric: its denominator is the count."""
+    return Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double())
+
+
+def _model_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Sums:
+    """The models themselves and how far the three distributions lie apart, before any correction."""
     mask = batch.response_mask
-    log_ratio = anchor.old_log_probs - batch.rollout_log_probs
+    log_ratio = torch.where(mask, anchor.old_log_probs - batch.rollout_log_probs, 0.0)
     writer_gap = (anchor.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
-    return {
+    return mismatch(log_ratio, mask) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
-        "mismatch/ratio": Mean.of(log_ratio.exp(), mask),
-        "mismatch/ratio_max": Max.of(log_ratio.exp(), mask),
-        "mismatch/kl_k3": Mean.of(log_ratio.exp() - 1.0 - log_ratio, mask),
         "mismatch/engine_gap": Mean.of(writer_gap, mask),
         "mismatch/engine_gap_max": Max.of(writer_gap, mask),
         "policy/entropy": Mean.of(scores.entropy, mask),
+        "policy/reference_kl": Mean.of(scores.reference_kl, mask),
         "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),
+        **health(scores.log_probs, batch.rollout_log_probs, mask),
     }
 
 

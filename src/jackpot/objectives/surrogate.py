@@ -37,6 +37,21 @@ def clip_share(
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
 
+def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of a critic, as PPO2 and verl: [B, T].
+
+    Also where the clip removes the gradient: [B, T] bool.
+
+    Args:
+        values: [B, T] carries the critic's gradient.
+        old_values, returns: [B, T] detached: when the batch came in, and from `advantages.gae`.
+        clip: above 0; math.inf for no clip.
+    """
+    clipped = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    free, held = (values - returns).square(), (clipped - returns).square()
+    return 0.5 * torch.maximum(free, held), (held > free).detach()
+
+
 # An aggregate turns token losses [B, T] into (numerator, denominator), both scalars that add up over micro-batches and
 # ranks. `counted` [B, T] says what each token counts for: the response mask, the coins, or a(x). Whole sequences stay
 # within a micro-batch. `max_length` is the sampling limit on T.

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from jackpot.config import Config, build_config, nest
+from jackpot.config import Config
+from jackpot.config_build import build_config, nest
 from jackpot.errors import ConfigError, unknown_name
 
 

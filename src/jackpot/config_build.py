@@ -1,0 +1,119 @@
+"""From a recipe, an arm and overrides to a validated `Config`, with errors that help. Layer 0: pydantic only."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic
+from pydantic import BaseModel
+
+from jackpot.config import Config
+from jackpot.errors import ConfigError, unknown_name
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` laid over `base`, key by key and downwards. A change of `name` replaces its whole block.
+
+    >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
+    {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
+    """
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, str) and "name" in old:
+            value = {"name": value}
+        elif isinstance(old, str) and isinstance(value, Mapping):
+            old = {"name": old}
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        renamed = both and "name" in value and value["name"] != old.get("name")
+        merged[key] = merge(old, value) if both and not renamed else value
+    return merged
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """`nest("a.b", 1)` is `{"a": {"b": 1}}`."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
+    """The recipe with one arm's and the user's overrides, in this order of increasing strength.
+
+    Raises:
+        ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
+    """
+    settings = {key: value for key, value in recipe.items() if key != "arms"}
+    arms = recipe.get("arms") or {}
+    if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
+        raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")
+    if arm is not None:
+        if arm not in arms:
+            raise ConfigError(unknown_name("arm", arm, arms))
+        settings = merge(settings, arms[arm] or {})
+    for override in overrides:
+        settings = merge(settings, override)
+    try:
+        return Config.model_validate(settings)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(one, settings) for one in error.errors())) from None
+
+
+def _explain(error: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """One pydantic error as a sentence that names the key, the value and what is allowed."""
+    location, value = _location(error["loc"], settings)
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        siblings = _valid_keys(location[:-1], settings)
+        return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
+    if error["type"] == "missing" and not isinstance(error["loc"][-1], int):
+        return f"{key}: is missing; every run must set it"
+    if error["type"] in ("union_tag_invalid", "literal_error"):
+        given, allowed = _choice(error, value)
+        return f"{key}: {unknown_name('value', given, allowed)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {value!r} was given. {message}"
+
+
+def _choice(error: Mapping[str, Any], value: Any) -> tuple[str, list[str]]:
+    """What was given and what may be, for an error about one of a fixed set of names."""
+    context = error["ctx"]
+    given = context.get("tag", value if not isinstance(value, Mapping) else value.get("name"))
+    return str(given), re.findall(r"'([^']+)'", context.get("expected_tags") or context["expected"])
+
+
+def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[list[str], Any]:
+    """Pydantic's location without the union tags it puts between keys, and the value that stands there."""
+    path: list[str] = []
+    here: Any = settings
+    for index, part in enumerate(loc):
+        keyed = isinstance(here, Mapping) and part in here
+        indexed = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
+        if keyed or indexed:
+            here = here[part]
+        elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
+            continue  # a union's tag
+        path.append(str(part))
+    return path, here
+
+
+def _valid_keys(path: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """The settings allowed in the block at `path`, with the class that the block's `name` chooses."""
+    classes: list[type[BaseModel]] = [Config]
+    here: Any = settings
+    for part in path:
+        here = here.get(part) if isinstance(here, Mapping) else None
+        annotations = [cls.model_fields[part].annotation for cls in classes if part in cls.model_fields]
+        classes = [cls for annotation in annotations for cls in _model_classes(annotation)]
+        name = here.get("name") if isinstance(here, Mapping) else here
+        named = [cls for cls in classes if "name" in cls.model_fields and cls.model_fields["name"].default == name]
+        classes = named or classes
+    return sorted({name for cls in classes for name in cls.model_fields})
+
+
+def _model_classes(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [cls for part in getattr(annotation, "__args__", ()) for cls in _model_classes(part)]

@@ -1,0 +1,134 @@
+"""Checks that stop a run which only looks as if it trained. Layer 5."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackpot.errors import EngineError, TrainingError
+from jackpot.types import Rollout, Sampling
+
+CHECKED_TOKENS = 4096  # of the first rollout batch, whole rollouts
+MOST_FREQUENT_Z = 6.0  # standard errors: one false alarm in 10^9 starts
+LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantised": 5e-2}  # mean |p_engine - p_training| of sampled tokens
+
+Score = Callable[[Sampling], Mapping[str, Tensor]]
+
+
+def check_engine(
+    rollouts: Sequence[Rollout], sampling: Sampling, precisions: Sequence[str], score: Score
+) -> dict[str, Any]:
+    """Make sure that the engine's log-probs are those of the distribution that it samples from; what was measured.
+
+    Two checks that fail for different bugs. Training scores the same tokens with the weights that wrote them, after
+    temperature, top-p and top-k: the mean difference in probability must be rounding. And the most probable token must
+    have been drawn as often as its reported probability says, whatever any model thinks: an engine that reports other
+    numbers than it samples from is caught even if training agrees with its report.
+
+    Args:
+        rollouts: written by the weights that training holds now.
+        precisions: of engine and training, keys of `LARGEST_GAPS`; the coarsest rules.
+        score: `Learner.score` of the model that wrote them, on these rollouts.
+
+    Raises:
+        EngineError: either check fails; names what the reported numbers do agree with, if anything.
+    """
+    reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
+    if not len(reported):
+        return {"event": "engine_check", "tokens": 0}
+    gap = engine_gap(rollouts, score(sampling))
+    allowed = max(LARGEST_GAPS[precision] for precision in precisions)
+    frequency = top_token_z(rollouts)
+    found = {"event": "engine_check", "tokens": len(reported), "mean_gap": gap, "top_token_z": frequency}
+    if not gap <= allowed:
+        suspicion = _suspicion(rollouts, reported, sampling, score, allowed)
+        raise EngineError(
+            f"the engine's log-probs are not those of the distribution it was asked to sample from: over "
+            f"{len(reported)} tokens they differ from training's by {gap:.2g} in probability on average; at most "
+            f"{allowed:g} is rounding in {' and '.join(dict.fromkeys(precisions))}. {suspicion}"
+        )
+    if not abs(frequency) <= MOST_FREQUENT_Z:
+        often = "more" if frequency > 0 else "less"
+        raise EngineError(
+            f"the engine reports one distribution and samples from another: over {len(reported)} tokens the most "
+            f"probable one was drawn {often} often than its reported probability says, by {abs(frequency):.0f} "
+            f"standard errors (allowed: {MOST_FREQUENT_Z:g}). Have it return processed log-probs, of the temperature, "
+            f"top_p and top_k that it samples with"
+        )
+    return found
+
+
+def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
+    """Mean |p_engine - p_training| over the sampled tokens of some rollouts; NaN where there are none.
+
+    Args:
+        scores: by rollout uid, [T] log-probs as training computes them.
+    """
+    gaps = [
+        (scores[rollout.uid].double().exp() - rollout.rollout_log_probs.double().exp())[rollout.sampled_mask].abs()
+        for rollout in rollouts
+    ]
+    return float(torch.cat(gaps).mean())
+
+
+def top_token_z(rollouts: Sequence[Rollout]) -> float:
+    """How many standard errors more often than reported the most probable token was drawn; 0 without top log-probs."""
+    drawn, expected = [], []
+    for rollout in rollouts:
+        if rollout.top_ids.shape[-1]:
+            here = rollout.sampled_mask
+            drawn.append((rollout.token_ids == rollout.top_ids[:, 0])[here].double())
+            expected.append(rollout.top_log_probs[:, 0].double().exp()[here])
+    if not drawn:
+        return 0.0
+    probability = torch.cat(expected)
+    surplus, variance = (torch.cat(drawn) - probability).sum(), (probability * (1.0 - probability)).sum()
+    if variance <= 1e-9:  # greedy in effect: rounding is all there is
+        return 0.0
+    return float(surplus / variance.sqrt())
+
+
+class NonFiniteGuard:
+    """Counts optimizer steps in a row whose gradient was not finite; `count` is part of a checkpoint."""
+
+    def __init__(self, most: int, count: int = 0) -> None:
+        self._most, self.count = most, count
+
+    def see(self, is_bad: bool, iteration: int) -> None:
+        """Raises TrainingError when it was once too often; no such step has touched the weights."""
+        self.count = self.count + 1 if is_bad else 0
+        if self.count >= self._most:
+            raise TrainingError(
+                f"the last {self.count} optimizer steps, up to iteration {iteration}, had a non-finite loss or "
+                f"gradient; all were skipped, and the newest checkpoint is from before. Look at policy/grad_norm and "
+                f"mismatch/ratio_max before them; lower the learning rate or max_grad_norm, or cap the weights. "
+                f"guard.max_non_finite_steps is {self._most}"
+            )
+
+
+def some_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first ones, up to about CHECKED_TOKENS tokens, at least one."""
+    taken, tokens = [], 0
+    for rollout in rollouts:
+        if taken and tokens + len(rollout.token_ids) > CHECKED_TOKENS:
+            break
+        taken.append(rollout)
+        tokens += len(rollout.token_ids)
+    return taken
+
+
+def _suspicion(rollouts: Sequence[Rollout], reported: Tensor, sampling: Sampling, score: Score, allowed: float) -> str:
+    """What the reported numbers are, if they are something we know."""
+    plain = {"top_p": 1.0, "top_k": 0}
+    known = {
+        "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
+        "of the model before top_p and top_k": plain,
+        "of the model before the temperature": {"temperature": 1.0},
+    }
+    for what, changes in known.items():
+        other = sampling.model_copy(update=changes)
+        if other != sampling and engine_gap(rollouts, score(other)) <= allowed:
+            return f"They are the log-probs {what}; have the engine return processed log-probs"
+    hint = "they are no distribution over tokens" if reported.max() > 1e-3 else "other weights, or another tokenizer"
+    return f"Likely causes: {hint}; a temperature or filter that one side does not apply; a broken weight update"
