@@ -1,0 +1,268 @@
+"""Our numbers against those that verl, TRL and AReaL themselves return on the same tensors.
+
+recorded.json holds their answers and where they come from; run_peers.py makes it anew from the installed packages.
+Where a peer's convention differs from ours, the comparison states the difference.
+"""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jackpot.objectives import advantages, surrogate
+from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, make_correction
+from jackpot.ops.linear_head import Head, linear_head
+from jackpot.ops.obrs import ZEstimate
+
+HERE = Path(__file__).parent
+VENV = HERE.parents[1] / ".venv-peers"
+RECORDED = json.loads((HERE / "recorded.json").read_text())
+RECORDED_CASES = RECORDED["cases"]
+WHOLE = ("mask", "groups", "response_groups", "single_groups")
+INPUTS = SimpleNamespace(
+    **{
+        name: torch.tensor(value, dtype=torch.int64 if name in WHOLE else torch.float64)
+        for name, value in RECORDED["inputs"].items()
+    }
+)
+MASK = INPUTS.mask.bool()
+RESPONSES, LIMIT = MASK.shape
+PRESENT = int(MASK.any(-1).sum())  # responses that are not empty
+
+SAFETY = math.exp(-20)  # verl: a response's ratio is never below, rollout_corr_helper.py SAFETY_BOUND
+
+# (peer's case, what of it, correction, its numbers); "mask" is compared with accept_mask, all else with the product
+# weights * accept_mask. verl's k1 is -log ratio, so its bounds are the reciprocals of ours.
+CASES = [
+    ("verl/is", "weights", "is", {}),
+    ("verl/tis_2", "weights", "tis", {"cap": 2.0}),
+    ("verl/tis_3", "weights", "tis", {"cap": 3.0}),
+    ("verl/tis_20", "weights", "tis", {"cap": 20.0}),
+    ("trl/token_truncate", "ratio", "tis", {"cap": 3.0}),
+    ("trl/token_truncate_2", "ratio", "tis", {"cap": 2.0}),
+    ("trl/token_truncate_20", "ratio", "tis", {"cap": 20.0}),
+    ("areal/clamp_2", "weights", "tis", {"cap": 2.0}),
+    ("verl/icepop", "weights", "icepop", {"low": 0.5, "high": 5.0}),
+    ("verl/icepop_from_1", "weights", "icepop", {"low": 1.0, "high": 5.0}),
+    ("verl/icepop_to_1", "weights", "icepop", {"low": 0.5, "high": 1.0}),
+    ("verl/rs_token_k1", "mask", "icepop", {"low": 1 / 8.0, "high": 1 / 0.5}),
+    ("trl/token_mask_band", "ratio", "icepop", {"low": 0.5, "high": 5.0}),
+    ("areal/band", "weights", "icepop", {"low": 0.5, "high": 5.0}),
+    ("trl/token_mask", "ratio", "drop", {"cap": 3.0}),
+    ("trl/token_mask_2", "ratio", "drop", {"cap": 2.0}),
+    ("areal/drop_2", "weights", "drop", {"cap": 2.0}),
+    ("areal/drop_2", "mask", "drop", {"cap": 2.0}),
+    ("areal/drop_5", "weights", "drop", {"cap": 5.0}),
+    ("verl/seq_tis", "weights", "seq_tis", {"cap": 2.0}),
+    ("trl/sequence_truncate", "ratio", "seq_tis", {"cap": 3.0}),
+    ("trl/sequence_truncate_2", "ratio", "seq_tis", {"cap": 2.0}),
+    ("verl/seq_icepop", "weights", "seq_mask", {"low": 0.5, "high": 2.0}),
+    ("verl/seq_icepop_from_1", "weights", "seq_mask", {"low": 1.0, "high": 2.0}),
+    ("verl/seq_icepop_to_1", "weights", "seq_mask", {"low": 0.5, "high": 1.0}),
+    ("verl/rs_seq_sum_k1", "mask", "seq_mask", {"low": 1 / 8.0, "high": 1 / 0.5}),
+    ("trl/sequence_mask", "ratio", "seq_mask", {"low": 0.0, "high": 3.0}),
+    ("trl/sequence_mask_2", "ratio", "seq_mask", {"low": 0.0, "high": 2.0}),
+    ("trl/sequence_mask_band", "ratio", "seq_mask", {"low": 0.5, "high": 2.0}),
+    ("verl/geometric_tight", "mask", "geo_mask", {"low": 1 / 1.001, "high": 1 / 0.999}),
+    ("verl/geometric", "mask", "geo_mask", {"low": 1 / 1.25, "high": 1 / 0.8}),
+    ("verl/geometric_lopsided", "mask", "geo_mask", {"low": 1 / 2.0, "high": 1 / 0.9}),
+    ("areal/geometric", "mask", "geo_mask", {"low": 0.8, "high": 1.25}),
+    ("areal/geometric_lopsided", "mask", "geo_mask", {"low": 0.5, "high": 1.125}),
+]
+
+# (peer's case, our advantage, rewards, what the peer adds to the standard deviation of a group, None if it has none)
+ADVANTAGE_CASES = [
+    ("verl/grpo", "grpo", "", 1e-6),
+    ("verl/grpo_vectorized", "grpo", "", 1e-6),
+    ("trl/grpo_group", "grpo", "", 1e-4),
+    ("verl/dr_grpo", "dr_grpo", "", None),
+    ("trl/grpo_none", "dr_grpo", "", None),
+    ("verl/rloo", "rloo", "", None),
+    ("verl/rloo_vectorized", "rloo", "", None),
+    ("verl/single/rloo_vectorized", "rloo", "single_", None),
+    ("trl/rloo", "rloo", "", None),
+    ("verl/reinforce_pp", "reinforce_pp", "", None),
+    ("verl/reinforce_pp_baseline", "reinforce_pp_baseline", "", None),
+    ("verl/ragged/reinforce_pp", "reinforce_pp", "response_", None),
+    ("verl/ragged/reinforce_pp_baseline", "reinforce_pp_baseline", "response_", None),
+]
+
+# (peer's case, our aggregate, ours / the peer's): only the denominators differ, and only if a response is empty
+LOSS_CASES = [
+    ("verl/ppo", "token", 1.0),
+    ("verl/ppo_tis/token-mean", "token", 1.0),
+    ("trl/ppo", "token", 1.0),
+    ("trl/ppo_tis/bnpo", "token", 1.0),
+    ("trl/ppo_tis/dapo", "token", 1.0),
+    ("verl/ppo_tis/seq-mean-token-mean", "sequence", 1.0),
+    ("trl/ppo_tis/grpo", "sequence", RESPONSES / PRESENT),  # TRL counts empty responses
+    ("trl/ppo_tis/dr_grpo", "constant", 1.0),
+    ("verl/ppo_tis/seq-mean-token-sum-norm", "constant", PRESENT / RESPONSES),  # verl counts no empty ones
+]
+AGGREGATE_CASES = [
+    ("verl/agg/token-mean", "token", 1.0),
+    ("verl/agg/seq-mean-token-mean", "sequence", 1.0),
+    ("verl/agg/seq-mean-token-sum-norm", "constant", PRESENT / RESPONSES),
+]
+
+WITHOUT_COUNTERPART = {
+    "verl/rs_seq_mean_k3": "no correction rejects by k3",
+    "verl/rs_seq_max_k3": "no correction rejects by k3",
+    "trl/token_truncate_band": "no correction raises small weights",
+    "trl/sequence_truncate_band": "no correction raises small weights",
+    "trl/grpo_batch": "group mean, batch deviation",
+    "trl/rloo_normalized": "whitened over responses",
+    "verl/single/grpo": "a group of one keeps its reward; it gets 0 here",
+    "verl/single/rloo": "a group of one keeps its reward; it gets 0 here",
+    "verl/single/reinforce_pp_baseline": "a group of one keeps its reward; it gets 0 here",
+    "verl/ppo_dual_clip": "no dual clip",
+    "trl/ppo_delta": "no cap on the ratio of the unclipped side",
+    "verl/kl/k1": "has no gradient of its own",
+}
+
+
+def recorded(case, key):
+    return torch.tensor(RECORDED_CASES[case]["results"][key], dtype=torch.float64)
+
+
+def correct(name, numbers, dtype=torch.float64):
+    if name not in CORRECTIONS:
+        pytest.skip(f"no correction {name} yet")
+    target, nothing = INPUTS.target_log_probs.to(dtype), torch.zeros(MASK.shape, dtype=dtype)
+    inputs = CorrectionInputs(
+        rollout_log_probs=INPUTS.rollout_log_probs.to(dtype),
+        target_log_probs=target,
+        proximal_log_probs=target,
+        response_mask=MASK,
+        uniforms=nothing.double(),
+        z=ZEstimate(*[nothing] * 5),
+    )
+    return make_correction(name, **numbers).apply(inputs, {})
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 3e-5)], ids=["64", "32"])
+@pytest.mark.parametrize(("case", "key", "name", "numbers"), CASES, ids=lambda value: str(value))
+def test_corrections(case, key, name, numbers, dtype, rtol):
+    correction = correct(name, numbers, dtype)
+    ours = correction.accept_mask if key == "mask" else correction.weights * correction.accept_mask
+    theirs = recorded(case, key) * MASK  # TRL leaves 1 where masked and one column for a response
+    rtol = max(rtol, 1e-6) if case.startswith("areal") else rtol  # AReaL computes in float32
+    torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=2 * SAFETY if case == "verl/seq_tis" else 0.0)
+
+
+def advantage(name, which):
+    if name not in advantages.ADVANTAGES:
+        pytest.skip(f"no advantage {name} yet")
+    lengths = [MASK.sum(-1)] if which == "response_" else []
+    rewards, groups = getattr(INPUTS, which + "rewards"), getattr(INPUTS, which + "groups")
+    return advantages.compute_advantages(name, rewards, groups, *lengths)
+
+
+@pytest.mark.parametrize(("case", "name", "which", "epsilon"), ADVANTAGE_CASES)
+def test_advantages(case, name, which, epsilon):
+    ours = advantage(name, which)
+    if epsilon is not None:
+        groups, rewards = INPUTS.groups, INPUTS.rewards
+        std = torch.stack([rewards[groups == group].std() for group in groups])
+        ours = ours * std / (std + epsilon)
+    theirs = recorded(case, "advantages")
+    if which == "response_":
+        ours = ours[:, None] * MASK
+    elif theirs.ndim == 2:
+        ours = ours[:, None]
+    # verl adds 1e-8 to a variance before it whitens; its vectorised forms compute in float32
+    rtol = 1e-6 if "reinforce" in case or "vectorized" in case else 1e-10
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["verl/gae", "verl/gae_discounted"])
+def test_gae(case):
+    if not hasattr(advantages, "gae"):
+        pytest.skip("no gae yet")
+    arguments = RECORDED_CASES[case]["arguments"]
+    ours, returns = advantages.gae(INPUTS.token_rewards, INPUTS.values, MASK, **arguments)
+    # verl's returns go on where masked, and its advantages are whitened over the tokens afterwards
+    torch.testing.assert_close(returns[MASK], recorded(case, "returns")[MASK], rtol=1e-10, atol=1e-12)
+    whitened = (ours[MASK] - ours[MASK].mean()) / ours[MASK].std()
+    torch.testing.assert_close(whitened, recorded(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12)
+
+
+def aggregate(name, losses, counted):
+    numerator, denominator = surrogate.AGGREGATES[name](losses, counted, LIMIT)
+    return numerator / denominator
+
+
+@pytest.mark.parametrize(("case", "name", "ratio"), LOSS_CASES)
+def test_losses_and_gradients(case, name, ratio):
+    arguments = RECORDED_CASES[case]["arguments"]
+    low, high = (arguments.get(f"clip_ratio_{end}", arguments.get(f"epsilon_{end}")) for end in ("low", "high"))
+    correction = correct("tis", {"cap": arguments["tis"]}) if arguments["tis"] else correct("none", {})
+    new, token_advantages = INPUTS.new_log_probs.clone().requires_grad_(), INPUTS.advantages[:, None].expand_as(MASK)
+    gain = surrogate.clipped_surrogate(new, INPUTS.target_log_probs, token_advantages, low, high)
+    factor = correction.weights * correction.accept_mask
+    loss = aggregate(name, -factor * gain, correction.accept_mask)
+    loss.backward()
+    # verl adds 1e-8 to a response's count of tokens
+    for ours, key in ((loss.detach(), "loss"), (new.grad, "gradient")):
+        torch.testing.assert_close(ours / ratio, recorded(case, key), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize(("case", "name", "ratio"), AGGREGATE_CASES)
+def test_aggregates(case, name, ratio):
+    ours = aggregate(name, INPUTS.values * MASK, MASK.double())
+    torch.testing.assert_close(ours / ratio, recorded(case, "loss"), rtol=1e-8, atol=0.0)
+
+
+def test_value_loss():
+    if not hasattr(surrogate, "clipped_value_error"):
+        pytest.skip("no value loss yet")
+    returns = INPUTS.advantages[:, None].expand_as(MASK)
+    error, _ = surrogate.clipped_value_error(INPUTS.token_rewards, INPUTS.values, returns, 0.2)
+    ours = aggregate("token", error * MASK, MASK.double())
+    torch.testing.assert_close(ours, recorded("verl/value_loss", "loss"), rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_kl_of_sampled_tokens(kind):
+    regularise = pytest.importorskip("jackpot.objectives.regularise")
+    ours = regularise.SAMPLED_KL[kind](INPUTS.target_log_probs, INPUTS.rollout_log_probs)
+    if kind == "k3":
+        ours = ours.clamp(max=10.0)  # verl's
+    torch.testing.assert_close(ours, recorded(f"verl/kl/{kind}", "kl"), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["verl/entropy", "trl/entropy"])
+def test_entropy(case):
+    logits = INPUTS.logits
+    head = Head(hidden=logits, weight=torch.eye(logits.shape[1], dtype=logits.dtype))
+    ours = linear_head(head, torch.zeros(len(logits), dtype=torch.int64), temperature=1.0).entropy
+    torch.testing.assert_close(ours, recorded(case, "entropy"), rtol=1e-10, atol=0.0)
+
+
+def test_every_recorded_case_is_compared():
+    tables = [*CASES, *ADVANTAGE_CASES, *LOSS_CASES, *AGGREGATE_CASES]
+    others = {"verl/gae", "verl/gae_discounted", "verl/value_loss", "verl/kl/k2", "verl/kl/k3"}
+    compared = {row[0] for row in tables} | others | {"verl/entropy", "trl/entropy"}
+    assert compared | set(WITHOUT_COUNTERPART) == set(RECORDED_CASES)
+    assert not compared & set(WITHOUT_COUNTERPART)
+
+
+@pytest.mark.slow
+def test_the_peers_still_return_what_is_recorded(tmp_path):
+    if not (VENV / "ready").exists():
+        pytest.skip("the peers are not installed; `make .venv-peers/ready` does it where their packages can be had")
+    path = tmp_path / "live.json"
+    subprocess.run([VENV / "bin/python", HERE / "run_peers.py", path], check=True, timeout=300)
+    live = json.loads(path.read_text())
+    assert live["inputs"] == RECORDED["inputs"]
+    assert live["cases"].keys() == RECORDED_CASES.keys()
+    for case, want in RECORDED_CASES.items():
+        got = live["cases"][case]
+        assert (got["source"], got["arguments"]) == (want["source"], want["arguments"]), case
+        for key, value in want["results"].items():
+            kept, anew = torch.tensor(value).double(), torch.tensor(got["results"][key]).double()
+            torch.testing.assert_close(anew, kept, rtol=1e-6, atol=1e-9, msg=f"{case} {key}")
