@@ -14,7 +14,7 @@ LAYERS = [
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
     {"batching", "learner", "optimizer"},
-    {"trainer", "control", "checkpoint", "telemetry", "evaluate", "rollout_files"},
+    {"trainer", "control", "checkpoint", "telemetry", "evaluate", "rollout_files", "files"},
     {"launch", "adapters", "lab", "report"},
     {"recipes", "cli", "console"},
 ]
