@@ -39,9 +39,9 @@ class OneTensor:
 def save(folder: Path, iteration: int, keep: int = 2, is_best: bool = False, best: int | None = None) -> None:
     best = iteration if is_best else best
     state = {"iteration": iteration, "best": None if best is None else {"iteration": best, "accuracy": 0.5}}
-    Checkpoints(folder, keep).save(
-        iteration, OneTensor(iteration), ["policy", "rollout_model"], TOKENIZER, state, is_best
-    )
+    checkpoints = Checkpoints(folder, keep)
+    checkpoints.save(iteration, OneTensor(iteration), ["policy", "rollout_model"], TOKENIZER, state, is_best)
+    checkpoints.prune()
 
 
 def flip(path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_is_set_aside_is_kept_under_a_name_of_its_own(tmp_path: Path) -> No
         save(tmp_path, 4, keep=2)
         checkpoints.set_aside(tmp_path / "step-4")
         assert (tmp_path / expected / "state.pt").is_file()
-    checkpoints.tidy(None)
+    checkpoints.restore_links(None)
     save(tmp_path, 6, keep=1)
     kept = {"step-6", "step-4.corrupt", "step-4.corrupt1", "step-4.corrupt2", "last"}
     assert {path.name for path in tmp_path.iterdir()} == kept
@@ -150,7 +150,7 @@ def test_links_that_lead_nowhere_are_mended(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 4, is_best=True)
     checkpoints.set_aside(tmp_path / "step-4")
-    assert checkpoints.tidy({"iteration": 1, "accuracy": 0.5}) is None  # pruned when step-4 was better
+    assert checkpoints.restore_links({"iteration": 1, "accuracy": 0.5}) is None  # pruned when step-4 was better
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4.corrupt", "last"}
     assert (tmp_path / "last").readlink() == Path("step-2")
 
@@ -191,7 +191,7 @@ class Kill:
 
 
 def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
-    """At every call that changes the disk: those of writing, linking and removing, and of tidying up afterwards."""
+    """At every call that changes the disk: those of writing, linking and removing."""
     survived = set()
     for at in range(1, 1000):
         folder = tmp_path / str(at)
@@ -206,7 +206,8 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: 
         newest = found.state["iteration"]
         assert not corrupt and newest in (4, 6)
         survived.add(newest)
-        best = checkpoints.tidy(found.state["best"])
+        best = checkpoints.restore_links(found.state["best"])
+        checkpoints.prune()
         assert best["iteration"] == {4: 2, 6: 6}[newest]
         expected = {"step-4", "step-2", "last", "best"} if newest == 4 else {"step-6", "last", "best"}
         assert {path.name for path in folder.iterdir()} == expected
@@ -217,19 +218,21 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: 
     assert kill.left > 0 and at > 20 and survived == {4, 6}
 
 
-def test_a_kill_while_tidying_is_made_good_by_tidying(tmp_path: Path) -> None:
+def test_a_kill_while_a_start_tidies_up_is_made_good_by_the_next(tmp_path: Path) -> None:
     for at in range(1, 1000):
         folder = tmp_path / str(at)
+        checkpoints = Checkpoints(folder, 1)
         for iteration in (2, 4, 6):
             save(folder, iteration, keep=3)
         (folder / "step-8.partial").mkdir()
         (folder / "last").unlink()
-        with pytest.MonkeyPatch.context() as monkeypatch:
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(Killed):
             kill = Kill(monkeypatch, at)
-            with contextlib.suppress(Killed):
-                Checkpoints(folder, 1).tidy({"iteration": 4, "accuracy": 0.5})
-        assert Checkpoints(folder, 1).find()[0].state["iteration"] == 6
-        Checkpoints(folder, 1).tidy({"iteration": 4, "accuracy": 0.5})
+            checkpoints.restore_links({"iteration": 4, "accuracy": 0.5})
+            checkpoints.prune()
+        assert checkpoints.find()[0].state["iteration"] == 6
+        checkpoints.restore_links({"iteration": 4, "accuracy": 0.5})
+        checkpoints.prune()
         assert {path.name for path in folder.iterdir()} == {"step-4", "step-6", "last", "best"}
         if kill.left > 0:
             break

@@ -135,3 +135,17 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with closing(launch(small_config(), tmp_path, listen)) as trainer, pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.iteration == 0
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
+    """As on a network file system while somebody reads it."""
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr("jackpot.checkpoint.shutil.rmtree", busy)
+    lines = run(small_config("checkpoint.every=1", "checkpoint.keep=1"), tmp_path)
+    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
+    assert [line["files/failed"] for line in lines] == [0, 0, 0, 1, 2]  # after 2 and 3; a line comes first
+    assert [line["checkpoint/failed"] for line in lines] == [0] * 5

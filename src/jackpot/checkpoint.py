@@ -7,8 +7,8 @@
     checkpoints/step-N.corrupt                   set aside by `set_aside`; nothing here reads or removes it
 
 N counts iterations. A checkpoint is written beside its place and renamed when every byte is on the disk, so a killed
-run leaves either the whole of it or a `.partial` folder that the next start or save removes. What the disk does to it
-later, its checksums show.
+run leaves either the whole of it or a `.partial` folder that the next `prune` removes. What the disk does to it later,
+its checksums show.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class Checkpoints:
         state: dict[str, Any],
         is_best: bool,
     ) -> None:
-        """Write step-`iteration`, move the links, remove what is neither new nor best.
+        """Write step-`iteration` and move the links.
 
         Raises:
             CheckpointError: it could not be written. Those before it are untouched.
@@ -73,8 +73,8 @@ class Checkpoints:
         place = self._place(iteration)
         partial = place.with_name(place.name + PARTIAL)
         try:
-            self._sweep()
-            if not place.exists():  # else only its links or the pruning failed
+            if not place.exists():  # else only its links failed
+                shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 for role in roles:
                     learner.save_model(role, partial / role)
@@ -88,7 +88,6 @@ class Checkpoints:
             self._link("last", place)
             if is_best:
                 self._link("best", place)
-            self._prune()
         except Exception as error:  # torch, safetensors and tokenizers each have another error for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"cannot write the checkpoint {place}: {_cause(error)}") from error
@@ -120,18 +119,32 @@ class Checkpoints:
         names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())
         folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
 
-    def tidy(self, best: dict[str, float] | None) -> dict[str, float] | None:
-        """Do what a kill left undone: links, leftovers, pruning. Returns `best` if its checkpoint is still there."""
+    def restore_links(self, best: dict[str, float] | None) -> dict[str, float] | None:
+        """Point `last` and `best` where they belong, whatever a kill came between. Returns `best` if it is still there.
+
+        Raises:
+            CheckpointError: a link cannot be written.
+        """
+        kept = best if best and self._place(best["iteration"]).is_dir() else None
         with needed(self._folder):
-            self._sweep()
             self._link("last", self._steps()[-1])
-            kept = best if best and self._place(best["iteration"]).is_dir() else None
             if kept:
                 self._link("best", self._place(kept["iteration"]))
             else:
                 (self._folder / "best").unlink(missing_ok=True)
-            self._prune()
         return kept
+
+    def prune(self) -> None:
+        """Remove what is neither new nor best, and what a kill left half written or half removed."""
+        best = self._folder / "best"
+        kept = {path.name for path in self._steps()[-self._keep :]}
+        if best.is_symlink():
+            kept.add(best.readlink().name)
+        for path in self._steps():
+            if path.name not in kept:  # the name goes first: a checkpoint is whole or not there, while it goes as well
+                path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
+        for path in self._folder.glob(f"step-*{PARTIAL}"):
+            shutil.rmtree(path)
 
     def _place(self, iteration: float) -> Path:
         return self._folder / f"step-{int(iteration)}"
@@ -148,22 +161,6 @@ class Checkpoints:
         new.unlink(missing_ok=True)
         new.symlink_to(target.name)
         new.replace(link)
-
-    def _prune(self) -> None:
-        best = self._folder / "best"
-        kept = {path.name for path in self._steps()[-self._keep :]}
-        if best.is_symlink():
-            kept.add(best.readlink().name)
-        for path in self._steps():
-            if path.name not in kept:
-                doomed = path.with_name(f"{path.name}.old{PARTIAL}")
-                path.rename(doomed)  # the name goes first: a checkpoint is whole or not there, while it goes as well
-                shutil.rmtree(doomed)
-
-    def _sweep(self) -> None:
-        """Remove what a kill left half written or half removed."""
-        for path in self._folder.glob(f"step-*{PARTIAL}"):
-            shutil.rmtree(path)
 
 
 def load_state(folder: Path) -> dict[str, Any]:

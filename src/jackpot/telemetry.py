@@ -164,7 +164,7 @@ class RunFolder:
 
     @contextmanager
     def dispensable(self, iteration: int, file: str) -> Iterator[None]:
-        """For writing a file that the run can do without: where that fails it is counted, and the run goes on."""
+        """For what the run can do without, such as a file of rollouts: a failure is counted, and the run goes on."""
         try:
             yield
         except OSError as error:

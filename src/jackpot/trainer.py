@@ -66,8 +66,9 @@ class Trainer:
         if state is not None:
             self._prompts.load_state_dict(state["prompts"])
             self.iteration = self._saved = state["iteration"]
-            self._best = self._checkpoints.tidy(state["best"])
+            self._best = self._checkpoints.restore_links(state["best"])
             folder.failed.update(state.get("failed", {}))
+            self._prune_checkpoints()
 
     def train(self) -> bool:
         """Run all iterations that are left; True when finished, False when a signal ended it after a checkpoint.
@@ -207,6 +208,11 @@ class Trainer:
                 ) from error
         else:
             self._overdue, self._saved, self._best = False, self.iteration, best
+            self._prune_checkpoints()
+
+    def _prune_checkpoints(self) -> None:
+        with self._folder.dispensable(self.iteration, "removal of old checkpoints"):
+            self._checkpoints.prune()
 
     def _without_aborted(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Those that ended by themselves or at the limit. An aborted one is counted, and not a reward of 0."""

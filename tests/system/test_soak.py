@@ -1,9 +1,11 @@
 """A run that was killed many times at random moments is the run that never was. Part of `make test-all`; `make soak`
 kills it 100 times."""
 
+import json
 import os
 import random
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,41 +15,50 @@ import torch
 from jackpot.checkpoint import Checkpoints
 from jackpot.telemetry import RunFolder
 from runs import metrics, weights
-from soak import Soak, soak
+from soak import Soak, soak_config
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "12"))
+CONFIG, TESTS = soak_config(KILLS), Path(__file__).parent.parent
 SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Soak]:
+def soaked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Soak]:
     """The whole run, the killed one, and what happened to that."""
-    home, began = tmp_path_factory.mktemp("soak"), time.monotonic()
+    home = tmp_path_factory.mktemp("soak")
     print(f"JACKPOT_SOAK_SEED={SEED}")  # pytest shows it where something fails
-    soaked = soak(home / "whole", home / "killed", KILLS, SEED)
-    print(
-        f"{soaked.kills} kills in {time.monotonic() - began:.0f} s, {soaked.within_a_checkpoint} within a checkpoint; "
-        f"iterations lost by a kill: {sum(soaked.lost) / KILLS:.1f} on average, {max(soaked.lost)} at most"
+    server = subprocess.run(
+        [sys.executable, TESTS / "soak.py", str(home), str(KILLS), str(SEED)],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    return home / "whole", home / "killed", soaked
+    assert server.returncode == 0
+    seen = Soak(**json.loads(server.stdout.splitlines()[-1]))
+    print(
+        f"{KILLS} kills in {seen.seconds:.0f} s, {seen.within_a_checkpoint} within a checkpoint and "
+        f"{seen.before_training} before the first line; iterations lost: {sum(seen.lost) / KILLS:.1f} on average, "
+        f"{max(seen.lost)} at most"
+    )
+    return home / "whole", home / "killed", seen
 
 
-def test_a_kill_loses_the_steps_since_the_last_checkpoint_and_no_checkpoint(folders) -> None:
-    _, killed, soaked = folders
-    assert soaked.kills == KILLS and soaked.within_a_checkpoint >= KILLS // 10
-    assert soaked.steps == sorted(soaked.steps)
-    assert max(soaked.lost) <= soaked.config.checkpoint.every
+def test_a_kill_loses_the_steps_since_the_last_checkpoint_and_no_checkpoint(soaked) -> None:
+    _, killed, seen = soaked
+    assert len(seen.steps) == KILLS and seen.within_a_checkpoint >= KILLS // 10
+    assert seen.steps == sorted(seen.steps)
+    assert max(seen.lost) <= CONFIG.checkpoint.every
     assert not list((killed / "checkpoints").glob("*.corrupt*"))
 
 
-def test_models_optimizers_and_prompts_end_bit_equal(folders) -> None:
-    whole, killed, soaked = folders
+def test_models_optimizers_and_prompts_end_bit_equal(soaked) -> None:
+    whole, killed, _ = soaked
     for role in ("policy", "rollout_model"):
         ours, theirs = weights(whole, role), weights(killed, role)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     states = [Checkpoints(folder / "checkpoints", 2).find()[0].state for folder in (whole, killed)]
-    assert states[0]["iteration"] == soaked.config.iterations
+    assert states[0]["iteration"] == CONFIG.iterations
     assert_equal(*states)
 
 
@@ -67,18 +78,18 @@ def assert_equal(ours, theirs) -> None:
         assert ours == theirs
 
 
-def test_every_line_of_metrics_is_there_once_and_the_same(folders) -> None:
-    whole, killed, soaked = folders
+def test_every_line_of_metrics_is_there_once_and_the_same(soaked) -> None:
+    whole, killed, _ = soaked
     assert metrics(killed) == metrics(whole)
-    assert [line["iteration"] for line in metrics(killed)] == list(range(soaked.config.iterations + 1))
+    assert [line["iteration"] for line in metrics(killed)] == list(range(CONFIG.iterations + 1))
 
 
-def test_every_prompt_is_trained_on_once_in_its_own_iteration(folders) -> None:
-    whole, killed, soaked = folders
-    batches = [prompts(folder, soaked.config.iterations) for folder in (whole, killed)]
+def test_every_prompt_is_trained_on_once_in_its_own_iteration(soaked) -> None:
+    whole, killed, _ = soaked
+    batches = [prompts(folder, CONFIG.iterations) for folder in (whole, killed)]
     assert batches[0] == batches[1]
     given = [uid for batch in batches[1] for uid in batch]
-    assert len(given) == len(set(given)) == soaked.config.iterations * soaked.config.batch.prompts
+    assert len(given) == len(set(given)) == CONFIG.iterations * CONFIG.batch.prompts
 
 
 def prompts(folder: Path, iterations: int) -> list[set[str]]:
@@ -87,8 +98,8 @@ def prompts(folder: Path, iterations: int) -> list[set[str]]:
     return [set(pq.read_table(file)["prompt_uid"].to_pylist()) for file in files]
 
 
-def test_checkpoints_and_other_files_are_the_same(folders) -> None:
-    whole, killed, _ = folders
+def test_checkpoints_and_other_files_are_the_same(soaked) -> None:
+    whole, killed, _ = soaked
     for name in ("checkpoints", "rollouts", "eval"):
         ours, theirs = ({path.name for path in (folder / name).iterdir()} for folder in (whole, killed))
         assert ours == theirs
