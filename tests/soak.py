@@ -29,9 +29,9 @@ from runs import run, small_config
 
 
 def soak_config(kills: int) -> Config:
-    """A run of short iterations that cannot end before it was killed often enough: a life gets two or three done."""
+    """A run of short iterations that cannot end before it was killed often enough: a life gets one or two done."""
     return small_config(
-        f"iterations={4 * kills}",
+        f"iterations={40 + 2 * kills}",
         "batch.prompts=2",
         "batch.group_size=2",
         "sampling.max_new_tokens=8",
@@ -68,7 +68,7 @@ def soak(home: Path, kills: int, seed: int) -> Soak:
         if number % 2:
             while not set(unfinished(folder / "checkpoints")) - left and is_alive(life):
                 time.sleep(0.001)
-            time.sleep(moments.uniform(0.0, 2.0 * iteration))
+            time.sleep(moments.uniform(0.0, iteration))
         else:
             time.sleep(moments.uniform(0.0, start_up + 5.0 * iteration))
         os.kill(life, signal.SIGKILL)
