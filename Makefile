@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+KILLS ?= 100
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all soak lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -18,6 +19,9 @@ test: $(VENV)/ready
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more
+	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix .

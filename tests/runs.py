@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+import torch
 from safetensors.torch import load_file
 
 from jackpot.config import Config
@@ -41,8 +43,7 @@ def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Lin
         if line["iteration"] == kill_after:
             raise Killed
 
-    trainer = launch(config, folder, listen)
-    with contextlib.suppress(Killed):
+    with contextlib.closing(launch(config, folder, listen)) as trainer, contextlib.suppress(Killed):
         trainer.train()
     return lines
 
@@ -59,3 +60,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         {key: value for key, value in line.items() if key != "time" and not key.startswith(("seconds/", "speed/"))}
         for line in lines
     ]
+
+
+def assert_same_run(first: Path, second: Path, roles: list[str]) -> None:
+    """Weights, metrics and the saved rollouts of a run of four iterations."""
+    for role in roles:
+        ours, theirs = weights(first, role), weights(second, role)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert metrics(first) == metrics(second)
+    for name in ("iteration-000001.parquet", "iteration-000004.parquet"):
+        assert pq.read_table(first / "rollouts" / name) == pq.read_table(second / "rollouts" / name)

@@ -1,17 +1,16 @@
 """A run that was stopped and continued ends bit-equal to one that was not."""
 
 import signal
+from contextlib import closing
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
-from jackpot.checkpoint import Checkpoints, load_state
+from jackpot.checkpoint import load_state
 from jackpot.errors import CheckpointError
 from jackpot.launch.local import launch
-from runs import metrics, run, small_config, weights
+from runs import assert_same_run, metrics, run, small_config
 
 REGIMES = {
     "joint": (),
@@ -20,16 +19,6 @@ REGIMES = {
     "frozen": ("rollout_model.optimizer=null",),
     "on policy": ("rollout_model=null", "objective.correction=none"),
 }
-
-
-def assert_same_run(first: Path, second: Path, roles: list[str]) -> None:
-    for role in roles:
-        ours, theirs = weights(first, role), weights(second, role)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert metrics(first) == metrics(second)
-    for name in ("iteration-000001.parquet", "iteration-000004.parquet"):
-        assert pq.read_table(first / "rollouts" / name) == pq.read_table(second / "rollouts" / name)
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -57,7 +46,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -
 def test_training_moves_both_models_and_counts_their_steps(tmp_path: Path) -> None:
     run(small_config("checkpoint.every=1", "checkpoint.keep=4"), tmp_path)
     for role in ("policy", "rollout_model"):
-        steps = [Checkpoints(tmp_path / "checkpoints", 4).latest().parent / f"step-{n}" / role for n in (1, 4)]
+        steps = [tmp_path / "checkpoints" / f"step-{n}" / role for n in (1, 4)]
         first, last = (step / "model.safetensors" for step in steps)
         assert first.read_bytes() != last.read_bytes()
     state = load_state(tmp_path / "checkpoints" / "last")
@@ -81,13 +70,6 @@ def test_a_partial_checkpoint_is_never_taken_for_one(tmp_path: Path) -> None:
     run(small_config(), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 4
     assert not partial.exists()
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=3)
-    (tmp_path / "checkpoints" / "step-2" / "state.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match="step-2"):
-        launch(small_config(), tmp_path, lambda line: None)
 
 
 def test_keep_and_best_links(tmp_path: Path) -> None:
@@ -140,13 +122,13 @@ def test_links_that_a_kill_left_behind_are_mended(tmp_path: Path) -> None:
     links = {name: (tmp_path / "checkpoints" / name).readlink() for name in ("last", "best")}
     for name in links:
         (tmp_path / "checkpoints" / name).unlink()
-    launch(small_config(), tmp_path, lambda line: None)
+    launch(small_config(), tmp_path, lambda line: None).close()
     assert {name: (tmp_path / "checkpoints" / name).readlink() for name in links} == links
 
 
 def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_start(tmp_path: Path) -> None:
-    trainer = launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))
-    assert not trainer.train() and trainer.iteration == 0
+    with closing(launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
+        assert not trainer.train() and trainer.iteration == 0
     assert not (tmp_path / "checkpoints").exists()
     run(small_config("iterations=2", "rollout_model.optimizer=null"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 2

@@ -39,7 +39,10 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-seedN.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
-    """Train, or continue the run that is in the folder. Ctrl-C stops after the iteration, with a checkpoint.
+    """Train, or continue the run that is in the folder from its newest checkpoint that is not corrupt.
+
+    Ctrl-C or SIGTERM stops after the iteration, with a checkpoint; the second one at once. A kill costs at most the
+    iterations since the last checkpoint.
 
     Not yet run on a GPU.
     """

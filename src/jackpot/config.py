@@ -172,7 +172,7 @@ class EvaluationConfig(Strict):
 
 class CheckpointConfig(Strict):
     every: Count = 100  # iterations; after the last one too
-    keep: Count = 2  # the newest ones; the best is kept beside them
+    keep: Count = 2  # the newest ones, beside the best; 1 leaves no other to fall back on
 
 
 class GuardConfig(Strict):

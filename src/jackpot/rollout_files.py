@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config import Config
+from jackpot.files import whole_file
 from jackpot.types import ScoredRollout
 
 SCHEMA_VERSION = 1
@@ -32,9 +33,8 @@ def write_rollouts(
     table = pa.Table.from_pylist([_row(iteration, item, traces[item.rollout.uid], tokenizer) for item in scored])
     metadata = {"schema_version": str(SCHEMA_VERSION), "config": config.model_dump_json()}
     path = folder / f"iteration-{iteration:06d}.parquet"
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
-    partial.replace(path)
+    with whole_file(path) as partial:
+        pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
     for old in sorted(folder.glob("iteration-*.parquet"))[: -config.rollouts.keep]:
         old.unlink()
     return path

@@ -12,7 +12,7 @@ import torch
 from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
 from jackpot.engines.base import Engine, weights_digest
-from jackpot.errors import EngineError, TrainingError
+from jackpot.errors import CheckpointError, EngineError, TrainingError
 from jackpot.evaluate import evaluate
 from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, some_rollouts
 from jackpot.learner import StepResult
@@ -49,15 +49,22 @@ class Trainer:
         self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
         self._engine_is_checked = not self._config.guard.check_engine
         self.iteration = self._saved = -1  # finished iterations, and the newest with a checkpoint
+        self._overdue = False  # the checkpoint that was last tried could not be written
+        self._accuracy = -1.0  # the policy's after this iteration, where it was measured
         self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
         if state is not None:
             self._prompts.load_state_dict(state["prompts"])
             self.iteration = self._saved = state["iteration"]
-            self._best = state["best"]
-            self._checkpoints.restore_links(self._best and int(self._best["iteration"]))
+            self._best = self._checkpoints.restore_links(state["best"])
+            folder.failed.update(state.get("failed", {}))
+            self._prune_checkpoints()
 
     def train(self) -> bool:
-        """Run all iterations that are left; True when finished, False when Ctrl-C ended it after a checkpoint."""
+        """Run all iterations that are left; True when finished, False when a signal ended it after a checkpoint.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written. Others are tried again an iteration later.
+        """
         config, parts = self._config, self._parts
         with self._interruptible():
             if self.iteration < 0:
@@ -73,8 +80,8 @@ class Trainer:
                 self._save_rollouts(scored, results)
                 self._watch(results)
                 self._finish_iteration(batch.sums | _training_sums(scored, results, config.batch.epochs))
-            if self.iteration > max(self._saved, 0):  # Ctrl-C
-                self._checkpoint(is_best=False)
+            if self.iteration > max(self._saved, 0):  # stopped, or the last one could not be written
+                self._checkpoint(is_last=True)
         return self.iteration == config.iterations
 
     def close(self) -> None:
@@ -93,13 +100,15 @@ class Trainer:
                 values |= self._evaluate()
         values |= self._throughput(values)
         line = self._folder.report(self.iteration, values)
-        accuracy = values.get("eval/policy_accuracy", -1.0)
-        is_best = self.iteration > 0 and accuracy > (self._best["accuracy"] if self._best else -1.0)
-        if is_best:
-            self._best = {"iteration": self.iteration, "accuracy": accuracy}
-        if is_best or last or (self.iteration and self.iteration % config.checkpoint.every == 0):
-            self._checkpoint(is_best)
+        self._accuracy = values.get("eval/policy_accuracy", -1.0)
+        due = last or self._is_best or self._overdue or self.iteration % config.checkpoint.every == 0
+        if due and self.iteration > 0:
+            self._checkpoint()
         self._listen(line)
+
+    @property
+    def _is_best(self) -> bool:
+        return self._accuracy > (self._best["accuracy"] if self._best else -1.0)
 
     def _steps(self, scored: Sequence[ScoredRollout]) -> Iterator[list[TokenBatch]]:
         batch = self._config.batch
@@ -157,20 +166,38 @@ class Trainer:
         count = wanted if size is None else min(wanted, size)
         return [self._parts.task.prompt("test", index) for index in range(count)]
 
-    def _checkpoint(self, is_best: bool) -> None:
+    def _checkpoint(self, is_last: bool = False) -> None:
+        """Write one. A failure is counted, told and tried again an iteration later; that of the last one raises."""
         config = self._config
         has: dict[Role, Any] = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
         roles = [role for role, settings in has.items() if settings is not None]
-        learner = self._parts.learner
+        learner, is_best = self._parts.learner, self._is_best
+        best = {"iteration": self.iteration, "accuracy": self._accuracy} if is_best else self._best
         state = {
             "iteration": self.iteration,
-            "best": self._best,
+            "best": best,
             "prompts": self._prompts.state_dict(),
             "version": list(learner.version),
             "non_finite": self._non_finite.count,
+            "failed": self._folder.failed,
         }
-        self._checkpoints.save(self.iteration, learner, roles, self._parts.tokenizer, state, is_best)
-        self._saved = self.iteration
+        try:
+            self._checkpoints.save(self.iteration, learner, roles, self._parts.tokenizer, state, is_best)
+        except CheckpointError as error:
+            self._overdue = True
+            self._folder.failure(self.iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
+            if is_last:
+                raise CheckpointError(
+                    f"{error}. Free space there and run the same command: it continues from iteration "
+                    f"{max(self._saved, 0)}, the newest checkpoint"
+                ) from error
+        else:
+            self._overdue, self._saved, self._best = False, self.iteration, best
+            self._prune_checkpoints()
+
+    def _prune_checkpoints(self) -> None:
+        with self._folder.dispensable(self.iteration, "removal of old checkpoints"):
+            self._checkpoints.prune()
 
     def _check_engine(self, scored: Sequence[ScoredRollout]) -> None:
         """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?"""
@@ -224,7 +251,8 @@ class Trainer:
         if self._traced:
             done, config = self.iteration + 1, self._config
             traces = {uid: trace for result in reversed(results) for uid, trace in result.traces.items()}
-            write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
+            with self._folder.dispensable(done, "rollouts"):
+                write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
 
     def _throughput(self, values: dict[str, float]) -> dict[str, float]:
         seconds = self._clock.take()
@@ -239,7 +267,7 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after this iteration, with a checkpoint; the second one at once.
+        """The first Ctrl-C or SIGTERM ends the run after this iteration, with a checkpoint; the second one at once.
 
         Only a main thread gets signals; elsewhere this does nothing.
         """
@@ -247,15 +275,19 @@ class Trainer:
             yield
             return
 
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
         def stop(signum: int, frame: Any) -> None:
             self._stopping = True
-            signal.signal(signal.SIGINT, before)
+            restore()
 
-        before = signal.signal(signal.SIGINT, stop)
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            restore()
 
 
 def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult], epochs: int) -> Sums:

@@ -1,12 +1,13 @@
 """Everything in this process: loads the models, makes engine and learner, places them. Layer 6."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.checkpoint import Checkpoints, load_state
+from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config, EngineConfig, OptimizerConfig
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
@@ -29,20 +30,30 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def launch(config: Config, path: Path, listen: Listener) -> Trainer:
-    """A trainer for a new run in `path`, or for the run that is there, from its newest checkpoint.
+    """A trainer for a new run in `path`, or for the run that is there, from its newest checkpoint that is not corrupt.
 
     Raises:
-        CheckpointError: the folder holds a run with other settings, or its newest checkpoint is damaged.
+        CheckpointError: the folder is in use, holds a run with other settings, or only corrupt checkpoints.
         ModelError, DataError, ConfigError: models, tokenizers or settings that do not fit each other.
     """
     folder = RunFolder(path)
-    folder.check(config)
-    checkpoint = Checkpoints(folder.checkpoints, config.checkpoint.keep).latest()
-    state = load_state(checkpoint) if checkpoint else None
-    parts = make_parts(config, checkpoint, state)
-    torch.set_num_threads(folder.start(config, threads(config)))
-    folder.rewind(state["iteration"] if state else -1)
-    return Trainer(parts, folder, state, listen)
+    with ExitStack() as undo:
+        undo.callback(folder.close)
+        folder.lock()
+        folder.check(config)
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        found, corrupt = checkpoints.find()
+        state = found.state if found else None
+        parts = make_parts(config, found.folder if found else None, state)
+        torch.set_num_threads(folder.start(config, threads(config)))
+        folder.rewind(state["iteration"] if state else -1)
+        for one in corrupt:
+            names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
+            folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
+            checkpoints.set_aside(one.folder)
+        trainer = Trainer(parts, folder, state, listen)
+        undo.pop_all()
+    return trainer
 
 
 def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:

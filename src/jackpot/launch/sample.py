@@ -1,5 +1,6 @@
 """Both models of a run answering, before and after training. Layer 6."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from jackpot.tasks import make_task
 from jackpot.telemetry import run_config
 from jackpot.types import Prompt, Role, Version
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
@@ -21,18 +24,21 @@ class Answer:
 
 
 def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[Answer]]]:
-    """Sampled answers to the first held-out problems, by the models at the start and at the newest checkpoint.
+    """Sampled answers to the first held-out problems, by the models at the start and at the newest checkpoint that is
+    not corrupt.
 
     Raises:
-        CheckpointError: no run in the folder, or no checkpoint yet.
+        CheckpointError: no run in the folder, no checkpoint yet, or only corrupt ones.
     """
     config = run_config(run)
-    checkpoint = Checkpoints(run / "checkpoints", config.checkpoint.keep).latest()
+    checkpoint, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).find()
+    for one in corrupt:
+        _log.warning("%s; taking the checkpoint before it", one)
     if checkpoint is None:
         raise CheckpointError(
             f"{run} has no checkpoint yet; the first is written at iteration {config.checkpoint.every}"
         )
-    before, after = model_paths(config, None), model_paths(config, checkpoint)
+    before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config)
     task = make_task(config.task, tokenizer)
     prompts = [task.prompt("test", index) for index in range(problems)]
