@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
+from jackpot.models.lora import merged_weights, save_model
 from jackpot.objectives.joint import (
     Anchor,
     PolicyObjective,
@@ -79,12 +80,12 @@ class Learner(ABC):
 
     @abstractmethod
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        """The current weights of a model by name, tied ones once. The rollout model is the policy where there is
-        none."""
+        """The current weights of a model by name, tied ones once, an adapter merged in. The rollout model is the policy
+        where there is none."""
 
     @abstractmethod
     def save_model(self, role: Role, folder: Path) -> None:
-        """Write a plain `save_pretrained` folder."""
+        """Write a plain `save_pretrained` folder, an adapter merged in and once more by itself in `adapter/`."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -188,10 +189,10 @@ class JointLearner(Learner):
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
 
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        return ((name, parameter.detach()) for name, parameter in self._models[role].named_parameters())
+        return merged_weights(self._models[role])
 
     def save_model(self, role: Role, folder: Path) -> None:
-        self._models[role].save_pretrained(folder)
+        save_model(self._models[role], folder)
 
     def state_dict(self) -> dict[str, Any]:
         rollout = self._rollout_optimizer

@@ -13,7 +13,9 @@ from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import ConfigError, EngineError, ModelError
 from jackpot.learner import JointLearner
 from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.objectives.build import policy_objective, rollout_model_objective
+from jackpot.ops.uniforms import stream_key
 from jackpot.optimizer import ModelOptimizer
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Task
@@ -52,7 +54,7 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
 def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Parts:
     """Models, task, engines and learner, all with the same weights and version."""
     device, tokenizer = pick_device(config), load_tokenizers(paths)
-    trained = {role: load_model(path, torch.float32, device) for role, path in paths.items()}
+    trained = {role: load_trained(config, role, path, device, state is not None) for role, path in paths.items()}
     check_vocabulary(trained, tokenizer)
     task = make_task(config.task, tokenizer)
     check_lengths(config, trained, task)
@@ -67,6 +69,17 @@ def make_parts(config: Config, paths: dict[Role, str], state: dict | None) -> Pa
     return Parts(
         config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
     )
+
+
+def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:
+    """The model in `path`; with LoRA the one that the run began with, and a new adapter or that in the checkpoint."""
+    settings = getattr(config, role)
+    model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
+    if settings.lora is not None:
+        add_adapter(model, settings.lora, stream_key(config.seed, "adapter", role))
+        if resumes:
+            load_adapter(model, Path(path))
+    return model
 
 
 def make_engine(config: EngineConfig, path: str, device: torch.device, version: Version) -> Engine:
