@@ -109,13 +109,15 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     path, adapter = folder / "adapter" / _FILE, _adapter_parameters(model)
     try:
         with safe_open(path, framework="pt") as file:
-            saved, base = {name: file.get_tensor(name) for name in file.keys()}, file.metadata().get(_BASE)  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            metadata, saved = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _shapes(saved) != _shapes(adapter):
+            raise ValueError(f"its {len(saved)} tensors are not the {len(adapter)} of this adapter")
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot read the adapter {path}: {type(error).__name__}: {error}. Remove the folder {folder.parent} "
-            f"to continue from the checkpoint before it"
+            f"cannot read the adapter {path}: {type(error).__name__}: {error}. Remove the folder {folder.parent} to "
+            f"continue from the checkpoint before it"
         ) from error
-    if base != _base_digest(model) or _shapes(saved) != _shapes(adapter):
+    if metadata.get(_BASE) != _base_digest(model):
         raise CheckpointError(
             f"the adapter {path} was trained beside other weights than those now in {model.name_or_path}; put back the "
             f"model that the run began with, or begin a new run from {folder}, which holds the merged weights"
