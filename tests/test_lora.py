@@ -50,7 +50,7 @@ def finished(config: Config, folder: Path) -> tuple[Parts, dict[Role, PreTrained
 def largest_gap(engine: Engine, model: PreTrainedModel, parts: Parts) -> float:
     """Between the log-probs of the engine and of a model's own forward pass, on text that neither chose.
 
-    In units of the log-prob where it is below -1: these reach -13, and the starter itself is 6e-6 from its float64 copy.
+    In units of the log-prob where it is below -1: these reach -13, and the starter is 6e-6 from its own float64 copy.
     """
     draw = torch.Generator().manual_seed(0)
     prompts = [parts.task.prompt("test", index) for index in range(4)]
