@@ -190,6 +190,36 @@ def test_an_exact_normaliser_whose_weights_will_have_moved_is_refused():
     build(exact_new)
 
 
+# LoRA
+
+
+def test_a_lora_block_has_defaults_and_takes_one_name_or_several():
+    assert build().policy.lora is None and build().rollout_model.lora is None
+    assert build({"policy.lora": {}}).policy.lora == config.LoraConfig(
+        rank=16, alpha=32, target_modules=("all-linear",)
+    )
+    for given, names in (("q_proj", ("q_proj",)), (["q_proj", "v_proj"], ("q_proj", "v_proj"))):
+        assert build({"rollout_model.lora": {"target_modules": given}}).rollout_model.lora.target_modules == names
+
+
+@pytest.mark.parametrize("given", [[], [1], 1])
+def test_target_modules_that_are_no_names_are_refused(given):
+    assert message({"policy.lora": {"target_modules": given}}).startswith("policy.lora.target_modules")
+
+
+def test_a_setting_that_a_lora_block_does_not_have_is_refused_with_the_valid_ones():
+    text = message({"policy.lora": {"dropout": 0.1}})
+    assert text.endswith("Valid: policy.lora.alpha, policy.lora.rank, policy.lora.target_modules")
+
+
+def test_an_adapter_on_a_frozen_rollout_model_is_refused():
+    text = message({"rollout_model.optimizer": None, "rollout_model.lora": {"rank": 4}})
+    assert text == (
+        "rollout_model: lora of rank 4 was given for a frozen rollout model, which trains nothing; give it an "
+        "optimizer, or set lora: null"
+    )
+
+
 # Recipes, arms, overrides
 
 

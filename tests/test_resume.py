@@ -18,6 +18,9 @@ REGIMES = {
     "kappa previous": ("objective.correction.kappa=previous", "policy.optimizer.schedule=cosine"),
     "frozen": ("rollout_model.optimizer=null",),
     "on policy": ("rollout_model=null", "objective.correction=none"),
+    "lora": ("policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3"),
+    "lora on both": ("policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.step_size=8"),
+    "lora on policy": ("policy.lora.rank=4", "rollout_model=null", "objective.correction=none"),
 }
 
 
@@ -31,12 +34,13 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
         file.write('{"iteration": 4, "reward/me')  # a line cut short
     (tmp_path / "killed" / "rollouts" / "iteration-000004.parquet.partial").write_bytes(b"half a file")
     run(config, tmp_path / "killed")
-    roles = ["policy"] if regime == "on policy" else ["policy", "rollout_model"]
+    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
     assert_same_run(tmp_path / "whole", tmp_path / "killed", roles)
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
-    config = small_config()
+@pytest.mark.parametrize("regime", ["joint", "lora"])
+def test_a_run_killed_before_its_first_checkpoint_begins_again(regime: str, tmp_path: Path) -> None:
+    config = small_config(*REGIMES[regime])
     run(config, tmp_path / "whole")
     run(config, tmp_path / "killed", kill_after=1)
     run(config, tmp_path / "killed")

@@ -13,8 +13,8 @@ from rich.markup import escape
 from jackpot.config import Config
 from jackpot.console import live_progress, show_answers, show_plan, show_result, starter_progress
 from jackpot.errors import JackpotError
-from jackpot.launch.local import launch, model_paths
-from jackpot.launch.plan import parameter_counts
+from jackpot.launch.local import launch
+from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import make_starters
 from jackpot.recipes import recipe_names, resolve
@@ -50,7 +50,7 @@ def train(
     config = resolve(recipe, arm, overrides or [])
     folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, arm, f"seed{config.seed}"]))
     if dry_run:
-        show_plan(console, config, parameter_counts(model_paths(config, None)), folder)
+        show_plan(console, config, model_sizes(config), folder)
         return
     finished = _train(console, config, folder)
     show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, finished)

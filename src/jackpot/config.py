@@ -68,9 +68,29 @@ class OptimizerConfig(Strict):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up, down to 0 at the last step
 
 
+ALL_LINEAR = "all-linear"
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    Field(strict=False, min_length=1),  # a list in YAML
+]
+
+
+class LoraConfig(Strict):
+    """An adapter beside frozen weights, and only it is trained (models/lora.py).
+
+    There is no dropout: log-probs of equal weights must be equal, the old and the current ones, the engine's and ours.
+    """
+
+    rank: Count = 16
+    alpha: Count = 32  # the weights change by alpha / rank * B A
+    target_modules: Names = (ALL_LINEAR,)  # last parts of the names of linear layers; all-linear: all but the head
+
+
 class PolicyConfig(Strict):
     path: str  # a folder, a hub name, or starter:NAME
     optimizer: OptimizerConfig
+    lora: LoraConfig | None = None  # null: all weights are trained
 
 
 class RolloutModelConfig(Strict):
@@ -79,12 +99,22 @@ class RolloutModelConfig(Strict):
     path: str
     optimizer: OptimizerConfig | None = None  # null: frozen
     update: Literal["step", "iteration"] = "step"  # with the policy, or once for each rollout batch
+    lora: LoraConfig | None = None  # null: all weights are trained, unless frozen
     correction: RolloutModelCorrection = TISCorrection()
     clip_low: NonNegative | None = 0.2
     clip_high: NonNegative | None = 0.2
     ppo_weight: NonNegative = 1.0
     distill_weight: NonNegative = 1.0  # lambda_distill
     distill: Literal["forward", "reverse"] = "forward"
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutModelConfig":
+        if self.lora is not None and self.optimizer is None:
+            raise ValueError(
+                f"lora of rank {self.lora.rank} was given for a frozen rollout model, which trains nothing; give it an "
+                f"optimizer, or set lora: null"
+            )
+        return self
 
 
 class CriticConfig(Strict):

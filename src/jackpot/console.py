@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jackpot.config import Config
+from jackpot.launch.plan import Size
 from jackpot.launch.sample import Answer
 from jackpot.trainer import Line, Listener
-from jackpot.types import Prompt
+from jackpot.types import Prompt, Role
 
 _SHOWN = {  # column: metric and its format
     "reward": ("reward/mean", "{:.3f}"),
@@ -131,16 +132,17 @@ def starter_progress(console: Console) -> Iterator[Callable[[str, int, int, floa
         yield show
 
 
-def show_plan(console: Console, config: Config, sizes: Mapping[str, int], folder: Path) -> None:
+def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], folder: Path) -> None:
     """What a run would do."""
     batch = config.batch
     correction = config.objective.correction
     rows = {
-        "policy": f"{config.policy.path}, {sizes['policy']:,} parameters",
+        "policy": f"{config.policy.path}, {sizes['policy'].parameters:,} parameters",
         "rollout model": "the policy itself"
         if config.rollout_model is None
-        else f"{config.rollout_model.path}, {sizes['rollout_model']:,} parameters"
+        else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
         + ("" if config.rollout_model.optimizer else ", frozen"),
+        "trained": _trained(config, sizes),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
@@ -155,3 +157,15 @@ def show_plan(console: Console, config: Config, sizes: Mapping[str, int], folder
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:
+    """How many parameters learn, and what that costs beside the weights: a gradient and AdamW's two moments each."""
+    adapters = {role: getattr(config, role).lora for role in sizes}
+    counts = [
+        f"{role.replace('_', ' ')} {size.trained:,}"
+        + (f" (LoRA of rank {adapters[role].rank})" if adapters[role] else "")
+        for role, size in sizes.items()
+    ]
+    memory = 12 * sum(size.trained for size in sizes.values()) / 2**20
+    return f"{', '.join(counts)} parameters; {memory:,.1f} MiB for gradients and AdamW"

@@ -22,6 +22,7 @@ from jackpot.critic import Critic
 from jackpot.gradient_parts import GradientParts
 from jackpot.learner import Learner, StepResult
 from jackpot.models.forward import head_logits, logit_softcap, output_layer, response_hidden
+from jackpot.models.lora import merged_weights, save_model
 from jackpot.objectives.joint import (
     Anchor,
     PolicyObjective,
@@ -201,11 +202,11 @@ class JointLearner(Learner):
         return scores
 
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        return ((name, parameter.detach()) for name, parameter in self._models[role].named_parameters())
+        return merged_weights(self._models[role])
 
     def save_model(self, role: Role, folder: Path) -> None:
         model = self._critic.model if role == "critic" else self._models[role]
-        model.save_pretrained(folder)
+        save_model(model, folder)
 
     def state_dict(self) -> dict[str, Any]:
         rollout = self._rollout_optimizer

@@ -50,12 +50,12 @@ class Learner(ABC):
 
     @abstractmethod
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        """The current weights of a model by name, tied ones once. The rollout model is the policy where there is
-        none."""
+        """The current weights of a model by name, tied ones once, an adapter merged in. The rollout model is the policy
+        where there is none."""
 
     @abstractmethod
     def save_model(self, role: Role, folder: Path) -> None:
-        """Write a plain `save_pretrained` folder."""
+        """Write a plain `save_pretrained` folder, an adapter merged in and once more by itself in `adapter/`."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

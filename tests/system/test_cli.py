@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from engines.reference import save_tiny_model
 from jackpot import cli
@@ -75,6 +76,17 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_plan_counts_what_is_trained() -> None:
+    def trained(*overrides: str) -> str:
+        result = CliRunner().invoke(cli.app, ["train", "quickstart", "--dry-run", *overrides], env={"COLUMNS": "160"})
+        return next(line for line in result.stdout.splitlines() if "trained" in line)
+
+    both, adapter, frozen = trained(), trained("policy.lora.rank=8"), trained("rollout_model.optimizer=null")
+    assert "policy 280,416, rollout model 88,512 parameters; 4.2 MiB for gradients and AdamW" in both
+    assert "policy 39,168 (LoRA of rank 8), rollout model 88,512 parameters; 1.5 MiB" in adapter
+    assert "policy 280,416, rollout model 0 parameters; 3.2 MiB" in frozen
+
+
 def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) -> None:
     settings = (*SMALL, "iterations=12", "checkpoint.every=100")
     process = subprocess.Popen(
@@ -138,6 +150,7 @@ BAD_INPUT = {
     "prompt too long": (["quickstart", "sampling.max_new_tokens=5000"], ["5000", "context"]),
     "budget too small": (["quickstart", "batch.micro_batch_tokens=4"], ["micro_batch_tokens 4", "raise it"]),
     "more than the vocabulary": (["quickstart", "sampling.num_top_log_probs=99"], ["99", "at most 32"]),
+    "unknown target module": (["quickstart", "policy.lora.target_modules=q_pro"], ["did you mean 'q_proj'", "v_proj"]),
     "text that looks like markup": (["quickstart", "[/red]"], ["[/red]", "key=value"]),
     "a plan for no model": (["quickstart", "--dry-run", "policy.path={empty}"], ["empty", "config"]),
 }

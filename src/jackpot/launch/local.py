@@ -16,7 +16,9 @@ from jackpot.errors import ConfigError, EngineError, ModelError
 from jackpot.joint_learner import JointLearner
 from jackpot.models.forward import output_layer
 from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, load_value_model
+from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.objectives.build import policy_objective, rollout_model_objective
+from jackpot.ops.uniforms import stream_key
 from jackpot.optimizer import ModelOptimizer
 from jackpot.parts import Parts
 from jackpot.reference import Reference
@@ -68,7 +70,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     """Models, task, engines and learner, all with the same weights and version."""
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
-    trained = {role: load_model(path, torch.float32, device) for role, path in paths.items()}
+    trained = {role: load_trained(config, role, path, device, state is not None) for role, path in paths.items()}
     check_vocabulary(trained, tokenizer)
     task = make_task(config.task, tokenizer)
     check_lengths(config, trained, task)
@@ -84,6 +86,17 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     return Parts(
         config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
     )
+
+
+def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:
+    """The model in `path`; with LoRA the one that the run began with, and a new adapter or that in the checkpoint."""
+    settings = getattr(config, role)
+    model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
+    if settings.lora is not None:
+        add_adapter(model, settings.lora, stream_key(config.seed, "adapter", role))
+        if resumes:
+            load_adapter(model, Path(path))
+    return model
 
 
 def make_engine(config: EngineConfig, path: str, device: torch.device, version: Version) -> Engine:

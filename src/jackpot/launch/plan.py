@@ -1,20 +1,35 @@
 """What a run would need, found out without running it. Layer 6."""
 
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from jackpot.config import Config
+from jackpot.launch.local import model_paths
 from jackpot.models.load import load_config
+from jackpot.models.lora import adapter_size
 from jackpot.types import Role
 
 
-def parameter_counts(paths: Mapping[Role, str]) -> dict[Role, int]:
-    """Parameters of each model, tied ones once, from its config alone: the weights are not read."""
-    return {role: _parameter_count(path) for role, path in paths.items()}
+class Size(NamedTuple):
+    parameters: int  # of the model, tied ones once, without an adapter
+    trained: int  # all of them, those of the adapter alone, or 0 where it is frozen
 
 
-def _parameter_count(path: str) -> int:
+def model_sizes(config: Config) -> dict[Role, Size]:
+    """The size of each model from its config alone: the weights are not read.
+
+    Raises:
+        ModelError: no model there, or LoRA on a target module that it does not have.
+    """
+    return {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
+
+
+def _size(config: Config, role: Role, path: str) -> Size:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(path))
-    return sum(parameter.numel() for parameter in model.parameters())
+    settings, parameters = getattr(config, role), sum(parameter.numel() for parameter in model.parameters())
+    if settings.optimizer is None:
+        return Size(parameters, 0)
+    return Size(parameters, parameters if settings.lora is None else adapter_size(model, settings.lora))

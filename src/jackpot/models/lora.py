@@ -1,0 +1,171 @@
+"""LoRA: a small adapter trains beside linear layers whose weights stay as they are (arXiv 2106.09685). Layer 3.
+
+A layer with an adapter computes W x + alpha / rank * B A x. Everybody else sees the *merged* weights
+W + alpha / rank * B A under the names that the model has without an adapter, so engines and checkpoint folders need not
+know that there is one. Only this file needs peft, and only for a model that gets an adapter.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from jackpot.config import ALL_LINEAR, LoraConfig
+from jackpot.engines.base import weights_digest
+from jackpot.errors import CheckpointError, ConfigError, ModelError, unknown_name
+
+_FILE = "adapter_model.safetensors"  # beside adapter_config.json, as peft has it
+_BASE = "base_sha256"  # in its metadata: the digest of the weights that the adapter belongs to
+_END = ".default.weight"  # of an adapter's parameters; "default" is the name that peft gives to a model's only adapter
+
+
+def target_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers that an adapter is for, by their names in the model: never the head, whose weight is used bare.
+
+    Raises:
+        ModelError: a target module that the model does not have.
+    """
+    kind, head = type(model).__name__, model.get_output_embeddings()
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in linear.items() if layer is not head}
+    if not layers:
+        raise ModelError(f"{kind} has no linear layer below its head; set lora: null to train all of its weights")
+    valid = {ALL_LINEAR, *map(_leaf, layers)}
+    for name in target_modules:
+        if name not in valid:
+            raise ModelError(unknown_name(f"target module of {kind}", name, valid))
+    return {name: layer for name, layer in layers.items() if {ALL_LINEAR, _leaf(name)} & set(target_modules)}
+
+
+def adapter_size(model: PreTrainedModel, config: LoraConfig) -> int:
+    """Parameters of the adapter that `add_adapter` would put on the model; needs no peft. Raises as `target_layers`."""
+    layers = target_layers(model, config.target_modules).values()
+    return sum(config.rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    """Freeze the model and put an adapter on it, in place.
+
+    A is drawn from `seed`, without touching the caller's random state, and B is 0: the merged weights are still those
+    of the model.
+
+    Raises:
+        ConfigError: peft is not installed.
+        ModelError: a target module that the model does not have.
+    """
+    peft = _peft()
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=sorted({_leaf(name) for name in target_layers(model, config.target_modules)}),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
+        peft.inject_adapter_in_model(settings, model)
+
+
+@torch.no_grad()
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights that the model computes with, by the names it has without an adapter, tied ones once.
+
+    A merged weight is made when it is asked for, in its own dtype; the model is not changed. Without an adapter these
+    are the `named_parameters()`. In float32 the merged model is the model up to rounding; cast to bfloat16, a change of
+    a weight by less than its rounding is lost, as it is for any bfloat16 copy of a trained model.
+    """
+    deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
+    for name, parameter in _base_parameters(model):
+        layer = deltas.get(name)
+        yield _plain(name), parameter if layer is None else parameter + layer.get_delta_weight("default")
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write a plain `save_pretrained` folder with the merged weights, and of an adapter `folder/adapter` in the format
+    that `peft.PeftModel.from_pretrained` reads."""
+    adapter = _adapter_parameters(model)
+    if not adapter:
+        model.save_pretrained(folder)
+        return
+    state = {_plain(name): tensor for name, tensor in model.state_dict().items() if not name.endswith(_END)}
+    model.save_pretrained(folder, state_dict=state | dict(merged_weights(model)))
+    model.peft_config["default"].save_pretrained(folder / "adapter")
+    save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: _base_digest(model)})
+
+
+@torch.no_grad()
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Give the model's adapter the weights that `save_model` wrote into `folder/adapter`.
+
+    Raises:
+        CheckpointError: missing or damaged, or trained beside other weights than the model's.
+    """
+    path, adapter = folder / "adapter" / _FILE, _adapter_parameters(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, saved = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _shapes(saved) != _shapes(adapter):
+            raise ValueError(f"its {len(saved)} tensors are not the {len(adapter)} of this adapter")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read the adapter {path}: {type(error).__name__}: {error}. Remove the folder {folder.parent} to "
+            f"continue from the checkpoint before it"
+        ) from error
+    if metadata.get(_BASE) != _base_digest(model):
+        raise CheckpointError(
+            f"the adapter {path} was trained beside other weights than those now in {model.name_or_path}; put back the "
+            f"model that the run began with, or begin a new run from {folder}, which holds the merged weights"
+        )
+    for name, parameter in adapter.items():
+        parameter.copy_(saved[name])
+
+
+def _peft() -> ModuleType:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            "a lora block needs the package peft, which is not installed; pip install 'jackpot-rl[lora]', or set "
+            "lora: null"
+        ) from error
+    return peft
+
+
+def _has_delta(layer: nn.Module) -> bool:
+    return hasattr(layer, "get_delta_weight")
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _plain(name: str) -> str:
+    """The name without an adapter: peft moves a layer that gets one to `base_layer` below its place."""
+    return name.replace(".base_layer.", ".")
+
+
+def _base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor.detach()) for name, tensor in model.named_parameters() if not name.endswith(_END))
+
+
+def _base_digest(model: PreTrainedModel) -> str:
+    return weights_digest(((_plain(name), tensor) for name, tensor in _base_parameters(model)), torch.float32)
+
+
+def _adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapter's own parameters by the names they have in peft's files."""
+    return {
+        f"base_model.model.{name.removesuffix(_END)}.weight": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name.endswith(_END)
+    }
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
