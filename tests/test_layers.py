@@ -13,7 +13,7 @@ LAYERS = [
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
-    {"batching", "learner", "optimizer"},
+    {"batching", "conversation", "learner", "optimizer"},
     {"trainer", "control", "checkpoint", "telemetry", "evaluate", "rollout_files"},
     {"launch", "adapters", "lab", "report"},
     {"recipes", "cli", "console"},

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.batching import optimizer_steps
 from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config
+from jackpot.conversation import write
 from jackpot.engines.base import Engine, weights_digest
 from jackpot.errors import EngineError
 from jackpot.evaluate import evaluate, score_rollouts
@@ -75,7 +76,8 @@ class Trainer:
                 self._finish_iteration({})
             while self.iteration < config.iterations and not self._stopping:
                 with self._clock("rollout"):
-                    rollouts = parts.engine.generate(self._requests(self._prompts.next(config.batch.prompts)))
+                    requests = self._requests(self._prompts.next(config.batch.prompts))
+                    rollouts = write(parts.engine, parts.task, parts.tokenizer, requests)
                 with self._clock("score"):
                     whole = self._without_aborted(rollouts)
                     scored = score_rollouts(whole, parts.task, parts.tokenizer, config.objective.advantage)
@@ -263,6 +265,7 @@ def _summary(
         "reward/correct": _mean([item.score.correct for item in scored]),
         "reward/zero_advantage": _mean([not item.advantages.any() for item in scored]),
         "response/tokens": _mean(lengths),
+        "response/tool_tokens": _mean([int((~item.rollout.sampled_mask).sum()) for item in scored]),
         "response/truncated": _mean([item.rollout.finish == "length" for item in scored]),
         "response/aborted": _mean([rollout.finish == "aborted" for rollout in rollouts]),
         "rollout/tokens": _mean([sum(lengths)]),
