@@ -18,6 +18,7 @@ REGIMES = {
     "stale": ("batch.step_size=8", "batch.epochs=2", "objective.correction.target=new", "batch.micro_batch_tokens=128"),
     "kappa previous": ("objective.correction.kappa=previous", "policy.optimizer.schedule=cosine"),
     "frozen": ("rollout_model.optimizer=null",),
+    "tool": ("task=tool_arithmetic",),
     "on policy": ("rollout_model=null", "objective.correction=none"),
 }
 

@@ -144,6 +144,12 @@ class ArithmeticConfig(Strict):
         return self
 
 
+class ToolArithmeticConfig(ArithmeticConfig):
+    """The same sums, with a calculator that answers every `=`."""
+
+    name: Literal["tool_arithmetic"] = "tool_arithmetic"
+
+
 class TransformersEngineConfig(Strict):
     """The learner's process decodes with Hugging Face transformers. Runs everywhere."""
 
@@ -152,7 +158,7 @@ class TransformersEngineConfig(Strict):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-TaskConfig = Annotated[ArithmeticConfig, _by_name("arithmetic")]
+TaskConfig = Annotated[ArithmeticConfig | ToolArithmeticConfig, Field(discriminator="name"), _by_name("arithmetic")]
 EngineConfig = Annotated[TransformersEngineConfig, _by_name("transformers")]
 
 
