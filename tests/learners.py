@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from engines.reference import EOS, tiny_model
 from jackpot.batching import optimizer_steps
 from jackpot.config import OptimizerConfig
+from jackpot.conversation import write as write_turns
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.joint_learner import JointLearner
 from jackpot.learner import StepResult
@@ -22,6 +23,7 @@ from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.surrogate import AGGREGATES
 from jackpot.optimizer import ModelOptimizer
 from jackpot.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout, TokenBatch, Version
+from turns import Numbers, Tool
 
 VOCAB, MAX_NEW = 20, 8
 FIRST = Version(0, 0)
@@ -42,9 +44,10 @@ def write(
     seed: int = 0,
     version: Version = FIRST,
     max_new: int = MAX_NEW,
+    turn_ends: Sequence[int] = (),
     **sampling,
 ) -> list[ScoredRollout]:
-    """Sampled responses of the model to random prompts, with random advantages."""
+    """Sampled responses of the model to random prompts, with random advantages; a tool answers to `turn_ends`."""
     draw = np.random.default_rng(seed)
     engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_batch_size=64)
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
@@ -56,7 +59,7 @@ def write(
         requests += [
             Request(uid=f"{prompt.uid}#{n}", prompt=prompt, seed=s, sampling=settings) for n, s in enumerate(seeds)
         ]
-    rollouts = engine.generate(requests)
+    rollouts = write_turns(engine, Tool(turn_ends, VOCAB), Numbers(), requests)
     engine.close()
     return [scored(rollout, draw.normal()) for rollout in rollouts]
 
@@ -190,7 +193,8 @@ def reference_losses(
     temperature=1.0,
     numbers=OBRS,
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`; `now` carries the gradients.
+    """Eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`, over the tokens that were sampled; `now`
+    carries the gradients.
 
     `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary.
     """
@@ -201,6 +205,8 @@ def reference_losses(
         with torch.no_grad():
             before, writer = (vocabulary_log_probs(old[role], item.rollout, temperature) for role in now)
         for t, token in enumerate(item.rollout.token_ids.tolist()):
+            if not item.rollout.sampled_mask[t]:
+                continue
             aim = (before if target == "old" else policy.detach())[t]
             z = torch.minimum(writer[t].exp(), aim.exp() / lam).sum().item()
             p_inf = item.rollout.rollout_log_probs[t].item()

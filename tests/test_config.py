@@ -15,6 +15,7 @@ from jackpot.config import Config
 from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError
 from jackpot.objectives import advantages, corrections, distill, joint, regularise, surrogate
+from jackpot.tasks import TASKS
 
 PACKAGE = Path(jackpot.__file__).parent
 RECIPE = {
@@ -83,7 +84,7 @@ UNKNOWN_VALUES = [
     ("objective.correction.target", "oldd", "; did you mean 'old'?", "new, old"),
     ("objective.aggregate", "tokens", "; did you mean 'token'?", "constant, sequence, token"),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
-    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic"),
+    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, tool_arithmetic"),
     ("precision", "fp8", ".", "bf16, fp32"),
 ]
 WRONG_VALUES = [
@@ -230,6 +231,17 @@ def test_a_correction_by_name_has_that_corrections_defaults():
     assert build({"rollout_model.correction": {"cap": 2.0}}).rollout_model.correction.name == "tis"
 
 
+def test_a_task_by_name_has_that_tasks_settings():
+    assert build().task == build({"task": "arithmetic"}).task == config.ArithmeticConfig()
+    assert build({"task": "tool_arithmetic"}).task == config.ToolArithmeticConfig()
+    tool = {"name": "tool_arithmetic", "max_operand": 12}
+    assert build({"task": tool}).task == config.ToolArithmeticConfig(max_operand=12)
+    assert build({"task.max_operand": 12}).task == config.ArithmeticConfig(max_operand=12)
+    assert "min_terms 4 is above max_terms 3" in message({"task": tool | {"min_terms": 4}})
+    text = message({"task": tool | {"max_operands": 12}})
+    assert text.startswith("unknown setting 'task.max_operands'; did you mean 'task.max_operand'?")
+
+
 def test_merge_goes_down_key_by_key_and_leaves_its_arguments_alone():
     base = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
     changes = {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
@@ -351,6 +363,8 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
     names = {block.model_fields["name"].default for block in blocks() if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys()
+    tasks = config._model_classes(Config.model_fields["task"].annotation)
+    assert {task.model_fields["name"].default for task in tasks} == TASKS.keys()
 
 
 def test_a_default_is_written_once():

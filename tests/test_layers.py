@@ -13,7 +13,7 @@ LAYERS = [
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
-    {"batching", "critic", "gradient_parts", "joint_learner", "learner", "optimizer", "reference"},
+    {"batching", "conversation", "critic", "gradient_parts", "joint_learner", "learner", "optimizer", "reference"},
     {
         "trainer",
         "control",

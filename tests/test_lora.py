@@ -38,8 +38,8 @@ def finished(config: Config, folder: Path) -> tuple[Parts, dict[Role, PreTrained
     """A run to its end: its parts, and the models that it trained."""
     paths, device = model_paths(config, None), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
-    learner = make_learner(config, models, faithful=True)
-    parts = replace(make_parts(config, paths, None), learner=learner)
+    learner = make_learner(config, models, faithful=True, critic=None)
+    parts = replace(make_parts(config, None, None), learner=learner)
     run_folder = RunFolder(folder)
     run_folder.start(config, 1)
     run_folder.rewind(-1)
@@ -146,6 +146,6 @@ def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(tmp_path: Path
     run(small_config(*POLICY), tmp_path / "first")
     start = tmp_path / "first" / "checkpoints" / "last" / "policy"
     config = small_config(*POLICY, f"policy.path={start}")
-    parts = make_parts(config, model_paths(config, None), None)
+    parts = make_parts(config, None, None)
     merged = weights(tmp_path / "first", "policy")
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))

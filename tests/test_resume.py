@@ -17,6 +17,7 @@ REGIMES = {
     "stale": ("batch.step_size=8", "batch.epochs=2", "objective.correction.target=new", "batch.micro_batch_tokens=128"),
     "kappa previous": ("objective.correction.kappa=previous", "policy.optimizer.schedule=cosine"),
     "frozen": ("rollout_model.optimizer=null",),
+    "tool": ("task=tool_arithmetic",),
     "on policy": ("rollout_model=null", "objective.correction=none"),
     "lora": ("policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3"),
     "lora on both": ("policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.step_size=8"),

@@ -97,6 +97,20 @@ def test_saved_rollouts_hold_every_token_of_both_sides(tmp_path: Path) -> None:
         assert row["response"] == "".join(token for token in row["tokens"] if not token.startswith("<"))
 
 
+def test_a_task_with_a_tool_trains_on_the_tokens_that_the_model_sampled(tmp_path: Path) -> None:
+    lines = run(small_config(arm="tool"), tmp_path)
+    rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
+    sampled = [row["sampled_mask"] for row in rows]
+    assert lines[1]["response/tokens"] == sum(map(len, sampled)) / len(rows)
+    assert lines[1]["response/tool_tokens"] == sum(mask.count(False) for mask in sampled) / len(rows) > 0
+    assert lines[1]["policy/grad_norm"] > 0 and lines[1]["rollout_model/grad_norm"] > 0
+    assert all(line["mismatch/engine_gap_max"] < 1e-4 for line in lines[1:])
+    for row in rows:
+        assert row["response"] == "".join(token for token in row["tokens"] if not token.startswith("<"))
+        for name in ("accept_mask", "weights", "z", "acceptance", "old_log_probs", "rollout_log_probs"):
+            assert all(value == 0 for value, own in zip(row[name], row["sampled_mask"], strict=True) if not own), name
+
+
 def test_a_checkpoint_loads_with_plain_transformers(tmp_path: Path) -> None:
     run(small_config("iterations=1"), tmp_path)
     for role in ("policy", "rollout_model"):

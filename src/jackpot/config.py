@@ -5,7 +5,7 @@ A recipe is the YAML form of `Config`, with `arms: {name: overrides}` beside it.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jackpot.config_base import Count, Decay, Finite, NonNegative, Positive, Strict, by_name
 from jackpot.config_corrections import (
@@ -147,6 +147,12 @@ class ArithmeticConfig(Strict):
         return self
 
 
+class ToolArithmeticConfig(ArithmeticConfig):
+    """The same sums, with a calculator that answers every `=`."""
+
+    name: Literal["tool_arithmetic"] = "tool_arithmetic"
+
+
 class TransformersEngineConfig(Strict):
     """The learner's process decodes with Hugging Face transformers. Runs everywhere."""
 
@@ -155,7 +161,7 @@ class TransformersEngineConfig(Strict):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-TaskConfig = Annotated[ArithmeticConfig, by_name("arithmetic")]
+TaskConfig = Annotated[ArithmeticConfig | ToolArithmeticConfig, Field(discriminator="name"), by_name("arithmetic")]
 EngineConfig = Annotated[TransformersEngineConfig, by_name("transformers")]
 
 

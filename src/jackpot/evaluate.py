@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from jackpot.conversation import write
 from jackpot.engines.base import Engine
 from jackpot.ops.uniforms import stream_key
-from jackpot.tasks.base import Task
+from jackpot.tasks.base import Task, decode
 from jackpot.types import Prompt, Request, Rollout, Sampling, Score
 
 
@@ -57,15 +58,14 @@ def evaluate(
         Request(uid=f"eval/{prompt.uid}", prompt=prompt, seed=stream_key(seed, "eval", prompt.uid), sampling=sampling)
         for prompt in prompts
     ]
-    rollouts = engine.generate(requests)
+    rollouts = write(engine, task, tokenizer, requests)
     responses, scores = judge(rollouts, task, tokenizer)
     return Evaluation(rollouts=tuple(rollouts), responses=tuple(responses), scores=tuple(scores))
 
 
 def judge(rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[Score]]:
-    """Decode every response without special tokens and ask the task."""
-    ids = [rollout.token_ids.tolist() for rollout in rollouts]
-    responses = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """Decode every response and ask the task."""
+    responses = [decode(tokenizer, rollout.token_ids) for rollout in rollouts]
     scores = [
         task.score(rollout.prompt, response, rollout.finish == "stop")
         for rollout, response in zip(rollouts, responses, strict=True)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config import Config
 from jackpot.files import whole_file
+from jackpot.tasks.base import decode
 from jackpot.types import ScoredRollout
 
 SCHEMA_VERSION = 1
@@ -51,7 +52,7 @@ def _row(
         "prompt_uid": rollout.prompt.uid,
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,
-        "response": tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        "response": decode(tokenizer, rollout.token_ids),
         "finish": rollout.finish,
         "reward": item.score.reward,
         "correct": item.score.correct,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jackpot.config import Config
+from jackpot.conversation import write
 from jackpot.evaluate import judge
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.ops.reduce import Mean, Sums, Total
@@ -54,7 +55,8 @@ class Sampler:
         while rounds == 0 or (dynamic and rounds < dynamic.max_rounds and len(unequal) < wanted):
             rounds += 1
             with self._clock("rollout"):
-                rollouts = self._parts.engine.generate(self._requests(iteration, self._prompts.next(wanted)))
+                parts, requests = self._parts, self._requests(iteration, self._prompts.next(wanted))
+                rollouts = write(parts.engine, parts.task, parts.tokenizer, requests)
             written += rollouts
             with self._clock("score"):
                 for group in self._judge(self._usable(iteration, rollouts)):
@@ -150,6 +152,7 @@ def _sums(written: Sequence[Rollout], groups: Sequence[Sequence[Judged]], scored
         "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
         "reward/zero_advantage": mean([not item.advantages.any() for item in scored]),
         "response/tokens": mean(lengths),
+        "response/tool_tokens": mean([int((~item.rollout.sampled_mask).sum()) for item in judged]),
         "response/truncated": mean([item.rollout.finish == "length" for item in judged]),
         "response/aborted": mean([_useless(rollout) == "aborted" for rollout in written]),
         "response/non_finite": mean([_useless(rollout) == "non_finite" for rollout in written]),

@@ -29,7 +29,7 @@ class Sampling(BaseModel):
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off. This is the sampling filter, not num_top_log_probs.
-    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256  # of the whole response, what a tool wrote in it included
     num_top_log_probs: Annotated[int, Field(ge=0)] = 20  # K, captured for the normaliser
     stop_token_ids: Annotated[
         tuple[int, ...], Field(strict=False)
@@ -69,10 +69,10 @@ class Rollout:
     prompt: Prompt
     finish: Finish
     token_ids: Tensor  # [T] int64
-    rollout_log_probs: Tensor  # [T] float32, of the sampled token after temperature, top-p and top-k
+    rollout_log_probs: Tensor  # [T] float32, of the sampled token after temperature, top-p and top-k; 0 if not sampled
     sampled_mask: Tensor  # [T] bool, False where somebody else (a tool, a template) wrote the token
     top_ids: Tensor  # [T, K] int64, most probable first
-    top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution
+    top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
     versions: Tensor  # [T, 2] int64, a Version for every token
 
 

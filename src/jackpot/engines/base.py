@@ -21,6 +21,7 @@ class Capabilities:
     """What an engine can do and what its numbers mean."""
 
     num_top_log_probs: int  # the most it returns for a token
+    context_length: int  # tokens of a prompt and its response together
     quantised: bool  # True where it computes with other numbers than the weights it was sent
     streaming: bool  # True where `collect` returns finished rollouts while others are still being written
     updates_in_flight: bool  # True where weights may change while rollouts are written: tokens carry their own version

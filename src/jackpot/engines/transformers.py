@@ -68,6 +68,7 @@ class TransformersEngine(Engine):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             num_top_log_probs=self._vocab_size,
+            context_length=self._context_length,
             quantised=False,
             streaming=True,
             updates_in_flight=False,

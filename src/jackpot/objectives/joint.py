@@ -328,7 +328,7 @@ def _trace(
         "old_log_probs": anchor.old_log_probs,
         "log_probs": scores.log_probs.detach(),
         "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
-        "acceptance": obrs.acceptance(rollout, target, policy.correction.lam),
+        "acceptance": obrs.acceptance(rollout, target, policy.correction.lam) * inputs.response_mask,
         "accept_mask": correction.accept_mask,
         "weights": correction.weights,
         "z": inputs.z.value,

@@ -1,10 +1,13 @@
-"""What every task promises: prompts to answer and a score for each response. Layer 3."""
+"""What every task promises: prompts to answer, a score for each response, what its tool says if it has one. Layer 3."""
 
 import random
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from jackpot.errors import DataError
 from jackpot.ops.uniforms import stream_key
@@ -14,7 +17,12 @@ Split = Literal["train", "test"]
 
 
 class Task(ABC):
-    """A source of problems with a verifiable reward. Problems are drawn by index, so a stream can be resumed."""
+    """A source of problems with a verifiable reward. Problems are drawn by index, so a stream can be resumed.
+
+    A task with a tool names the tokens at which the model stops and hands the word to `reply`.
+    """
+
+    turn_ends: tuple[int, ...] = ()  # token ids
 
     @abstractmethod
     def size(self, split: Split) -> int | None:
@@ -26,7 +34,19 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Judge one decoded response, special tokens removed. `finished` is False where it was cut at the limit."""
+        """Judge one decoded response. `finished` is False where it was cut at the limit."""
+
+    def reply(self, prompt: Prompt, response: str) -> str | None:
+        """What the tool appends to the decoded response so far, which ends with a token of `turn_ends`; None ends it.
+
+        The text is tokenized by itself, and special tokens that are written out in it become special tokens.
+        """
+        return None
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
+    """A response as a task reads it: special tokens removed, spaces left as they are."""
+    return tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class PromptStream:
