@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from jackpot.config import Config
-from jackpot.config_build import build_config, nest
+from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError, unknown_name
 
 
@@ -20,9 +20,23 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> dict[str, Any]:
     """The recipe of the package with this name, or the YAML file at this path.
 
+    `base: NAME` takes the settings of another recipe, not its arms, and lays this one's over them; a path in it is
+    meant from where the command runs.
+
     Raises:
-        ConfigError: no such recipe or file, or not a YAML mapping.
+        ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
     """
+    chain = [name]
+    recipe = _read(name)
+    while base := recipe.pop("base", None):
+        if base in chain:
+            raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*chain, base])}")
+        chain.append(base)
+        recipe = merge({key: value for key, value in _read(base).items() if key != "arms"}, recipe)
+    return recipe
+
+
+def _read(name: str) -> dict[str, Any]:
     path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parent / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")

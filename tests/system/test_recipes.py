@@ -1,0 +1,44 @@
+"""Every arm of every recipe that the package carries: its settings are valid, and it trains."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from jackpot.recipes import load_recipe, recipe_names, resolve
+from runs import run
+
+ARMS = [(recipe, arm) for recipe in recipe_names() for arm in load_recipe(recipe)["arms"]]
+
+
+@pytest.mark.parametrize(("recipe", "arm"), ARMS)
+def test_every_arm_resolves(recipe: str, arm: str) -> None:
+    config = resolve(recipe, arm, [])
+    assert config.description and config.iterations * config.batch.steps_per_iteration >= 100
+
+
+def small(recipe: str, arm: str) -> list[str]:
+    """Overrides that keep the regime (steps, epochs, models, objective) and shrink the batch."""
+    batch = resolve(recipe, arm, []).batch
+    steps = batch.steps_per_iteration // batch.epochs
+    prompts = max(4, math.ceil(steps / 4))
+    return [
+        "iterations=2",
+        f"batch.prompts={prompts}",
+        "batch.group_size=4",
+        f"batch.step_size={prompts * 4 // steps}",
+        "evaluation.every=2",
+        "evaluation.problems=8",
+        "threads=1",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "arm"), ARMS)
+def test_every_arm_trains(recipe: str, arm: str, tmp_path: Path) -> None:
+    config, original = resolve(recipe, arm, small(recipe, arm)), resolve(recipe, arm, [])
+    assert config.batch.steps_per_iteration == original.batch.steps_per_iteration
+    lines = run(config, tmp_path)
+    assert lines[-1]["iteration"] == 2
+    assert all(line["policy/skipped_steps"] < 1.0 and line["policy/grad_norm"] > 0.0 for line in lines[1:])
+    assert all(math.isfinite(line["policy/loss"]) for line in lines[1:])
