@@ -363,7 +363,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
     names = {block.model_fields["name"].default for block in blocks() if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys()
-    tasks = config._model_classes(Config.model_fields["task"].annotation)
+    tasks = config_build._model_classes(Config.model_fields["task"].annotation)
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys()
 
 

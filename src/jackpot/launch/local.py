@@ -127,7 +127,7 @@ def make_learner(
     """The learner with the objective of the settings bound to functions; `faithful` as in JointLearner."""
     policy, rollout_model = models["policy"], models.get("rollout_model")
     writer = config.rollout_model
-    trains = writer is not None and writer.optimizer is not None
+    trains = rollout_model is not None and writer.optimizer is not None
     each_step = writer is None or writer.update == "step"
     rollout_steps = _total_steps(config) if each_step else config.iterations
     return JointLearner(
