@@ -28,7 +28,8 @@ class RolloutBatch:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
     rollout: Rollout
-    score: Score
+    task_reward: float  # before shaping
+    score: Score  # what is trained on
 
 
 class Sampler:
@@ -44,12 +45,13 @@ class Sampler:
         self._parts, self._prompts, self._clock, self._event = parts, prompts, clock, event
 
     def next_batch(self, iteration: int) -> RolloutBatch:
-        """The rollout batch of an iteration. With dynamic sampling, groups of equal rewards only fill what is missing
-        after the last round."""
+        """The rollout batch of an iteration. With dynamic sampling, groups to which the task gave equal rewards only fill
+        what is missing after the last round."""
         config = self._parts.config
         wanted, dynamic = config.batch.prompts, config.batch.dynamic_sampling
         rounds = 0
         written: list[Rollout] = []
+        unusable: list[str] = []  # why, of each
         unequal: list[list[Judged]] = []
         equal: list[list[Judged]] = []
         while rounds == 0 or (dynamic and rounds < dynamic.max_rounds and len(unequal) < wanted):
@@ -59,13 +61,17 @@ class Sampler:
                 rollouts = write(parts.engine, parts.task, parts.tokenizer, requests)
             written += rollouts
             with self._clock("score"):
-                for group in self._judge(self._usable(iteration, rollouts)):
-                    is_equal = len({item.score.reward for item in group}) == 1
+                usable, why_not = self._usable(iteration, rollouts)
+                unusable += why_not
+                for group in self._judge(usable):
+                    is_equal = len({item.task_reward for item in group}) == 1
                     (equal if is_equal and dynamic else unequal).append(group)
         taken = (unequal + equal)[:wanted]
         scored = self._with_advantages([item for group in taken for item in group])
         groups = unequal + equal
-        return RolloutBatch(scored=scored, sums=_sums(written, groups, scored) | _rounds(rounds, len(groups), wanted))
+        return RolloutBatch(
+            scored=scored, sums=_sums(written, unusable, groups, scored) | _rounds(rounds, len(groups), wanted)
+        )
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """A group of requests for each prompt; the seed of each is hashed from its uid."""
@@ -80,15 +86,19 @@ class Sampler:
             for uid, prompt in uids
         ]
 
-    def _usable(self, iteration: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Those that ended by themselves or at the limit, with finite log-probs. Others are counted, not rewarded 0."""
-        usable = []
+    def _usable(self, iteration: int, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[str]]:
+        """Those that ended by themselves or at the limit, with finite log-probs; why not, of each of the others.
+
+        They are events and counts, and not rewards of 0.
+        """
+        usable, why_not = [], []
         for rollout in rollouts:
             if why := _useless(rollout):
+                why_not.append(why)
                 self._event(iteration, {"event": f"{why}_rollout", "uid": rollout.uid})
             else:
                 usable.append(rollout)
-        return usable
+        return usable, why_not
 
     def _judge(self, rollouts: Sequence[Rollout]) -> list[list[Judged]]:
         """By prompt, with their rewards."""
@@ -96,7 +106,8 @@ class Sampler:
         groups: dict[str, list[Judged]] = {}
         for rollout, score in zip(rollouts, scores, strict=True):
             shaped = shaped_score(self._parts.config, rollout, score)
-            groups.setdefault(rollout.prompt.uid, []).append(Judged(rollout=rollout, score=shaped))
+            judged = Judged(rollout=rollout, task_reward=score.reward, score=shaped)
+            groups.setdefault(rollout.prompt.uid, []).append(judged)
         return list(groups.values())
 
     def _with_advantages(self, items: Sequence[Judged]) -> list[ScoredRollout]:
@@ -142,7 +153,12 @@ def _rounds(rounds: int, groups: int, wanted: int) -> Sums:
     }
 
 
-def _sums(written: Sequence[Rollout], groups: Sequence[Sequence[Judged]], scored: Sequence[ScoredRollout]) -> Sums:
+def _sums(
+    written: Sequence[Rollout],
+    unusable: Sequence[str],
+    groups: Sequence[Sequence[Judged]],
+    scored: Sequence[ScoredRollout],
+) -> Sums:
     judged = [item for group in groups for item in group]
     lengths = [len(item.rollout.token_ids) for item in judged]
     return {
@@ -154,8 +170,8 @@ def _sums(written: Sequence[Rollout], groups: Sequence[Sequence[Judged]], scored
         "response/tokens": mean(lengths),
         "response/tool_tokens": mean([int((~item.rollout.sampled_mask).sum()) for item in judged]),
         "response/truncated": mean([item.rollout.finish == "length" for item in judged]),
-        "response/aborted": mean([_useless(rollout) == "aborted" for rollout in written]),
-        "response/non_finite": mean([_useless(rollout) == "non_finite" for rollout in written]),
+        "response/aborted": mean([unusable.count("aborted") / len(written)]),
+        "response/non_finite": mean([unusable.count("non_finite") / len(written)]),
         "tokens/rollout": Total(torch.tensor(float(sum(len(rollout.token_ids) for rollout in written)))),
     }
 
