@@ -148,7 +148,10 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
         f"{config.iterations * batch.steps_per_iteration} in all",
         "response tokens": f"at most {batch.rollouts * config.sampling.max_new_tokens:,} per iteration",
-        "correction": ", ".join(f"{key} {value}" for key, value in correction.model_dump().items()),
+        "correction": ", ".join(
+            [correction.name, *(f"{key} {value}" for key, value in correction.model_dump().items() if key != "name")]
+        ),
+        "objective": _objective(config),
         "engine": f"{config.engine.name} in {config.engine.dtype}, training in {config.precision}",
         "evaluation": f"{config.evaluation.problems} problems every {config.evaluation.every} iterations",
         "run folder": str(folder),
@@ -157,6 +160,24 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _objective(config: Config) -> str:
+    """Advantage and aggregate, and what else pulls on the policy."""
+    objective = config.objective
+    parts = [f"advantage {objective.advantage}", f"aggregate {objective.aggregate} over {objective.count} tokens"]
+    if config.critic:
+        parts.append(f"critic from {config.critic.path or config.policy.path}, as large as that model")
+    if objective.reference:
+        path, weight = objective.reference.path or config.policy.path, objective.reference.weight
+        parts.append(f"{weight:g} x KL to {path} ({objective.reference.estimate})")
+    if objective.entropy_weight:
+        parts.append(f"{objective.entropy_weight:g} x entropy")
+    if objective.overlong:
+        parts.append(f"up to -{objective.overlong.penalty:g} for the last {objective.overlong.buffer} tokens")
+    if config.batch.dynamic_sampling:
+        parts.append(f"dynamic sampling, at most {config.batch.dynamic_sampling.max_rounds} rounds")
+    return "; ".join(parts)
 
 
 def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:

@@ -45,8 +45,10 @@ class Sampler:
         self._parts, self._prompts, self._clock, self._event = parts, prompts, clock, event
 
     def next_batch(self, iteration: int) -> RolloutBatch:
-        """The rollout batch of an iteration. With dynamic sampling, groups to which the task gave equal rewards only fill
-        what is missing after the last round."""
+        """The rollout batch of an iteration.
+
+        With dynamic sampling, groups to which the task gave equal rewards only fill what the last round left missing.
+        """
         config = self._parts.config
         wanted, dynamic = config.batch.prompts, config.batch.dynamic_sampling
         rounds = 0
