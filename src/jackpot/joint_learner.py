@@ -42,7 +42,7 @@ from jackpot.reference import Reference
 from jackpot.types import Role, Sampling, ScoredRollout, TokenBatch, Version
 
 NON_FINITE = "non-finite gradient"
-SCORE_ROWS = 1024  # tokens whose logits are in memory at once in `score`
+SCORE_LOGITS = 2**24  # in memory at once in `score`: 64 MiB in float32, several times that with filters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,21 +184,17 @@ class JointLearner(Learner):
     @torch.no_grad()
     def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
         model, scores = self._models[role], {}
+        rows = max(1, SCORE_LOGITS // output_layer(model).out_features)
         for batch in (batch_to(batch, self._device) for batch in batches):
+            exists = batch.attention_mask
             with self._precision():
-                hidden, ids = response_hidden(model, batch)[batch.attention_mask], batch.response_ids
-                chunks = [
-                    sampling_log_probs(head_logits(model, rows), sampling.temperature, sampling.top_k, sampling.top_p)
-                    .gather(1, targets[:, None])
-                    .squeeze(1)
-                    for rows, targets in zip(
-                        hidden.split(SCORE_ROWS), ids[batch.attention_mask].split(SCORE_ROWS), strict=True
-                    )
+                hidden = response_hidden(model, batch)[exists]
+                log_probs = [
+                    _sampled(head_logits(model, states), targets, sampling)
+                    for states, targets in zip(hidden.split(rows), batch.response_ids[exists].split(rows), strict=True)
                 ]
-            spread = torch.zeros(ids.shape, device=self._device).masked_scatter(batch.attention_mask, torch.cat(chunks))
-            scores |= {
-                uid: columns["log_probs"] for uid, columns in by_rollout(batch, {"log_probs": spread.cpu()}).items()
-            }
+            spread = torch.zeros(exists.shape, device=self._device).masked_scatter(exists, torch.cat(log_probs))
+            scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": spread.cpu()}).items()}
         return scores
 
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
@@ -362,6 +358,12 @@ class JointLearner(Learner):
         if norms[role] == 0.0:
             return "the gradient is zero"
         return None
+
+
+def _sampled(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probs of `targets` [N] in the distribution that is sampled from: logits [N, V] -> [N]."""
+    log_probs = sampling_log_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    return log_probs.gather(1, targets[:, None]).squeeze(1)
 
 
 def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
