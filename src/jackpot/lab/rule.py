@@ -38,12 +38,12 @@ def below_start(most: float, factor: float) -> Limit:
 
 
 def below_first(history: History, values: Values) -> float:
-    """Two binomial standard errors below the first evaluation."""
+    """As far below the first evaluation as chance goes."""
     return values[0] - _two_errors(history, values[0])
 
 
 def above_first_alone(history: History, values: Values) -> float | None:
-    """Two binomial standard errors above the first evaluation, where the policy has fallen below its own."""
+    """As far above the first evaluation as chance goes, where the policy has fallen that far below its own."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
     return values[0] + _two_errors(history, values[0]) if policy[-1] < below_first(history, policy) else None
 
@@ -68,7 +68,13 @@ def _start(history: History, values: Values) -> float:
 
 
 def _two_errors(history: History, accuracy: float) -> float:
-    return 2.0 * math.sqrt(accuracy * (1.0 - accuracy) / history.config.evaluation.problems)
+    """Two standard errors of the difference between two evaluations.
+
+    With two more right and two more wrong answers: none are wrong in a small evaluation by chance as well.
+    """
+    problems = history.config.evaluation.problems + 4
+    share = (accuracy * history.config.evaluation.problems + 2) / problems
+    return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / problems)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="mismatch",
         metric="mismatch/ratio_p1",
-        low=0.005,
+        low=0.001,
         means="the policy has given up tokens that the rollout model keeps writing",
         tries=_CLOSER,
     ),
