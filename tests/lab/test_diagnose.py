@@ -162,6 +162,12 @@ def test_a_healthy_run_with_a_wild_iteration_is_healthy(config: Config) -> None:
     assert (found.verdict, found.findings, found.iteration) == ("healthy", (), ITERATIONS)
 
 
+def test_a_wild_newest_iteration_is_no_alarm(config: Config) -> None:
+    lines = history()[:31]
+    assert lines[-1]["mismatch/kl_rollout_policy"] == 3.0
+    assert diagnose(lines, [], config).verdict == "healthy"
+
+
 @pytest.mark.parametrize("name", [rule.name for rule in RULES if not rule.metric.startswith("events/")])
 def test_a_rule_fires_where_it_is_broken_and_nowhere_else(name: str, config: Config) -> None:
     found = diagnose(history(BROKEN[name]), [], config)
