@@ -1,7 +1,9 @@
 """The command line. Layer 7: parse, call, show; no logic of its own."""
 
+import json
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from jackpot.config import Config
-from jackpot.console import live_progress, show_answers, show_plan, show_result, starter_progress
+from jackpot.console import live_progress, show_answers, show_diagnosis, show_plan, show_result, starter_progress
 from jackpot.errors import JackpotError
+from jackpot.lab.diagnose import diagnose as diagnosis_of
 from jackpot.launch.local import launch
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import make_starters
 from jackpot.recipes import recipe_names, resolve
-from jackpot.telemetry import RunFolder
+from jackpot.telemetry import RunFolder, run_config
 
 app = typer.Typer(
     add_completion=False,
@@ -71,6 +74,25 @@ def sample(
 ) -> None:
     """Show both models answering held-out problems, before and after training."""
     show_answers(Console(), sample_answers(run, problems, seed))
+
+
+@app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or still going.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether a run is healthy, or what is wrong, since when, which metric says so and what to try.
+
+    Exit code 0: healthy, or too early to say; 1: sick; 2: no run there.
+    """
+    config, folder = run_config(run), RunFolder(run)
+    found = diagnosis_of(folder.read("metrics.jsonl"), folder.read("events.jsonl"), config)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        show_diagnosis(Console(), found)
+    if found.verdict == "sick":
+        raise typer.Exit(1)
 
 
 @app.command()

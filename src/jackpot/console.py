@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jackpot.config import Config
+from jackpot.lab.diagnose import Diagnosis, Finding
 from jackpot.launch.plan import Size
 from jackpot.launch.sample import Answer
 from jackpot.trainer import Line, Listener
@@ -116,6 +117,24 @@ def show_answers(console: Console, problems: Sequence[tuple[Prompt, Sequence[Ans
             when = "after" if answer.after else "before"
             table.add_row(answer.role.replace("_", " "), when, Text(answer.response), verdict)
         console.print(table)
+
+
+def show_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """The summary, and a table of the findings if there are any."""
+    console.print(Text(diagnosis.summary), highlight=False)
+    if not diagnosis.findings:
+        return
+    table = Table(title="Causes before their symptoms", title_justify="left")
+    for column in ("metric", "since", "then", "now", "limit", "what it means", "what to try"):
+        table.add_column(column, justify="right" if column in ("since", "then", "now") else "left")
+    for finding in diagnosis.findings:
+        numbers = (str(finding.since), f"{finding.then:.3g}", f"{finding.now:.3g}", _limit(finding))
+        table.add_row(*map(Text, (finding.metric, *numbers, finding.means, finding.tries)))
+    console.print(table)
+
+
+def _limit(finding: Finding) -> str:
+    return f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}"
 
 
 @contextmanager
