@@ -125,12 +125,14 @@ def show_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     if not diagnosis.findings:
         return
     table = Table(title="Causes before their symptoms", title_justify="left")
-    for column in ("metric", "since", "then", "now", "limit", "what it means", "what to try"):
-        table.add_column(column, justify="right" if column in ("since", "then", "now") else "left")
+    for column in ("metric", "since", "then", "now", "limit"):
+        table.add_column(column, justify="left" if column in ("metric", "limit") else "right", overflow="fold")
     for finding in diagnosis.findings:
         numbers = (str(finding.since), f"{finding.then:.3g}", f"{finding.now:.3g}", _limit(finding))
-        table.add_row(*map(Text, (finding.metric, *numbers, finding.means, finding.tries)))
+        table.add_row(*map(Text, (finding.metric, *numbers)))
     console.print(table)
+    for finding in diagnosis.findings:
+        console.print(Text(f"{finding.metric}: {finding.means}. Try: {finding.tries}."), highlight=False)
 
 
 def _limit(finding: Finding) -> str:

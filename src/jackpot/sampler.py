@@ -71,9 +71,7 @@ class Sampler:
         taken = (unequal + equal)[:wanted]
         scored = self._with_advantages([item for group in taken for item in group])
         groups = unequal + equal
-        return RolloutBatch(
-            scored=scored, sums=_sums(written, unusable, groups, scored) | _rounds(rounds, len(groups), wanted)
-        )
+        return RolloutBatch(scored=scored, sums=_sums(written, unusable, groups) | _rounds(rounds, len(groups), wanted))
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """A group of requests for each prompt; the seed of each is hashed from its uid."""
@@ -159,7 +157,6 @@ def _sums(
     written: Sequence[Rollout],
     unusable: Sequence[str],
     groups: Sequence[Sequence[Judged]],
-    scored: Sequence[ScoredRollout],
 ) -> Sums:
     judged = [item for group in groups for item in group]
     lengths = [len(item.rollout.token_ids) for item in judged]
@@ -168,7 +165,6 @@ def _sums(
         "reward/correct": mean([item.score.correct for item in judged]),
         "reward/all_right": mean([all(item.score.correct for item in group) for group in groups]),
         "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
-        "reward/zero_advantage": mean([not item.advantages.any() for item in scored]),
         "response/tokens": mean(lengths),
         "response/tool_tokens": mean([int((~item.rollout.sampled_mask).sum()) for item in judged]),
         "response/truncated": mean([item.rollout.finish == "length" for item in judged]),

@@ -19,7 +19,7 @@ from jackpot.learner import StepResult
 from jackpot.ops.reduce import Sums, Total, add_sums
 from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
-from jackpot.sampler import Sampler
+from jackpot.sampler import Sampler, mean
 from jackpot.tasks.base import PromptStream
 from jackpot.telemetry import WITH_STANDARD_ERROR, Clock, RunFolder, numbers
 from jackpot.types import Prompt, Role, Rollout, Score, ScoredRollout, TokenBatch
@@ -298,7 +298,10 @@ def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult
         first = _sum_of(results[: len(results) // epochs])
         sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
     trained = epochs * sum(len(item.rollout.token_ids) for item in scored)
-    return sums | {"tokens/train": Total(torch.tensor(float(trained)))}
+    return sums | {
+        "reward/zero_advantage": mean([not item.advantages.any() for item in scored]),
+        "tokens/train": Total(torch.tensor(float(trained))),
+    }
 
 
 def _sum_of(results: Sequence[StepResult]) -> Sums:
