@@ -32,7 +32,8 @@ def world(seed=0, spread=1.2):
 
 
 def z_of(p_inf, p_target, lam):
-    return np.array([math.fsum(min(p, q / lam) for p, q in zip(*pair, strict=True)) for pair in zip(p_inf, p_target)])
+    rows = zip(p_inf, p_target, strict=True)
+    return np.array([math.fsum(min(p, q / lam) for p, q in zip(*row, strict=True)) for row in rows])
 
 
 def inputs_of(p_inf, p_target, p_proximal, lam, uniforms=0.5):
