@@ -38,7 +38,9 @@ def read_mutations() -> list[Mutation]:
 
 MUTATIONS = read_mutations()
 IDS = [f"{one.file}: {one.broken.splitlines()[0].strip()[:70]}" for one in MUTATIONS]
-FORMULAS = ("ops/obrs.py", "ops/linear_head.py", "ops/chunked_heads.py", "objectives/corrections.py")
+FORMULAS = ("ops/obrs.py", "ops/linear_head.py", "ops/chunked_heads.py", "ops/reduce.py")
+FORMULAS += tuple(f"objectives/corrections/{name}.py" for name in ("base", "ratios", "budgeted"))
+FORMULAS += ("objectives/measure.py", "objectives/regularise.py", "critic.py", "guards.py", "gradient_parts.py")
 FORMULAS += ("objectives/surrogate.py", "objectives/advantages.py", "objectives/joint.py", "objectives/distill.py")
 
 

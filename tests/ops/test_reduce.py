@@ -162,7 +162,7 @@ def rank_sums(rank):
     values, mask = sample(rank)
     # another order on every rank: names, not places, say what is added
     entries = {"mean": Mean.of(values, mask), "other": Mean.of(values + 1, mask), "largest": Max.of(values, mask)}
-    entries |= {"total": Total.of(mask), "share": Effective.of(400.0 * values, mask)}
+    entries |= {"total": Total.of(mask), "share": Effective.of(400.0 + 2.0 * values, mask)}
     entries |= {"spread": Histogram.of(values, mask), "nothing": Effective.of(values, mask & False)}
     return entries if rank == 0 else dict(reversed(entries.items()))
 
@@ -192,7 +192,7 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         assert Mean(*reduced["other"]).value.item() == pytest.approx(both.mean() + 1, rel=1e-13)
         assert Max(*reduced["largest"]).value.item() == both.max()
         assert Total(*reduced["total"]).value.item() == len(both)
-        assert Effective(*reduced["share"]).value.item() == pytest.approx(effective(400.0 * both), rel=1e-9)
+        assert Effective(*reduced["share"]).value.item() == pytest.approx(effective(2.0 * both), rel=1e-9)
         assert math.isnan(Effective(*reduced["nothing"]).value)
         for share in (0.1, 0.5, 0.9):
             wanted = np.quantile(both, share, method="inverted_cdf")
