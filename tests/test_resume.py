@@ -21,6 +21,10 @@ REGIMES = {
     "on policy": ("rollout_model=null", "objective.correction=none"),
     "lora": ("policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3"),
     "lora on both": ("policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.step_size=8"),
+    "gae": ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-3", "batch.step_size=8"),
+    "dynamic": ("batch.dynamic_sampling.max_rounds=2", "objective.overlong.buffer=8"),
+    "iteration": ("rollout_model.update=iteration", "batch.step_size=4"),
+    "reference": ("objective.reference.weight=0.1", "objective.entropy_weight=0.01"),
     "lora on policy": ("policy.lora.rank=4", "rollout_model=null", "objective.correction=none"),
 }
 
@@ -36,7 +40,7 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
     (tmp_path / "killed" / "rollouts" / "iteration-000004.parquet.partial").write_bytes(b"half a file")
     run(config, tmp_path / "killed")
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    assert_same_run(tmp_path / "whole", tmp_path / "killed", roles)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", roles + (["critic"] if config.critic else []))
 
 
 @pytest.mark.parametrize("regime", ["joint", "lora"])

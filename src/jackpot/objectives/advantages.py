@@ -99,6 +99,7 @@ def whiten(values: Tensor, counts: Tensor) -> Tensor:
     Equal values, and a single entry, give exactly 0; no epsilon enters otherwise. What counts 0 times is 0.
     """
     counts = counts.to(values.dtype)
+    values = torch.where(counts > 0, values, 0.0)
     total = counts.sum()
     present = values[counts > 0]
     if not len(present) or present.min() == present.max():

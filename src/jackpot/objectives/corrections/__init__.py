@@ -58,8 +58,9 @@ def make_correction(name: str, **numbers) -> CorrectionFn:
     for key in ("cap", "c1", "c2", "lam", "high"):
         if key in numbers and not numbers[key] > 0:
             raise ConfigError(f"correction {name}: {key} is {numbers[key]}; it must be above 0")
-    if "low" in numbers and not 0 <= numbers["low"] <= numbers.get("high", math.inf):
-        raise ConfigError(f"correction {name}: low is {numbers['low']}; it must lie from 0 to high {numbers['high']}")
+    high = numbers.get("high", math.inf)
+    if "low" in numbers and not 0 <= numbers["low"] <= high:
+        raise ConfigError(f"correction {name}: low is {numbers['low']}; it must lie from 0 to high {high}")
     for key, valid in (("mask", MASKS), ("totals", get_args(Totals))):
         if key in numbers and numbers[key] not in valid:
             raise ConfigError(unknown_name(key, numbers[key], valid))

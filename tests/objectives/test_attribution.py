@@ -1,0 +1,242 @@
+"""Why OBRS works, taken apart: the arms that separate Z, target and coin, by exact enumeration over a vocabulary.
+
+One batch holds every token of a small vocabulary once, in every state; a mean over what p_inf would write is then a sum
+over the batch with p_inf as weights, and a mean over coins is a(x).
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from jackpot.errors import ConfigError
+from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.ops.obrs import known_z
+
+STATES, VOCAB = 5, 7
+LAMS = (0.3, 0.8, 1.0, 1.7, 4.0)
+
+
+def softmax(table):
+    exp = np.exp(table - table.max(-1, keepdims=True))
+    return exp / exp.sum(-1, keepdims=True)
+
+
+def world(seed=0, spread=1.2):
+    """p_inf, p_target, p_proximal: [S, V] each."""
+    draw = np.random.default_rng(seed)
+    start = draw.normal(size=(STATES, VOCAB))
+    return tuple(softmax(start + scale * draw.normal(size=start.shape)) for scale in (0.0, spread, spread))
+
+
+def z_of(p_inf, p_target, lam):
+    rows = zip(p_inf, p_target, strict=True)
+    return np.array([math.fsum(min(p, q / lam) for p, q in zip(*row, strict=True)) for row in rows])
+
+
+def inputs_of(p_inf, p_target, p_proximal, lam, uniforms=0.5):
+    z = np.repeat(z_of(p_inf, p_target, lam)[:, None], VOCAB, 1)
+    return CorrectionInputs(
+        rollout_log_probs=torch.from_numpy(np.log(p_inf)),
+        target_log_probs=torch.from_numpy(np.log(p_target)),
+        proximal_log_probs=torch.from_numpy(np.log(p_proximal)),
+        response_mask=torch.ones(STATES, VOCAB, dtype=torch.bool),
+        uniforms=torch.full((STATES, VOCAB), uniforms, dtype=torch.float64),
+        z=known_z(torch.from_numpy(z)),
+    )
+
+
+def factor(correction, inputs, totals=None):
+    result = correction.apply(inputs, totals or {})
+    return (result.weights * result.accept_mask).numpy()
+
+
+def mean_factor(correction, inputs, acceptance, totals=None):
+    """The mean over the coin of every token: it shows heads with probability a(x), and then tails."""
+    kept, rejected = (torch.from_numpy(u) for u in (acceptance / 2, (1 + acceptance) / 2))
+    heads = factor(correction, replace(inputs, uniforms=kept), totals)
+    tails = factor(correction, replace(inputs, uniforms=rejected), totals)
+    return acceptance * heads + np.where(acceptance < 1.0, (1.0 - acceptance) * tails, 0.0)
+
+
+def loops(p_inf, p_target, p_proximal, lam):
+    """(index, rho, Z, p_proximal / p_target) of every token, as floats."""
+    z = z_of(p_inf, p_target, lam)
+    for s in range(STATES):
+        for x in range(VOCAB):
+            yield (s, x), p_target[s, x] / p_inf[s, x], z[s], p_proximal[s, x] / p_target[s, x]
+
+
+def close(found, wanted, tolerance=1e-11):
+    assert np.allclose(found, wanted, rtol=tolerance, atol=0.0)
+
+
+def table(rule, *world_and_lam):
+    values = np.zeros((STATES, VOCAB))
+    for at, *numbers in loops(*world_and_lam):
+        values[at] = rule(*numbers)
+    return values
+
+
+@pytest.mark.parametrize("lam", LAMS)
+@pytest.mark.parametrize("c2", [0.8, math.inf])
+def test_the_coin_alone_is_target_only_in_expectation_where_the_cap_is_at_least_lam(lam, c2):
+    """a max(lam, rho) = rho, and a min(max(lam, rho), c1) = min(rho, c1) only if c1 >= lam."""
+    tables = world()
+    inputs = inputs_of(*tables, lam)
+    acceptance = table(lambda rho, *_: min(1.0, rho / lam), *tables, lam)
+    for c1 in (lam, 1.5 * lam, 50.0):
+        coin = mean_factor(make_correction("coin_only", lam=lam, c1=c1, c2=c2), inputs, acceptance)
+        close(coin, factor(make_correction("target_only", c1=c1, c2=c2), inputs))
+        close(coin, table(lambda rho, z, r2, c1=c1: min(rho, c1) * min(r2, c2), *tables, lam))
+    below = 0.5 * lam
+    coin = mean_factor(make_correction("coin_only", lam=lam, c1=below, c2=c2), inputs, acceptance)
+    close(coin, table(lambda rho, z, r2: min(1.0, rho / lam) * min(max(lam, rho), below) * min(r2, c2), *tables, lam))
+    assert not np.allclose(coin, factor(make_correction("target_only", c1=below, c2=c2), inputs), rtol=1e-3)
+
+
+@pytest.mark.parametrize("lam", LAMS)
+@pytest.mark.parametrize("c1", [1.0, 1.4, math.inf])
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_obrs_is_tis_on_z_rho_in_expectation_and_lam_enters_through_z_alone(lam, c1, mask):
+    """DESIGN 3: lam Z <= 1, so a min(Z max(lam, rho), c1) = min(Z rho, c1) for every lam and every c1 >= 1."""
+    tables, c2 = world(), 1.2
+    inputs = inputs_of(*tables, lam)
+    correction = make_correction("obrs", lam=lam, c1=c1, c2=c2, mask=mask, totals="none")
+    acceptance = table(lambda rho, *_: min(1.0, rho / lam), *tables, lam)
+    found = mean_factor(correction, inputs, acceptance) if mask == "sampled" else factor(correction, inputs)
+    close(found, table(lambda rho, z, r2: min(z * rho, c1) * min(r2, c2), *tables, lam))
+    assert (lam * z_of(*tables[:2], lam) <= 1.0 + 1e-12).all()
+
+
+@pytest.mark.parametrize("lam", LAMS)
+def test_kappa_stands_inside_the_cap_in_expectation_too(lam):
+    """kappa Z may exceed 1 / lam, so that the cap c1 must be above lam kappa Z for the identity; here it is."""
+    tables = world()
+    inputs = inputs_of(*tables, lam)
+    c1, c2 = 2.0 * max(1.0, lam), 1.2
+    correction = make_correction("obrs", lam=lam, c1=c1, c2=c2, mask="expected", totals="prepass")
+    z = z_of(*tables[:2], lam)
+    kappa = table(lambda rho, *_: min(1.0, rho / lam), *tables, lam).sum() / (VOCAB * z.sum())
+    assert kappa * z.max() * lam < c1 and abs(kappa - 1.0) > 0.01
+    found = factor(correction, inputs, correction.measure(inputs))
+    close(found, table(lambda rho, z, r2: min(kappa * z * rho, c1) * min(r2, c2), *tables, lam))
+
+
+def test_at_equal_models_every_arm_but_the_coins_is_one_and_z_is_one():
+    p_inf, *_ = world()
+    inputs = inputs_of(p_inf, p_inf, p_inf, 1.0, uniforms=0.999)
+    numbers = dict(lam=1.0, c1=3.0, c2=3.0)
+    arms = {
+        "obrs": numbers | dict(mask="sampled", totals="prepass"),
+        "mask_only": dict(lam=1.0, mask="sampled"),
+        "reweight_only": numbers | dict(totals="prepass"),
+        "z_only": dict(lam=1.0, c1=3.0, totals="prepass"),
+        "target_only": dict(c1=3.0, c2=3.0),
+        "coin_only": numbers,
+    }
+    for name, settings in arms.items():
+        correction = make_correction(name, **settings)
+        close(factor(correction, inputs, correction.measure(inputs)), np.ones((STATES, VOCAB)))
+
+
+@pytest.mark.parametrize("lam", LAMS)
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_mask_only_keeps_z_of_what_the_writer_wrote_distributed_as_the_post_rejection_model(lam, mask):
+    """E over x ~ p_inf of the kept share is Z, and of any f it is Z E over p~ of f."""
+    p_inf, p_target, p_proximal = world()
+    inputs = inputs_of(p_inf, p_target, p_proximal, lam)
+    acceptance = np.minimum(1.0, p_target / p_inf / lam)
+    correction = make_correction("mask_only", lam=lam, mask=mask)
+    kept = mean_factor(correction, inputs, acceptance) if mask == "sampled" else factor(correction, inputs)
+    z = z_of(p_inf, p_target, lam)
+    close((p_inf * kept).sum(-1), z)
+    close(p_inf * kept / z[:, None], np.minimum(p_inf, p_target / lam) / z[:, None])
+    assert correction.totals == "none" and not correction.apply(inputs, {}).capped.any()
+    close(correction.apply(inputs, {}).weights.numpy(), np.ones((STATES, VOCAB)))
+
+
+@pytest.mark.parametrize("lam", LAMS)
+def test_expectations_over_the_writer_are_those_that_the_docstrings_claim(lam):
+    """Sum over p_inf: target_only 1, coin_only 1, obrs Z, mask_only Z, z_only Z, reweight_only Z E[max(lam, rho)]."""
+    tables = world()
+    p_inf, p_target, _ = tables
+    inputs, free = inputs_of(p_inf, p_target, p_target, lam), dict(c1=math.inf, c2=math.inf)
+    z, ones, acceptance = z_of(p_inf, p_target, lam), np.ones(STATES), np.minimum(1.0, p_target / p_inf / lam)
+    arms = {
+        "target_only": (free, ones),
+        "coin_only": (free | dict(lam=lam), ones),
+        "obrs": (free | dict(lam=lam, mask="sampled", totals="none"), z),
+        "mask_only": (dict(lam=lam, mask="sampled"), z),
+        "z_only": (dict(lam=lam, c1=math.inf, totals="none"), z),
+        "reweight_only": (free | dict(lam=lam, totals="none"), z * np.maximum(lam * p_inf, p_target).sum(-1)),
+    }
+    for name, (numbers, wanted) in arms.items():
+        found = mean_factor(make_correction(name, **numbers), inputs, acceptance)
+        close((p_inf * found).sum(-1), wanted)
+
+
+@pytest.mark.parametrize("lam", LAMS)
+@pytest.mark.parametrize("c1", [0.6, 1.3, math.inf])
+def test_reweight_only_and_z_only_are_their_equations_token_by_token(lam, c1):
+    tables, c2 = world(seed=3), 0.9
+    inputs = inputs_of(*tables, lam)
+    z = z_of(*tables[:2], lam)
+    kappa = table(lambda rho, *_: min(1.0, rho / lam), *tables, lam).sum() / (VOCAB * z.sum())
+    both = {
+        "reweight_only": (dict(c2=c2), lambda rho, z, r2: min(kappa * z * max(lam, rho), c1) * min(r2, c2)),
+        "z_only": ({}, lambda rho, z, r2: min(kappa * z, c1)),
+    }
+    for name, (numbers, rule) in both.items():
+        correction = make_correction(name, lam=lam, c1=c1, totals="prepass", **numbers)
+        result = correction.apply(inputs, correction.measure(inputs))
+        close(result.weights.numpy(), table(rule, *tables, lam))
+        assert (result.accept_mask == 1.0).all()
+        assert result.kappa.item() == pytest.approx(kappa, rel=1e-11)
+    over = table(lambda rho, z, r2: float(kappa * z * max(lam, rho) > c1), *tables, lam)
+    reweight = make_correction("reweight_only", lam=lam, c1=c1, c2=c2, totals="prepass")
+    result = reweight.apply(inputs, reweight.measure(inputs))
+    assert (result.capped.numpy() == over).all()
+    assert (result.capped_c2.numpy() == table(lambda rho, z, r2: float(r2 > c2), *tables, lam)).all()
+
+
+@pytest.mark.parametrize("c1", [0.8, 3.0])
+def test_target_only_is_tis_where_target_and_proximal_point_are_one(c1):
+    p_inf, p_target, _ = world()
+    inputs = inputs_of(p_inf, p_target, p_target, 1.0)
+    close(
+        factor(make_correction("target_only", c1=c1, c2=3.0), inputs),
+        factor(make_correction("tis", cap=c1), inputs),
+    )
+    close(factor(make_correction("tis", cap=c1), inputs), np.minimum(p_target / p_inf, c1))
+
+
+@pytest.mark.parametrize("name", ["mask_only", "reweight_only", "z_only", "coin_only"])
+@pytest.mark.parametrize("lam", [0.0, -1.0, math.nan])
+def test_a_lam_that_is_not_above_zero_is_refused(name, lam):
+    with pytest.raises(ConfigError, match=f"{name}: lam is {lam}; it must be above 0"):
+        make_correction(name, lam=lam, c1=1.0, c2=1.0)
+
+
+@pytest.mark.parametrize("name", ["target_only", "coin_only", "reweight_only", "obrs"])
+def test_log_ratios_of_400_stay_finite_under_the_caps(name):
+    """In float32 exp(400) is infinite and exp(-400) is 0; a capped weight must be neither NaN nor infinite."""
+    rollout = torch.zeros(1, 4)
+    target = torch.tensor([[400.0, -400.0, 400.0, -400.0]])
+    proximal = torch.tensor([[400.0, -400.0, -400.0, 400.0]])
+    inputs = CorrectionInputs(
+        rollout_log_probs=rollout,
+        target_log_probs=target,
+        proximal_log_probs=proximal,
+        response_mask=torch.ones(1, 4, dtype=torch.bool),
+        uniforms=torch.zeros(1, 4, dtype=torch.float64),
+        z=known_z(torch.full((1, 4), 0.5)),
+    )
+    more = {"obrs": dict(mask="sampled", totals="none"), "reweight_only": dict(totals="none")}.get(name, {})
+    lam = {} if name == "target_only" else {"lam": 0.9}
+    result = make_correction(name, c1=1.5, c2=2.0, **lam, **more).apply(inputs, {})
+    assert result.weights.isfinite().all() and result.accept_mask.isfinite().all()
+    low = {"target_only": 0.0, "coin_only": 0.9, "reweight_only": 0.45, "obrs": 0.45}[name]
+    assert result.weights.tolist()[0] == pytest.approx([1.5, low, 0.0, 2.0 * low], rel=1e-6)

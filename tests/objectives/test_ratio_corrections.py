@@ -1,0 +1,213 @@
+"""Corrections that look at the ratio alone, token by token and response by response, against Python loops."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jackpot.errors import ConfigError
+from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.ops.obrs import known_z
+
+# Rows: a hole (a tool wrote two tokens), a whole one, an empty response, padding behind, one token alone.
+MASK = torch.tensor(
+    [[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0]],
+    dtype=torch.bool,
+)
+HUGE = [[400.0, -400.0, 400.0], [-400.0, -400.0, 0.5], [400.0, 400.0, -0.5]]
+
+
+def inputs_of(log_ratios, mask, dtype=torch.float64):
+    """Inputs with these log rho; what is masked holds numbers that would change every result if they were read."""
+    log_ratios = torch.where(mask, log_ratios, 7.0).to(dtype)
+    rollout = torch.full_like(log_ratios, -1.5)
+    target = rollout + log_ratios
+    return CorrectionInputs(
+        rollout_log_probs=rollout,
+        target_log_probs=target,
+        proximal_log_probs=target,
+        response_mask=mask,
+        uniforms=torch.full(mask.shape, 0.5, dtype=torch.float64),
+        z=known_z(torch.full_like(log_ratios, 0.7)),
+    )
+
+
+def spread_inputs(spread=0.4):
+    draw = torch.Generator().manual_seed(4)
+    level = torch.tensor([[-0.5], [0.1], [0.0], [0.6], [0.2]], dtype=torch.float64)  # responses differ as wholes too
+    return inputs_of(level + spread * torch.randn(MASK.shape, generator=draw, dtype=torch.float64), MASK)
+
+
+def rows_of(inputs):
+    """[(index, log rho) of its sampled tokens] of every response."""
+    rows = []
+    for row, mask in enumerate(inputs.response_mask.tolist()):
+        pairs = inputs.rollout_log_probs[row].tolist(), inputs.target_log_probs[row].tolist()
+        both = enumerate(zip(mask, *pairs, strict=True))
+        rows.append([((row, t), target - wrote) for t, (is_there, wrote, target) in both if is_there])
+    return rows
+
+
+def exp(number):
+    return math.exp(number) if number < 700.0 else math.inf
+
+
+def by_token(inputs, rule):
+    """{index: (weight, kept, capped)} by a rule on rho."""
+    return {at: rule(exp(log_ratio)) for row in rows_of(inputs) for at, log_ratio in row}
+
+
+def by_response(inputs, rule):
+    """{index: ...} by a rule on (log R, number of sampled tokens)."""
+    found = {}
+    for row in rows_of(inputs):
+        outcome = rule(math.fsum(log_ratio for _, log_ratio in row), len(row)) if row else None
+        found |= {at: outcome for at, _ in row}
+    return found
+
+
+def band(low, high):
+    return lambda rho: (rho, 1.0, False) if low <= rho <= high else (0.0, 0.0, True)
+
+
+def assert_is(found, wanted):
+    for at in torch.cartesian_prod(*map(torch.arange, found.weights.shape)).tolist():
+        at = tuple(at)
+        weight, kept, capped = wanted.get(at, (0.0, 0.0, False))
+        assert found.weights[at].item() == pytest.approx(weight, rel=1e-10)
+        assert found.accept_mask[at].item() == kept
+        assert found.capped[at].item() == capped
+    assert not found.capped_c2.any() and found.kappa.item() == 1.0
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.9, 1.1), (0.0, 2.0), (1.0, 1.0)])
+def test_icepop_weighs_by_the_ratio_inside_its_band_and_drops_the_rest(low, high):
+    inputs = spread_inputs()
+    wanted = by_token(inputs, band(low, high))
+    assert_is(make_correction("icepop", low=low, high=high).apply(inputs, {}), wanted)
+    assert any(capped for *_, capped in wanted.values())
+
+
+@pytest.mark.parametrize("cap", [0.7, 1.0, 2.0])
+def test_drop_removes_tokens_above_the_cap_and_leaves_the_others_their_ratio(cap):
+    inputs = spread_inputs()
+    wanted = by_token(inputs, band(0.0, cap))
+    assert_is(make_correction("drop", cap=cap).apply(inputs, {}), wanted)
+    assert {kept for _, kept, _ in wanted.values()} == {0.0, 1.0}
+
+
+def test_a_ratio_on_the_edge_of_the_band_is_inside():
+    edges = torch.tensor([[math.log(0.5), 0.0, math.log(2.0)]], dtype=torch.float64)
+    inputs = replace(inputs_of(edges, torch.ones(1, 3, dtype=torch.bool)), rollout_log_probs=torch.zeros(1, 3).double())
+    inputs = replace(inputs, target_log_probs=edges)
+    kept = make_correction("icepop", low=0.5, high=2.0).apply(inputs, {}).accept_mask
+    assert kept.tolist() == [[1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("cap", [0.5, 1.0, 2.0])
+def test_sequence_tis_weighs_every_token_by_the_capped_product_over_its_response(cap):
+    inputs = spread_inputs()
+    wanted = by_response(inputs, lambda log_r, n: (min(exp(log_r), cap), 1.0, exp(log_r) > cap))
+    assert_is(make_correction("seq_tis", cap=cap).apply(inputs, {}), wanted)
+    assert len({weight for weight, *_ in wanted.values()}) > 1
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (0.3, 1.2), (1.05, math.inf)])
+def test_sequence_mask_drops_whole_responses_by_the_product_and_weighs_by_it(low, high):
+    inputs = spread_inputs()
+    wanted = by_response(inputs, lambda log_r, n: band(low, high)(exp(log_r)))
+    assert_is(make_correction("seq_mask", low=low, high=high).apply(inputs, {}), wanted)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.7, 1.4), (0.9, 1.3), (0.0, 1.0)])
+def test_geometric_mask_drops_whole_responses_by_the_mean_over_sampled_tokens_and_weighs_nothing(low, high):
+    inputs = spread_inputs()
+
+    def rule(log_r, n):
+        inside = low <= exp(log_r / n) <= high
+        return 1.0, float(inside), not inside
+
+    wanted = by_response(inputs, rule)
+    assert {kept for _, kept, _ in wanted.values()} == {0.0, 1.0}
+    assert_is(make_correction("geo_mask", low=low, high=high).apply(inputs, {}), wanted)
+
+
+def test_the_geometric_mean_divides_by_the_tokens_of_the_model_and_not_by_the_width():
+    """Two sampled tokens with rho = 2 among ten: a mean over ten would be 1.15 and inside."""
+    mask = torch.zeros(1, 10, dtype=torch.bool)
+    mask[0, [2, 7]] = True
+    inputs = inputs_of(torch.full((1, 10), math.log(2.0), dtype=torch.float64), mask)
+    correction = make_correction("geo_mask", low=0.5, high=1.5).apply(inputs, {})
+    assert correction.accept_mask.sum() == 0.0 and correction.capped.sum() == 2
+
+
+def test_tis_adjusted_is_tis_and_ppo_is_weighs_nothing():
+    inputs = spread_inputs()
+    rule = by_token(inputs, lambda rho: (min(rho, 1.3), 1.0, rho > 1.3))
+    for name in ("tis", "tis_adjusted"):
+        assert_is(make_correction(name, cap=1.3).apply(inputs, {}), rule)
+    assert_is(make_correction("ppo_is").apply(inputs, {}), by_token(inputs, lambda rho: (1.0, 1.0, False)))
+
+
+def huge_outcomes():
+    return [
+        ("icepop", {"low": 0.5, "high": 5.0}, lambda rows: by_token(rows, band(0.5, 5.0))),
+        ("drop", {"cap": 5.0}, lambda rows: by_token(rows, band(0.0, 5.0))),
+        ("tis", {"cap": 2.0}, lambda rows: by_token(rows, lambda rho: (min(rho, 2.0), 1.0, rho > 2.0))),
+        ("tis_adjusted", {"cap": 2.0}, lambda rows: by_token(rows, lambda rho: (min(rho, 2.0), 1.0, rho > 2.0))),
+        ("ppo_is", {}, lambda rows: by_token(rows, lambda rho: (1.0, 1.0, False))),
+        (
+            "seq_tis",
+            {"cap": 2.0},
+            lambda rows: by_response(rows, lambda log_r, n: (min(exp(log_r), 2.0), 1.0, exp(log_r) > 2.0)),
+        ),
+        ("seq_mask", {"low": 0.0, "high": 3.0}, lambda rows: by_response(rows, lambda r, n: band(0.0, 3.0)(exp(r)))),
+        (
+            "geo_mask",
+            {"low": 0.5, "high": 2.0},
+            lambda rows: by_response(rows, lambda r, n: (1.0, float(0.5 <= exp(r / n) <= 2.0), exp(r / n) > 2.0)),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "numbers", "rule"), huge_outcomes(), ids=[name for name, *_ in huge_outcomes()])
+def test_a_ratio_of_e_to_the_400_overflows_to_nothing_but_its_limit(name, numbers, rule, dtype):
+    """exp(400) is infinite in float32, and a product of two also in float64."""
+    inputs = inputs_of(torch.tensor(HUGE, dtype=torch.float64), torch.ones(3, 3, dtype=torch.bool), dtype)
+    correction = make_correction(name, **numbers).apply(inputs, {})
+    assert correction.weights.isfinite().all() and correction.accept_mask.isfinite().all()
+    wanted = rule(
+        replace(inputs, **{f: getattr(inputs, f).double() for f in ("rollout_log_probs", "target_log_probs")})
+    )
+    for at, (weight, kept, _) in wanted.items():
+        found = (correction.weights * correction.accept_mask)[at].item()
+        assert found == pytest.approx(weight * kept, rel=1e-4, abs=1e-37)
+
+
+@pytest.mark.parametrize("name", ["icepop", "seq_mask", "geo_mask"])
+def test_a_band_that_is_upside_down_is_refused(name):
+    with pytest.raises(ConfigError, match=r"low is 2\.0; it must lie from 0 to high 1\.0"):
+        make_correction(name, low=2.0, high=1.0)
+    with pytest.raises(ConfigError, match=r"low is -0\.1"):
+        make_correction(name, low=-0.1, high=1.0)
+    with pytest.raises(ConfigError, match="low is nan"):
+        make_correction(name, low=math.nan, high=1.0)
+    with pytest.raises(ConfigError, match=r"high is 0\.0; it must be above 0"):
+        make_correction(name, low=0.0, high=0.0)
+
+
+@pytest.mark.parametrize("name", ["tis", "tis_adjusted", "drop", "seq_tis"])
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan])
+def test_a_cap_that_is_not_above_zero_is_refused(name, cap):
+    with pytest.raises(ConfigError, match=f"correction {name}: cap is {cap}; it must be above 0"):
+        make_correction(name, cap=cap)
+
+
+@pytest.mark.parametrize("name", ["icepop", "seq_mask", "geo_mask"])
+def test_a_band_without_its_upper_end_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"correction {name} does not take"):
+        make_correction(name, low=0.5)
+    with pytest.raises(ConfigError, match=f"correction {name}"):
+        make_correction(name, low=-0.5)
