@@ -87,7 +87,7 @@ def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
     config = small_config(*POLICY)
     model = load_trained(config, "policy", "starter:policy", torch.device("cpu"), resumes=False)
     engine = make_engine(config.engine, "starter:policy", torch.device("cpu"), Version(0, 0))
-    learner = make_learner(config, {"policy": model}, faithful=True)
+    learner = make_learner(config, {"policy": model}, faithful=True, critic=None)
     for missed in range(len(sent := list(learner.weights("policy")))):
         with pytest.raises(EngineError, match=f"1 missing .{sent[missed][0]}"):
             engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))
