@@ -84,7 +84,7 @@ def test_training_sees_the_distribution_that_the_engine_samples_from(regime: str
 
 
 def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
-    config = small_config(*POLICY)
+    config = small_config(*POLICY, "rollout_model=null", "objective.correction=none")
     model = load_trained(config, "policy", "starter:policy", torch.device("cpu"), resumes=False)
     engine = make_engine(config.engine, "starter:policy", torch.device("cpu"), Version(0, 0))
     learner = make_learner(config, {"policy": model}, faithful=True, critic=None)
