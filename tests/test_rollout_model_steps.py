@@ -135,3 +135,16 @@ def test_a_part_that_is_not_there_has_norm_zero_and_no_cosine():
     (result,) = train(learner, batches(WRITTEN))
     assert value(result, "rollout_model/ppo_grad_norm") == 0.0
     assert "rollout_model/grad_cosine" not in result.metrics
+
+
+def test_a_last_step_without_a_token_does_not_lose_the_gradient_of_those_before_it():
+    unsampled = [
+        replace(item, rollout=replace(item.rollout, sampled_mask=torch.zeros_like(item.rollout.sampled_mask)))
+        for item in WRITTEN[:2]
+    ]
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    [first] = batches(WRITTEN)
+    [last] = batches(unsampled)
+    *_, result = learner.train([first, last], False)
+    assert [event["model"] for event in result.events] == ["policy"] and learner.version.rollout_model == 1
+    assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))

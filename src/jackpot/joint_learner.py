@@ -319,7 +319,7 @@ class JointLearner(Learner):
                 metrics |= self._parts.measure(counts[role])
         norms = {role: optimizer.clip() for role, optimizer in optimizers.items()}
         metrics |= {f"{role}/grad_norm": Mean.number(norm) for role, norm in norms.items()}
-        skipped = {role: why for role in optimizers if (why := self._reason_to_skip(role, norms, sums))}
+        skipped = {role: why for role in optimizers if (why := self._reason_to_skip(role, norms, sums, counts))}
         for role, optimizer in optimizers.items():
             metrics[f"{role}/learning_rate"] = Mean.number(optimizer.learning_rate)
             metrics[f"{role}/skipped_steps"] = Mean.number(float(role in skipped))
@@ -344,11 +344,12 @@ class JointLearner(Learner):
             optimizers["critic"], counts["critic"] = self._critic.optimizer, float(sums["critic/loss"].count)
         return optimizers, counts
 
-    def _reason_to_skip(self, role: str, norms: dict[str, float], sums: Sums) -> str | None:
+    def _reason_to_skip(self, role: str, norms: dict[str, float], sums: Sums, counts: dict[str, float]) -> str | None:
         """Why a model's step is not taken. AdamW would move the weights by its momentum even on a zero gradient."""
         if not all(norm < float("inf") for norm in norms.values()):
             return NON_FINITE
-        if sums["obrs/acceptance"].count == 0:
+        tokens = counts[role] if role == "rollout_model" else float(sums["obrs/acceptance"].count)
+        if tokens == 0:
             return "no token"
         if role == "policy" and not self._objective.regularised:
             if not sums["policy/largest_advantage"].value > 0:
