@@ -19,7 +19,8 @@ from jackpot.lab.rule import (
 )
 
 _CLOSER = (
-    "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate, lower policy.optimizer.learning_rate"
+    "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate (a frozen rollout model has none and "
+    "only falls behind), lower policy.optimizer.learning_rate"
 )
 _OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.dynamic_sampling={}"
 _MORE_TOP = "raise sampling.num_top_log_probs"
