@@ -156,6 +156,11 @@ def test_groups_of_one_are_refused():
     assert "batch.group_size is 1, so every advantage of 'grpo' would be 0" in message({"batch.group_size": 1})
 
 
+@pytest.mark.parametrize("pull", [{"objective.entropy_weight": 0.01}, {"objective.reference": {"weight": 0.1}}])
+def test_what_pulls_on_all_tokens_is_not_divided_by_the_accepted_ones(pull):
+    assert "count: proposed" in message({"objective.count": "accepted"} | pull)
+
+
 def test_a_constant_denominator_with_accepted_counts_is_refused():
     changes = {"objective.aggregate": "constant", "objective.count": "accepted"}
     assert "use count: proposed, or aggregate: token or sequence" in message(changes)

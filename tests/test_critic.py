@@ -10,6 +10,7 @@ import torch
 
 from jackpot.config import OptimizerConfig
 from jackpot.critic import Critic, CriticNumbers
+from jackpot.launch.local import make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.surrogate import clipped_value_error
 from jackpot.optimizer import ModelOptimizer
@@ -221,3 +222,8 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
     assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clipped"} <= lines[2].keys()
     saved = load_value_model(tmp_path / "checkpoints" / "last" / "critic", torch.float32)
     assert saved.score.weight.abs().max() > 0.0
+
+
+def test_a_batch_without_a_usable_rollout_gets_no_credit():
+    config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
+    assert make_critic(config, None, torch.device("cpu")).credit([], nullcontext()) == []

@@ -13,7 +13,17 @@ LAYERS = [
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
-    {"batching", "conversation", "critic", "gradient_parts", "joint_learner", "learner", "optimizer", "reference"},
+    {
+        "batching",
+        "conversation",
+        "critic",
+        "gradient_parts",
+        "joint_learner",
+        "learner",
+        "optimizer",
+        "reference",
+        "rows",
+    },
     {
         "trainer",
         "control",

@@ -1,5 +1,6 @@
 """A run that was stopped and continued ends bit-equal to one that was not."""
 
+import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from jackpot.checkpoint import load_state
 from jackpot.errors import CheckpointError
 from jackpot.launch.local import launch
+from jackpot.models.starters import starter_path
 from runs import assert_same_run, metrics, run, small_config
 
 REGIMES = {
@@ -141,3 +143,13 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_st
     assert not (tmp_path / "checkpoints").exists()
     run(small_config("iterations=2", "rollout_model.optimizer=null"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_a_run_is_not_continued_beside_another_reference(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    shutil.copytree(starter_path("policy"), reference)
+    config = small_config("objective.reference={weight: 0.1}", f"objective.reference.path={reference}")
+    run(config, tmp_path / "run", kill_after=2)
+    shutil.copy(tmp_path / "run" / "checkpoints" / "last" / "policy" / "model.safetensors", reference)
+    with pytest.raises(CheckpointError, match=r"objective\.reference are not those that the run began with"):
+        run(config, tmp_path / "run")

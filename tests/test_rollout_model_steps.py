@@ -148,3 +148,27 @@ def test_a_last_step_without_a_token_does_not_lose_the_gradient_of_those_before_
     *_, result = learner.train([first, last], False)
     assert [event["model"] for event in result.events] == ["policy"] and learner.version.rollout_model == 1
     assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_step_that_is_not_finite_is_left_out_of_the_sum_and_counted(broken):
+    """For all models, whichever step it is; the rollout model steps on what the other steps gave."""
+    steps = batches(WRITTEN, step_size=4)
+    infinite = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken]]
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    results = learner.train([*steps[:broken], infinite, *steps[broken + 1 :]], True)
+    assert [value(result, "health/non_finite_steps") for result in results] == [float(i == broken) for i in range(3)]
+    assert learner.version.policy == 2 and learner.version.rollout_model == 1
+    assert parameters(learner, "rollout_model").isfinite().all()
+    assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+
+
+def test_where_no_step_is_finite_the_rollout_model_stays():
+    steps = [
+        [replace(batch, advantages=batch.advantages * torch.inf) for batch in step]
+        for step in batches(WRITTEN, step_size=6)
+    ]
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    results = learner.train(steps, False)
+    assert all(value(result, "health/non_finite_steps") == 1.0 for result in results)
+    assert learner.version == (0, 0) and torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))

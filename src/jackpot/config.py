@@ -53,6 +53,11 @@ class ObjectiveConfig(Strict):
                 "aggregate 'constant' divides by sequences x max_new_tokens whatever is accepted; use count: proposed, "
                 "or aggregate: token or sequence"
             )
+        if self.count == "accepted" and (self.entropy_weight or self.reference):
+            raise ValueError(
+                "count 'accepted' divides by the tokens that were kept, but entropy_weight and reference act on all "
+                "response tokens; use count: proposed with them"
+            )
         return self
 
 

@@ -188,7 +188,7 @@ def _objective(config: Config) -> str:
     objective = config.objective
     parts = [f"advantage {objective.advantage}", f"aggregate {objective.aggregate} over {objective.count} tokens"]
     if config.critic:
-        parts.append(f"critic from {config.critic.path or config.policy.path}, as large as that model")
+        parts.append(f"critic from {config.critic.path or config.policy.path}")
     if objective.reference:
         path, weight = objective.reference.path or config.policy.path, objective.reference.weight
         parts.append(f"{weight:g} x KL to {path} ({objective.reference.estimate})")
@@ -203,7 +203,7 @@ def _objective(config: Config) -> str:
 
 def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:
     """How many parameters learn, and what that costs beside the weights: a gradient and AdamW's two moments each."""
-    adapters = {role: getattr(config, role).lora for role in sizes}
+    adapters = {role: getattr(getattr(config, role), "lora", None) for role in sizes}
     counts = [
         f"{role.replace('_', ' ')} {size.trained:,}"
         + (f" (LoRA of rank {adapters[role].rank})" if adapters[role] else "")

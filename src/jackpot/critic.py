@@ -60,6 +60,8 @@ class Critic:
         The reward stands at the last token that the model sampled.
         """
         self._known = {}
+        if not scored:
+            return []
         rewards = {item.rollout.uid: item.score.reward for item in scored}
         raw: dict[str, Tensor] = {}
         for batch in micro_batches(scored, self._numbers.micro_batch_tokens, seed=0, epoch=0):

@@ -101,20 +101,20 @@ class NonFiniteGuard:
         if self.count >= self._most:
             raise TrainingError(
                 f"the last {self.count} optimizer steps, up to iteration {iteration}, had a non-finite loss or "
-                f"gradient; all were skipped, and the newest checkpoint is from before. Look at policy/grad_norm and "
-                f"mismatch/ratio_max before them; lower the learning rate or max_grad_norm, or cap the weights. "
-                f"guard.max_non_finite_steps is {self._most}"
+                f"gradient. All were skipped, so the weights and every checkpoint are those of before. Look at "
+                f"policy/grad_norm and mismatch/ratio_max before them; lower the learning rate or max_grad_norm, or "
+                f"cap the weights. guard.max_non_finite_steps is {self._most}"
             )
 
 
 def some_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The first ones, up to about CHECKED_TOKENS tokens, at least one."""
+    """The first ones, until they have CHECKED_TOKENS sampled tokens."""
     taken, tokens = [], 0
     for rollout in rollouts:
-        if taken and tokens + len(rollout.token_ids) > CHECKED_TOKENS:
+        if tokens >= CHECKED_TOKENS:
             break
         taken.append(rollout)
-        tokens += len(rollout.token_ids)
+        tokens += int(rollout.sampled_mask.sum())
     return taken
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from jackpot.batching import batch_to
 from jackpot.critic import Critic
-from jackpot.gradient_parts import GradientParts
+from jackpot.errors import CheckpointError
+from jackpot.gradient_parts import GradientBank, GradientParts
 from jackpot.learner import Learner, StepResult
 from jackpot.models.forward import head_logits, logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
@@ -39,6 +39,7 @@ from jackpot.ops.reduce import Max, Mean, Sums, Total, add_sums, all_reduce_sums
 from jackpot.ops.sampling import sampling_log_probs
 from jackpot.optimizer import ModelOptimizer
 from jackpot.reference import Reference
+from jackpot.rows import anchor_columns, anchor_from_rows, by_rollout
 from jackpot.types import Role, Sampling, ScoredRollout, TokenBatch, Version
 
 NON_FINITE = "non-finite gradient"
@@ -101,7 +102,8 @@ class JointLearner(Learner):
         self._rollout_model_each_step = rollout_model_each_step
         self._critic, self._reference = critic, reference
         self._parts = GradientParts(rollout_model_optimizer) if rollout_model_optimizer else None
-        self._waiting = 0.0  # the denominator of the rollout model's gradient that has not been stepped on yet
+        waits = rollout_model_optimizer is not None and not rollout_model_each_step
+        self._bank = GradientBank(rollout_model_optimizer) if waits else None
         self._previous: Sums = {}
         self._head = LinearHead(
             output_layer(policy),
@@ -142,8 +144,8 @@ class JointLearner(Learner):
         with torch.no_grad():
             for batch in (batch for step in steps for batch in step):
                 if not rows.keys() >= set(batch.uids):
-                    rows |= by_rollout(batch, _columns(anchor_of(self._scores(batch_to(batch, self._device)))))
-        return [[MicroBatch(tokens=batch, anchor=_from_rows(batch, rows)) for batch in step] for step in steps]
+                    rows |= by_rollout(batch, anchor_columns(anchor_of(self._scores(batch_to(batch, self._device)))))
+        return [[MicroBatch(tokens=batch, anchor=anchor_from_rows(batch, rows)) for batch in step] for step in steps]
 
     def update(
         self, micro_batches: Sequence[MicroBatch], trace: bool = True, steps_rollout_model: bool = True
@@ -176,7 +178,8 @@ class JointLearner(Learner):
             if trace:
                 traces |= by_rollout(micro.tokens, {name: column.cpu() for name, column in loss.trace.items()})
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
-        self._previous = {name: sums[f"obrs/{name}"] for name in measured}
+        if sums["obrs/acceptance"].total.isfinite() and sums["obrs/z"].total > 0:
+            self._previous = {name: sums[f"obrs/{name}"] for name in measured}
         step_metrics, events = self._step(sums, steps_rollout_model)
         step_metrics["seconds/prepass"] = Total(torch.tensor(prepass_seconds, dtype=torch.float64))
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
@@ -210,10 +213,17 @@ class JointLearner(Learner):
             "policy": self._policy_optimizer.state_dict(),
             "rollout_model": rollout.state_dict() if rollout else None,
             "critic": self._critic.optimizer.state_dict() if self._critic else None,
+            "reference": self._reference.digest if self._reference else None,
             "previous": {name: list(entry) for name, entry in self._previous.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError where the reference is no longer the one that the run began with."""
+        if self._reference and state["reference"] != self._reference.digest:
+            raise CheckpointError(
+                "the weights of objective.reference are not those that the run began with; put the model back where "
+                "objective.reference.path (or policy.path) leads, or begin a new run"
+            )
         self._policy_optimizer.load_state_dict(state["policy"])
         if self._rollout_optimizer:
             self._rollout_optimizer.load_state_dict(state["rollout_model"])
@@ -311,82 +321,61 @@ class JointLearner(Learner):
 
     def _step(self, sums: Sums, steps_rollout_model: bool) -> tuple[Sums, tuple[dict[str, Any], ...]]:
         """Divide, clip and step the optimizers, or say why not. A non-finite gradient skips all models."""
-        optimizers, counts = self._due(sums, steps_rollout_model)
+        optimizers: dict[str, ModelOptimizer] = {"policy": self._policy_optimizer}
+        if self._critic:
+            optimizers["critic"] = self._critic.optimizer
+        if self._rollout_optimizer and not self._bank:
+            optimizers["rollout_model"] = self._rollout_optimizer
+        counts = {role: float(sums[f"{role}/loss"].count) for role in optimizers}
         metrics: Sums = {}
+        norms = {role: self._prepare(role, optimizers[role], counts[role], metrics) for role in optimizers}
+        is_finite = all(norm < float("inf") for norm in norms.values())
+        if self._bank:
+            is_finite = self._bank.close_step(float(sums["rollout_model/loss"].count), is_finite)
+            if steps_rollout_model:
+                optimizers["rollout_model"] = self._rollout_optimizer
+                counts["rollout_model"] = self._bank.withdraw()
+                norms["rollout_model"] = self._prepare(
+                    "rollout_model", self._rollout_optimizer, counts["rollout_model"], metrics
+                )
+        skipped = {}
         for role, optimizer in optimizers.items():
-            optimizer.reduce(counts[role])
-            if role == "rollout_model" and self._parts:
-                metrics |= self._parts.measure(counts[role])
-        norms = {role: optimizer.clip() for role, optimizer in optimizers.items()}
-        metrics |= {f"{role}/grad_norm": Mean.number(norm) for role, norm in norms.items()}
-        skipped = {role: why for role in optimizers if (why := self._reason_to_skip(role, norms, sums, counts))}
-        for role, optimizer in optimizers.items():
+            why = self._reason_to_skip(role, norms[role], sums, counts[role], is_finite)
             metrics[f"{role}/learning_rate"] = Mean.number(optimizer.learning_rate)
-            metrics[f"{role}/skipped_steps"] = Mean.number(float(role in skipped))
-            if role in skipped:
+            metrics[f"{role}/skipped_steps"] = Mean.number(float(why is not None))
+            if why:
+                skipped[role] = why
                 optimizer.discard()
             else:
                 optimizer.step()
-        is_bad = NON_FINITE in skipped.values()
-        metrics["health/non_finite_steps"] = Total(torch.tensor(float(is_bad), dtype=torch.float64))
+        metrics["health/non_finite_steps"] = Total(torch.tensor(float(not is_finite), dtype=torch.float64))
         return metrics, tuple({"event": "skipped_step", "model": role, "why": why} for role, why in skipped.items())
 
-    def _due(self, sums: Sums, steps_rollout_model: bool) -> tuple[dict[str, ModelOptimizer], dict[str, float]]:
-        """The optimizers that step now, and the denominators of their gradients."""
-        optimizers = {"policy": self._policy_optimizer}
-        counts = {"policy": float(sums["policy/loss"].count)}
-        if self._rollout_optimizer:
-            self._waiting += float(sums["rollout_model/loss"].count)
-            if steps_rollout_model:
-                optimizers["rollout_model"], counts["rollout_model"] = self._rollout_optimizer, self._waiting
-                self._waiting = 0.0
-        if self._critic:
-            optimizers["critic"], counts["critic"] = self._critic.optimizer, float(sums["critic/loss"].count)
-        return optimizers, counts
+    def _prepare(self, role: str, optimizer: ModelOptimizer, count: float, metrics: Sums) -> float:
+        """Make the gradient the mean over all ranks and clip it; its norm before that, which `metrics` gets too."""
+        optimizer.reduce(count)
+        if role == "rollout_model" and self._parts:
+            metrics |= self._parts.measure(count)
+        norm = optimizer.clip()
+        metrics[f"{role}/grad_norm"] = Mean.number(norm)
+        return norm
 
-    def _reason_to_skip(self, role: str, norms: dict[str, float], sums: Sums, counts: dict[str, float]) -> str | None:
+    def _reason_to_skip(self, role: str, norm: float, sums: Sums, count: float, is_finite: bool) -> str | None:
         """Why a model's step is not taken. AdamW would move the weights by its momentum even on a zero gradient."""
-        if not all(norm < float("inf") for norm in norms.values()):
+        has_bank = role == "rollout_model" and self._bank is not None  # it holds the finite steps alone
+        if not is_finite and not has_bank:
             return NON_FINITE
-        tokens = counts[role] if role == "rollout_model" else float(sums["obrs/acceptance"].count)
-        if tokens == 0:
+        if (count if has_bank else float(sums["obrs/acceptance"].count)) == 0:
             return "no token"
         if role == "policy" and not self._objective.regularised:
             if not sums["policy/largest_advantage"].value > 0:
                 return "all groups have equal rewards"
             if not sums["policy/largest_kept_advantage"].value > 0:
                 return "all tokens with an advantage were rejected"
-        if norms[role] == 0.0:
-            return "the gradient is zero"
-        return None
+        return "the gradient is zero" if norm == 0.0 else None
 
 
 def _sampled(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
     """Log-probs of `targets` [N] in the distribution that is sampled from: logits [N, V] -> [N]."""
     log_probs = sampling_log_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     return log_probs.gather(1, targets[:, None]).squeeze(1)
-
-
-def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Columns [B, T, ...] as one row without padding, [T_i, ...], for every rollout uid."""
-    lengths = batch.attention_mask.sum(-1).tolist()
-    return {
-        uid: {name: tensor[row, :length] for name, tensor in columns.items()}
-        for row, (uid, length) in enumerate(zip(batch.uids, lengths, strict=True))
-    }
-
-
-def _columns(anchor: Anchor) -> dict[str, Tensor]:
-    return {
-        "old_log_probs": anchor.old_log_probs,
-        "rollout_model_old_log_probs": anchor.rollout_model_old_log_probs,
-        **anchor.z._asdict(),
-    }
-
-
-def _from_rows(batch: TokenBatch, rows: dict[str, dict[str, Tensor]]) -> Anchor:
-    """The anchor of a micro-batch: in a later epoch it holds other rollouts together than the one that was scored."""
-    mine = [rows[uid] for uid in batch.uids]
-    padded = {name: pad_sequence([row[name] for row in mine], batch_first=True) for name in mine[0]}
-    z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
-    return Anchor(z=z, **padded)

@@ -68,7 +68,7 @@ class ModelOptimizer:
     def reduce(self, denominator: float) -> None:
         """Sum the gradients over ranks and divide by `denominator`.
 
-        A denominator of 0 means that nothing was counted and all gradients are 0; they stay so.
+        A denominator of 0 means that nothing was counted and that all gradients are 0; they stay so.
         """
         for parameter in self._parameters:
             if parameter.grad is None:  # no token reached it on this rank

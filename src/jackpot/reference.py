@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jackpot.engines.base import weights_digest
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.objectives.regularise import SAMPLED_KL
 from jackpot.ops.linear_head import LinearHead
@@ -23,6 +24,7 @@ class Reference:
     def __init__(self, model: PreTrainedModel, policy: PreTrainedModel, *, estimate: str, temperature: float) -> None:
         self._model = model.eval().requires_grad_(False)
         self._estimate, self._temperature = estimate, temperature
+        self.digest = weights_digest(model.named_parameters(), torch.float32)
         is_exact = estimate == "exact"
         self._head = LinearHead(  # the head detaches its first model, which here is the reference
             output_layer(model),

@@ -22,6 +22,7 @@ from jackpot.types import Prompt, Request, Rollout, Score, ScoredRollout
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
     scored: list[ScoredRollout]  # what is trained on
+    first: list[Rollout]  # all that can be used of the first round, before any choice among them
     sums: Sums  # about all that was written, what is left out too
 
 
@@ -54,6 +55,7 @@ class Sampler:
         rounds = 0
         written: list[Rollout] = []
         unusable: list[str] = []  # why, of each
+        first: list[Rollout] = []
         unequal: list[list[Judged]] = []
         equal: list[list[Judged]] = []
         while rounds == 0 or (dynamic and rounds < dynamic.max_rounds and len(unequal) < wanted):
@@ -65,13 +67,15 @@ class Sampler:
             with self._clock("score"):
                 usable, why_not = self._usable(iteration, rollouts)
                 unusable += why_not
+                first = first or usable
                 for group in self._judge(usable):
                     is_equal = len({item.task_reward for item in group}) == 1
                     (equal if is_equal and dynamic else unequal).append(group)
         taken = (unequal + equal)[:wanted]
         scored = self._with_advantages([item for group in taken for item in group])
         groups = unequal + equal
-        return RolloutBatch(scored=scored, sums=_sums(written, unusable, groups) | _rounds(rounds, len(groups), wanted))
+        sums = _sums(written, unusable, groups) | _rounds(rounds, len(groups), wanted)
+        return RolloutBatch(scored=scored, first=first, sums=sums)
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """A group of requests for each prompt; the seed of each is hashed from its uid."""

@@ -71,7 +71,7 @@ class Trainer:
                 self._finish_iteration({})
             while self.iteration < config.iterations and not self._stopping:
                 batch = self._sampler.next_batch(self.iteration + 1)
-                self._check_engine(batch.scored)
+                self._check_engine(batch.first)
                 with self._clock("train"):
                     scored = parts.learner.credit(batch.scored)
                     results = parts.learner.train(list(self._steps(scored)), self._traced)
@@ -199,13 +199,12 @@ class Trainer:
         with self._folder.dispensable(self.iteration, "removal of old checkpoints"):
             self._checkpoints.prune()
 
-    def _check_engine(self, scored: Sequence[ScoredRollout]) -> None:
+    def _check_engine(self, rollouts: Sequence[Rollout]) -> None:
         """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?"""
-        if self._engine_is_checked or not scored:
+        if self._engine_is_checked:
             return
-        self._engine_is_checked = True
         config, learner = self._config, self._parts.learner
-        some = some_rollouts([item.rollout for item in scored])
+        some = some_rollouts(rollouts)
         batches = self._plain_batches(some)
         quantised = self._parts.engine.capabilities.quantised
         found = check_engine(
@@ -214,6 +213,7 @@ class Trainer:
             ["quantised" if quantised else config.engine.dtype, config.precision],
             lambda sampling: learner.score("rollout_model", batches, sampling),
         )
+        self._engine_is_checked = found["tokens"] > 0
         self._folder.event(self.iteration + 1, found)
 
     def _plain_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:

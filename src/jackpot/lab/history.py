@@ -16,7 +16,7 @@ class History:
     """The lines of metrics.jsonl, and what is derived from them and from events.jsonl:
 
     mismatch/prefix_ess: at the positions that the middle of a mean response is among
-    events/NAME: how many events of that name there were so far, at each of them
+    events/NAME: how many events of that name there were in the newest tenth of the iterations, at each of them
     """
 
     def __init__(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> None:
@@ -27,7 +27,13 @@ class History:
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> Series:
         """Where it is not null: the metric, divided by the metric `over`, after so many optimizer steps."""
         if metric.startswith("events/"):
-            those = [event["iteration"] for event in self._events if f"events/{event['event']}" == metric]
+            newest = self._lines[-1]["iteration"] if self._lines else 0
+            recent = newest - max(LEAST, newest // 10)
+            those = [
+                event["iteration"]
+                for event in self._events
+                if f"events/{event['event']}" == metric and event["iteration"] >= recent
+            ]
             return [(iteration, float(count)) for count, iteration in enumerate(those, start=1)]
         steps = self.config.batch.steps_per_iteration
         return [

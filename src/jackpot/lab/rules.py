@@ -208,7 +208,7 @@ RULES: tuple[Rule, ...] = (
             (
                 "correction/capped",
                 "more than a tenth of the tokens is at it",
-                f"raise objective.correction.c1; {_CLOSER}",
+                f"raise objective.correction.c1 (cap or high of others); {_CLOSER}",
             ),
             ("correction/capped_c2", "the batch is stale", _FEWER_STEPS),
         )

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from jackpot.config import Config
 from jackpot.launch.local import model_paths
@@ -18,12 +18,19 @@ class Size(NamedTuple):
 
 
 def model_sizes(config: Config) -> dict[Role, Size]:
-    """The size of each model from its config alone: the weights are not read.
+    """The size of each model from its config alone, the critic's too: the weights are not read.
 
     Raises:
         ModelError: no model there, or LoRA on a target module that it does not have.
     """
-    return {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
+    sizes = {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
+    if config.critic:
+        with torch.device("meta"):
+            path = config.critic.path or config.policy.path
+            model = AutoModelForTokenClassification.from_config(load_config(path), num_labels=1)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        sizes["critic"] = Size(count, count)
+    return sizes
 
 
 def _size(config: Config, role: Role, path: str) -> Size:

@@ -36,7 +36,8 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
         _log.warning("%s; taking the checkpoint before it", one)
     if checkpoint is None:
         raise CheckpointError(
-            f"{run} has no checkpoint yet; the first is written at iteration {config.checkpoint.every}"
+            f"{run} has no checkpoint yet; the first is written at the first evaluation after training began, at the "
+            f"latest at iteration {config.checkpoint.every}"
         )
     before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config)
