@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from jackpot.batching import batch_to, micro_batches
-from jackpot.models.forward import full_sequences
+from jackpot.models.forward import batch_sequences
 from jackpot.objectives.advantages import gae, whiten
 from jackpot.objectives.surrogate import clipped_value_error
 from jackpot.ops.reduce import Mean, Sums
@@ -42,9 +42,7 @@ class Critic:
 
     def values(self, batch: TokenBatch) -> Tensor:
         """V of every response token's state: [B, T], 0 where masked, with gradient."""
-        sequences = full_sequences(
-            batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
-        )
+        sequences = batch_sequences(batch)
         values = self.model(
             input_ids=sequences.input_ids,
             attention_mask=sequences.attention_mask,

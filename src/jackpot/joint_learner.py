@@ -181,7 +181,7 @@ class JointLearner(Learner):
         if sums["obrs/acceptance"].total.isfinite() and sums["obrs/z"].total > 0:
             self._previous = {name: sums[f"obrs/{name}"] for name in measured}
         step_metrics, events = self._step(sums, steps_rollout_model)
-        step_metrics["seconds/prepass"] = Total(torch.tensor(prepass_seconds, dtype=torch.float64))
+        step_metrics["seconds/prepass"] = Total.number(prepass_seconds)
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
 
     @torch.no_grad()
@@ -348,7 +348,7 @@ class JointLearner(Learner):
                 optimizer.discard()
             else:
                 optimizer.step()
-        metrics["health/non_finite_steps"] = Total(torch.tensor(float(not is_finite), dtype=torch.float64))
+        metrics["health/non_finite_steps"] = Total.number(float(not is_finite))
         return metrics, tuple({"event": "skipped_step", "model": role, "why": why} for role, why in skipped.items())
 
     def _prepare(self, role: str, optimizer: ModelOptimizer, count: float, metrics: Sums) -> float:

@@ -174,7 +174,7 @@ def _sums(
         "response/truncated": mean([item.rollout.finish == "length" for item in judged]),
         "response/aborted": mean([unusable.count("aborted") / len(written)]),
         "response/non_finite": mean([unusable.count("non_finite") / len(written)]),
-        "tokens/rollout": Total(torch.tensor(float(sum(len(rollout.token_ids) for rollout in written)))),
+        "tokens/rollout": Total.number(sum(len(rollout.token_ids) for rollout in written)),
     }
 
 

@@ -300,7 +300,7 @@ def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult
     trained = epochs * sum(len(item.rollout.token_ids) for item in scored)
     return sums | {
         "reward/zero_advantage": mean([not item.advantages.any() for item in scored]),
-        "tokens/train": Total(torch.tensor(float(trained))),
+        "tokens/train": Total.number(trained),
     }
 
 

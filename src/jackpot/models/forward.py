@@ -69,10 +69,14 @@ def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     Entry t comes from the position before response token t, so entry 0 comes from the last token of the prompt. Values
     where `batch.attention_mask` is False mean nothing. Carries gradient.
     """
-    sequences = full_sequences(
+    return last_hidden(model, batch_sequences(batch), batch.response_ids.shape[1])
+
+
+def batch_sequences(batch: TokenBatch) -> Sequences:
+    """Every prompt with its response, a tool's tokens too."""
+    return full_sequences(
         batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
     )
-    return last_hidden(model, sequences, batch.response_ids.shape[1])
 
 
 def last_hidden(model: PreTrainedModel, sequences: Sequences, num_response: int) -> Tensor:

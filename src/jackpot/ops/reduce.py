@@ -77,6 +77,10 @@ class Total(NamedTuple):
         """How many entries are True."""
         return cls(mask.double().sum())
 
+    @classmethod
+    def number(cls, value: float) -> "Total":
+        return cls(torch.tensor(value, dtype=torch.float64))
+
     def __add__(self, other: "Total") -> "Total":
         return Total(self.total + other.total)
 
