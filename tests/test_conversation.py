@@ -161,6 +161,7 @@ class Scripted(Engine):
     @property
     def capabilities(self):
         return Capabilities(
+            vocab_size=VOCAB_SIZE,
             num_top_log_probs=9,
             context_length=CONTEXT,
             quantised=False,

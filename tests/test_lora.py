@@ -14,7 +14,8 @@ from jackpot.checkpoint import load_state
 from jackpot.config import Config
 from jackpot.engines.base import Engine
 from jackpot.errors import CheckpointError, EngineError
-from jackpot.launch.local import launch, load_trained, make_engine, make_learner, make_parts, model_paths
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import launch, load_trained, make_learner, make_parts, model_paths
 from jackpot.launch.plan import model_sizes
 from jackpot.models.load import load_model
 from jackpot.models.starters import starter_path

@@ -5,9 +5,9 @@ A recipe is the YAML form of `Config`, with `arms: {name: overrides}` beside it.
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from jackpot.config_base import Count, Decay, Finite, NonNegative, Positive, Strict, by_name
+from jackpot.config_base import Count, Decay, Finite, Names, NonNegative, Positive, Strict, by_name
 from jackpot.config_corrections import (
     OBRSCorrection,
     PolicyCorrection,
@@ -15,6 +15,7 @@ from jackpot.config_corrections import (
     TISCorrection,
     ZCorrection,
 )
+from jackpot.config_engines import EngineConfig, TransformersEngineConfig
 from jackpot.types import Sampling
 
 
@@ -74,11 +75,6 @@ class OptimizerConfig(Strict):
 
 
 ALL_LINEAR = "all-linear"
-Names = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    Field(strict=False, min_length=1),  # a list in YAML
-]
 
 
 class LoraConfig(Strict):
@@ -132,7 +128,7 @@ class CriticConfig(Strict):
     clip: Positive = 0.5  # of the value around the old one
 
 
-# Tasks and engines: one class each, chosen by name.
+# Tasks: one class each, chosen by name.
 
 
 class ArithmeticConfig(Strict):
@@ -158,16 +154,7 @@ class ToolArithmeticConfig(ArithmeticConfig):
     name: Literal["tool_arithmetic"] = "tool_arithmetic"
 
 
-class TransformersEngineConfig(Strict):
-    """The learner's process decodes with Hugging Face transformers. Runs everywhere."""
-
-    name: Literal["transformers"] = "transformers"
-    max_batch_size: Count = 256  # sequences decoded at once
-    dtype: Literal["fp32", "bf16"] = "fp32"
-
-
 TaskConfig = Annotated[ArithmeticConfig | ToolArithmeticConfig, Field(discriminator="name"), by_name("arithmetic")]
-EngineConfig = Annotated[TransformersEngineConfig, by_name("transformers")]
 
 
 class DynamicSamplingConfig(Strict):
@@ -209,6 +196,7 @@ class BatchConfig(Strict):
 class EvaluationConfig(Strict):
     every: Count = 50  # iterations; before the first and after the last one too
     problems: Count = 512  # held out, one sampled answer each
+    engine: EngineConfig | None = None  # of the policy where another model writes; null: one with engine's settings
 
 
 class CheckpointConfig(Strict):

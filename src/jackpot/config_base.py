@@ -11,6 +11,12 @@ Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    Field(strict=False, min_length=1),  # a list in YAML
+]
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

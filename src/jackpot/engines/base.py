@@ -8,6 +8,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from jackpot.types import Request, Rollout, Version
 class Capabilities:
     """What an engine can do and what its numbers mean."""
 
+    vocab_size: int
     num_top_log_probs: int  # the most it returns for a token
     context_length: int  # tokens of a prompt and its response together
     quantised: bool  # True where it computes with other numbers than the weights it was sent
@@ -72,6 +74,14 @@ class Engine(ABC):
             EngineError: rollouts are in flight (unless `capabilities.updates_in_flight`), a name is missing or unknown,
                 or a shape differs. The old weights and version stay.
         """
+
+    def rest(self) -> None:  # noqa: B027  most engines have nothing to give back
+        """Nothing will be written before the next `update_weights`: give back what can be given back meanwhile."""
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """What happened since the last call and a person should know of, such as a server that came back: an `event`
+        each, with its details."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -7,7 +7,7 @@ tokens in float32, far more often in bfloat16.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.engines.base import Capabilities, Engine, weights_digest
+from jackpot.engines.checks import check_request, check_weights
 from jackpot.engines.decoding import DecodingBatch, batch_settings
+from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
 from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
 from jackpot.types import Request, Rollout, Version
@@ -59,14 +61,14 @@ class TransformersEngine(Engine):
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._max_batch_size = max_batch_size
-        self._in_flight: set[str] = set()  # uids submitted and not collected
+        self._ledger = Ledger()
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None
-        self._finished: dict[str, Rollout] = {}
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
+            vocab_size=self._vocab_size,
             num_top_log_probs=self._vocab_size,
             context_length=self._context_length,
             quantised=False,
@@ -81,12 +83,10 @@ class TransformersEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._open()
-        uids = Counter(request.uid for request in requests)
-        if twice := [uid for uid, count in uids.items() if count > 1 or uid in self._in_flight]:
-            raise EngineError(f"uids already in flight: {twice[:5]}; give every request a uid of its own")
+        self._ledger.check(requests)
         for request in requests:
-            self._check(request)
-        self._in_flight.update(uids)
+            check_request(request, self.capabilities)
+        self._ledger.admit(requests)
         self._queue.extend(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
@@ -95,19 +95,11 @@ class TransformersEngine(Engine):
         if n < 0:
             raise EngineError(f"collect takes a number of rollouts, got {n}")
         deadline = None if timeout is None else time.monotonic() + timeout
-        while len(wanted := self._finished_of(uids)) < n and (self._batch or self._queue):
+        while len(self._ledger.finished(uids)) < n and (self._batch or self._queue):
             self._step()
             if deadline is not None and time.monotonic() >= deadline:
-                wanted = self._finished_of(uids)
                 break
-        taken = wanted[:n]
-        for rollout in taken:
-            del self._finished[rollout.uid]
-        self._in_flight.difference_update(rollout.uid for rollout in taken)
-        return taken
-
-    def _finished_of(self, uids: Container[str] | None) -> list[Rollout]:
-        return [rollout for uid, rollout in self._finished.items() if uids is None or uid in uids]
+        return self._ledger.take(n, uids)
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
@@ -132,13 +124,10 @@ class TransformersEngine(Engine):
         All tensors are held until all are checked: nothing is copied before.
         """
         model = self._open()
-        if self._in_flight:
-            raise EngineError(
-                f"{len(self._in_flight)} rollouts are in flight; collect them before the weights are replaced"
-            )
+        self._ledger.check_empty()
         sent = list(named_tensors)
         parameters = dict(model.named_parameters())
-        _check_weights(sent, parameters)
+        check_weights(sent, {name: parameter.shape for name, parameter in parameters.items()})
         for name, tensor in sent:
             parameters[name].copy_(tensor)
         self._version = version
@@ -147,42 +136,19 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         self._model = self._batch = None
         self._queue.clear()
-        self._finished.clear()
-        self._in_flight.clear()
+        self._ledger.clear()
 
     def _open(self) -> PreTrainedModel:
         if self._model is None:
             raise EngineError("the engine is closed; make a new one")
         return self._model
 
-    def _check(self, request: Request) -> None:
-        """Raises EngineError for a request that cannot be answered as asked."""
-        prompt, wanted = request.prompt.token_ids, request.sampling.num_top_log_probs
-        if not prompt:
-            raise EngineError(f"the prompt of {request.uid} is empty; it needs at least one token to predict from")
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise EngineError(
-                f"the prompt of {request.uid} has token ids from {min(prompt)} to {max(prompt)}; the model knows 0 to "
-                f"{self._vocab_size - 1}. Use the model's own tokenizer"
-            )
-        if len(prompt) >= self._context_length:
-            raise EngineError(
-                f"the prompt of {request.uid} has {len(prompt)} tokens and leaves no room in the context of "
-                f"{self._context_length}; drop it or shorten it"
-            )
-        if wanted > self._vocab_size:
-            raise EngineError(
-                f"{request.uid} asks for {wanted} top log-probs; the vocabulary has {self._vocab_size} tokens"
-            )
-        if not 0 <= request.seed < 2**64:
-            raise EngineError(f"the seed of {request.uid} must be in [0, 2**64), got {request.seed}")
-
     def _step(self) -> None:
         """Write one token in every row of the batch. On any error its rows return to the queue and start again."""
         if self._batch is None:
             self._batch = self._next_batch()
         try:
-            self._finished |= {rollout.uid: rollout for rollout in self._batch.step()}
+            self._ledger.finish(self._batch.step())
         except BaseException:
             self._queue.extendleft(reversed(self._batch.requests))
             self._batch = None
@@ -199,26 +165,6 @@ class TransformersEngine(Engine):
         for _ in requests:
             self._queue.popleft()
         return batch
-
-
-def _check_weights(sent: Sequence[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:
-    """Raises EngineError unless every parameter is sent once and in its shape."""
-    names = Counter(name for name, _ in sent)
-    problems = {
-        "missing": sorted(parameters.keys() - names.keys()),
-        "unknown": sorted(names.keys() - parameters.keys()),
-        "sent twice": sorted(name for name, count in names.items() if count > 1),
-        "of another shape": [
-            f"{name} {tuple(tensor.shape)}, needed {tuple(parameters[name].shape)}"
-            for name, tensor in sent
-            if name in parameters and tensor.shape != parameters[name].shape
-        ],
-    }
-    if found := [f"{len(items)} {kind} ({'; '.join(items[:3])})" for kind, items in problems.items() if items]:
-        raise EngineError(
-            f"weights that do not fit the engine's model: {', '.join(found)}; nothing was replaced. "
-            "Send the named_parameters() of a model of the same architecture"
-        )
 
 
 def _score_batches(rollouts: Sequence[Rollout]) -> Iterator[list[int]]:

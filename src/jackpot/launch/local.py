@@ -8,14 +8,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.checkpoint import Checkpoints
-from jackpot.config import Config, EngineConfig, OptimizerConfig
+from jackpot.config import Config, OptimizerConfig
+from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
-from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import ConfigError, EngineError, ModelError
 from jackpot.joint_learner import JointLearner
+from jackpot.launch.engines import DTYPES, make_engine
 from jackpot.models.forward import output_layer
-from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, load_value_model
+from jackpot.models.load import check_same_tokenizer, load_model, load_tokenizer, load_value_model
 from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.objectives.build import policy_objective, rollout_model_objective
 from jackpot.ops.uniforms import stream_key
@@ -27,8 +28,6 @@ from jackpot.tasks.base import Task
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Trainer
 from jackpot.types import Role, Version
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def launch(config: Config, path: Path, listen: Listener) -> Trainer:
@@ -75,9 +74,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     task = make_task(config.task, tokenizer)
     check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
-    policy_engine = engine = make_engine(config.engine, paths["policy"], device, version)
-    if "rollout_model" in paths:
-        engine = make_engine(config.engine, paths["rollout_model"], device, version)
+    engine, policy_engine = make_engines(config, paths, device, version)
     check_top_log_probs(config, engine)
     critic = make_critic(config, checkpoint, device) if config.critic else None
     learner = make_learner(config, trained, is_faithful(config, engine), critic)
@@ -86,6 +83,26 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     return Parts(
         config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
     )
+
+
+def make_engines(
+    config: Config, paths: dict[Role, str], device: torch.device, version: Version
+) -> tuple[Engine, Engine]:
+    """The one that writes rollouts and the one that answers for the policy in evaluations; the same where it can be.
+
+    Raises:
+        ConfigError: servers that hold one model are to answer for two.
+    """
+    settings = config.evaluation.engine
+    if settings is None and "rollout_model" in paths and isinstance(config.engine, VLLMServerEngineConfig):
+        raise ConfigError(
+            "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
+            "evaluated with; set evaluation.engine=transformers, or to vllm_server with the urls of other servers"
+        )
+    engine = make_engine(config.engine, paths.get("rollout_model", paths["policy"]), device, version)
+    if settings is None and "rollout_model" not in paths:
+        return engine, engine
+    return engine, make_engine(settings or config.engine, paths["policy"], device, version)
 
 
 def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:
@@ -97,14 +114,6 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
         if resumes:
             load_adapter(model, Path(path))
     return model
-
-
-def make_engine(config: EngineConfig, path: str, device: torch.device, version: Version) -> Engine:
-    """An engine with its own copy of the model in `path`."""
-    model = load_model(path, DTYPES[config.dtype], device)
-    return TransformersEngine(
-        model, eos_token_ids=eos_token_ids(model), version=version, max_batch_size=config.max_batch_size
-    )
 
 
 def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -> Critic:

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 
 from jackpot.config import Config
 from jackpot.launch.local import model_paths
-from jackpot.models.load import load_config
+from jackpot.models.load import load_config, load_outline
 from jackpot.models.lora import adapter_size
 from jackpot.types import Role
 
@@ -34,8 +34,7 @@ def model_sizes(config: Config) -> dict[Role, Size]:
 
 
 def _size(config: Config, role: Role, path: str) -> Size:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(path))
+    model = load_outline(path)
     settings, parameters = getattr(config, role), sum(parameter.numel() for parameter in model.parameters())
     if settings.optimizer is None:
         return Size(parameters, 0)

@@ -7,7 +7,8 @@ from pathlib import Path
 from jackpot.checkpoint import Checkpoints
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import evaluate
-from jackpot.launch.local import load_tokenizers, make_engine, model_paths, pick_device
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import load_tokenizers, model_paths, pick_device
 from jackpot.tasks import make_task
 from jackpot.telemetry import run_config
 from jackpot.types import Prompt, Role, Version

@@ -4,6 +4,7 @@ A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter
 are read from safetensors only and code from a model folder is never run.
 """
 
+import contextlib
 import re
 from math import inf
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -111,6 +113,23 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {_ADVICE}") from error
+
+
+def load_outline(path: str | Path) -> PreTrainedModel:
+    """The model in `path` on the meta device: names, shapes and settings of everything, no weights.
+
+    Raises:
+        ModelError: no config that can be read, or not one of a causal language model.
+    """
+    config, source = load_config(path), resolve_path(path)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot make a causal language model of {_place(path, source, error)}. {_ADVICE}") from error
+    with contextlib.suppress(OSError):  # a folder may have none; then the model's config says it all
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

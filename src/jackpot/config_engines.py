@@ -1,0 +1,52 @@
+"""Settings of the engines, one class each, chosen by name. Layer 0: pydantic only."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jackpot.config_base import Count, Names, Positive, Strict, by_name
+
+Dtype = Literal["fp32", "bf16"]
+
+
+class TransformersEngineConfig(Strict):
+    """The learner's process decodes with Hugging Face transformers. Runs everywhere."""
+
+    name: Literal["transformers"] = "transformers"
+    max_batch_size: Count = 256  # sequences decoded at once
+    dtype: Dtype = "fp32"
+
+
+class VLLMEngineConfig(Strict):
+    """vLLM in the learner's process, on a thread of its own; needs the extra `vllm`. See docs/vllm.md."""
+
+    name: Literal["vllm"] = "vllm"
+    max_batch_size: Count = 256  # sequences decoded at once
+    dtype: Dtype = "fp32"
+    context_length: Count | None = None  # tokens of prompt and response; null: the model's
+    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4  # of the GPU, weights and cache together
+    cache_gib: Positive | None = None  # for keys and values; null: what memory_share leaves, on a CPU 1
+    device: Annotated[int, Field(ge=0)] | None = None  # number of a GPU; null: the learner's
+    sleep: bool = False  # give the GPU's memory back while training; one engine of a process can
+    compile: bool | Literal["auto"] = "auto"  # torch.compile and CUDA graphs; auto: on a GPU
+
+
+class VLLMServerEngineConfig(Strict):
+    """vLLM's OpenAI-compatible servers that somebody started, all with the same model. See docs/vllm.md."""
+
+    name: Literal["vllm_server"] = "vllm_server"
+    urls: Names  # of the servers, such as http://127.0.0.1:8000
+    weights_folder: str  # written here and read by every server under the same path, with room for two models
+    max_batch_size: Count = 256  # responses asked of one server at once
+    dtype: Dtype = "fp32"  # that the servers were started with
+    api_key_variable: str = "VLLM_API_KEY"  # of the environment; a key itself would end up in the run folder
+    timeout: Positive = 600.0  # seconds for one response, or for one weight update
+    attempts: Count = 5  # of one response, whichever servers failed at it
+    patience: Positive = 600.0  # seconds to wait while no server can be reached
+
+
+EngineConfig = Annotated[
+    TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig,
+    Field(discriminator="name"),
+    by_name("transformers"),
+]

@@ -1,0 +1,334 @@
+"""vLLM in this process, on a thread of its own. Layer 3. It is imported when an engine is made, not before.
+
+All of vLLM lives on that thread: it steps while anything is unfinished and takes jobs (new requests, weights, sleep)
+between two steps. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from jackpot.engines.background import BackgroundEngine
+from jackpot.engines.base import Capabilities, weights_digest
+from jackpot.engines.checks import check_request, check_weights
+from jackpot.engines.vllm_words import (
+    check_temperature,
+    read_rollout,
+    read_score,
+    sampling_words,
+    score_questions,
+)
+from jackpot.errors import EngineError
+from jackpot.types import Request, Rollout, Version
+
+Result = TypeVar("Result")
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights are handed over as tensors
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMSettings:
+    """How the engine is set up; the fields are those of `VLLMEngineConfig`, in vLLM's units."""
+
+    dtype: torch.dtype
+    max_batch_size: int
+    context_length: int | None
+    memory_share: float
+    cache_bytes: int | None
+    device: int | None
+    sleeps: bool
+    compiles: bool
+
+
+class VLLMEngine(BackgroundEngine):
+    """Decodes with a copy of the model that vLLM owns."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        shapes: Mapping[str, Size],
+        eos_token_ids: Sequence[int],
+        version: Version,
+        settings: VLLMSettings,
+    ) -> None:
+        """
+        Args:
+            folder: of the model, whose weights are the first ones.
+            shapes: of every parameter, by the names that `update_weights` will be given.
+            eos_token_ids: end every response, beside `Sampling.stop_token_ids`.
+
+        Raises:
+            EngineError: vLLM is not installed, or cannot load the model; says why.
+        """
+        super().__init__()
+        self._shapes, self._eos_token_ids, self._version = shapes, tuple(eos_token_ids), version
+        self._settings = settings
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._answers: dict[str, Callable[[Any], None]] = {}  # by vLLM's request id, what to do with the answer
+        self._numbers = count()
+        self._is_asleep = False
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._capabilities = self._call(lambda: self._load(folder))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    def _check(self, request: Request) -> None:
+        check_request(request, self.capabilities)
+        check_temperature(request.sampling.temperature, request.uid)
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        version = self._version
+        self._post(lambda: self._add_all(requests, version))
+
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """As `Engine.score`. At temperatures other than 1 vLLM is asked for every token by itself."""
+        self._open()
+        for rollout in rollouts:
+            if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > self.capabilities.context_length:
+                raise EngineError(
+                    f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
+                    f"{self.capabilities.context_length}; shorten it, or score with the model that wrote it"
+                )
+        questions = [list(score_questions(rollout, temperature)) for rollout in rollouts]
+        asked = [question for of_rollout in questions for question in of_rollout]
+        futures: list[Future] = [Future() for _ in asked]
+
+        def add_all() -> None:
+            for question, future in zip(asked, futures, strict=True):
+                self._add(question.prompt, question.words, _score_reader(question.prompt_tokens, future))
+
+        self._post(add_all)
+        answers = iter([self._wait(future) for future in futures])
+        return [read_score([next(answers) for _ in of_rollout]) for of_rollout in questions]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        """As `Engine.update_weights`. vLLM keeps some weights fused or packed: the digest is of what it was given."""
+        self._open()
+        self._ledger.check_empty()
+        sent = [(name, tensor.detach()) for name, tensor in named_tensors]
+        check_weights(sent, self._shapes)
+        self._call(lambda: self._replace_weights(sent))
+        self._version = version
+        return weights_digest(sent, self._settings.dtype)
+
+    def rest(self) -> None:
+        if self._settings.sleeps and not self._is_asleep:
+            self._open()
+            self._ledger.check_empty()
+            self._call(lambda: self._llm.sleep(level=2))  # forgets weights and cache: new weights come next
+            self._is_asleep = True
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self._is_asleep:
+            raise EngineError("the engine sleeps and has no weights; send them with update_weights first")
+        super().submit(requests)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._jobs.put(None)
+            self._thread.join()
+            self._ledger.clear()
+
+    # Between this thread and vLLM's
+
+    def _post(self, job: Callable[[], Result]) -> "Future[Result]":
+        future: Future[Result] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def _call(self, job: Callable[[], Result]) -> Result:
+        return self._wait(self._post(job))
+
+    def _wait(self, future: "Future[Result]") -> Result:
+        """The result, or the failure that ended the thread before it came."""
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise self._failure or EngineError("vLLM's thread has ended; make a new engine") from None
+
+    # On vLLM's thread
+
+    def _run(self) -> None:
+        self._llm = None
+        try:
+            while True:
+                is_busy = self._llm is not None and self._llm.has_unfinished_requests()
+                try:
+                    job = self._jobs.get(block=not is_busy)
+                except queue.Empty:
+                    self._step()
+                    continue
+                if job is None:
+                    break
+                self._do(*job)
+        except Exception as error:
+            self._fail(EngineError(f"vLLM cannot go on: {type(error).__name__}: {error}. Make a new engine"))
+        finally:
+            if self._llm is not None:
+                self._llm.engine_core.shutdown()
+            self._llm = None
+
+    def _do(self, job: Callable[[], Any], future: Future) -> None:
+        """An error of ours goes to whoever waits; one of vLLM's ends the engine too."""
+        try:
+            future.set_result(job())
+        except EngineError as error:
+            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(EngineError(f"vLLM cannot go on: {type(error).__name__}: {error}. Make a new engine"))
+            raise
+
+    def _load(self, folder: str) -> Capabilities:
+        vllm = _import_vllm(compiles=self._settings.compiles)
+        settings = self._settings
+        set_num_threads = torch.set_num_threads
+        try:
+            arguments = vllm.EngineArgs(
+                model=folder,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=settings.dtype,
+                seed=0,
+                max_num_seqs=settings.max_batch_size,
+                max_model_len=settings.context_length,
+                max_logprobs=-1,
+                logprobs_mode="processed_logprobs",
+                enforce_eager=not settings.compiles,
+                gpu_memory_utilization=settings.memory_share,
+                kv_cache_memory_bytes=settings.cache_bytes,
+                enable_sleep_mode=settings.sleeps,
+                device_ids=None if settings.device is None else [settings.device],
+                use_tqdm_on_load=False,
+                disable_log_stats=True,
+            )
+            self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
+        except Exception as error:
+            raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
+        finally:
+            torch.set_num_threads = set_num_threads  # which vLLM makes do nothing on a CPU
+        model = self._llm.model_config
+        return Capabilities(
+            vocab_size=model.get_vocab_size(),
+            num_top_log_probs=model.get_vocab_size(),
+            context_length=model.max_model_len,
+            quantised=model.quantization is not None,
+            streaming=True,
+            updates_in_flight=False,
+            dtype=settings.dtype,
+        )
+
+    def _add_all(self, requests: Sequence[Request], version: Version) -> None:
+        for request in requests:
+            words = sampling_words(request, self._eos_token_ids, self.capabilities.context_length)
+            self._add(request.prompt.token_ids, words, self._rollout_reader(request, version))
+
+    def _add(self, prompt: Sequence[int], words: dict[str, Any], answer: Callable[[Any], None]) -> None:
+        number = str(next(self._numbers))
+        vllm = self._vllm
+        parameters = vllm.SamplingParams(
+            **words, detokenize=False, flat_logprobs=True, output_kind=vllm.RequestOutputKind.FINAL_ONLY
+        )
+        self._answers[number] = answer
+        self._llm.add_request(number, vllm.tokens_input(list(prompt)), parameters)
+
+    def _step(self) -> None:
+        for output in self._llm.step():
+            if output.finished:
+                self._answers.pop(output.request_id)(output)
+
+    def _rollout_reader(self, request: Request, version: Version) -> Callable[[Any], None]:
+        def read(output: Any) -> None:
+            answer = output.outputs[0]
+            shape = (len(answer.token_ids), 1 + request.sampling.num_top_log_probs)
+            ids = np.array(answer.logprobs.token_ids).reshape(shape)
+            log_probs = np.array(answer.logprobs.logprobs).reshape(shape)
+            self._finish([read_rollout(request, answer.token_ids, ids, log_probs, answer.finish_reason, version)])
+
+        return read
+
+    def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> None:
+        if self._is_asleep:
+            self._llm.wake_up(["weights"])
+        cast = ((name, tensor.to(self._settings.dtype)) for name, tensor in sent)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast})
+        self._llm.apply_model(_pack_tied_head)
+        if self._is_asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._is_asleep = False
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache still holds states of the old weights and could not be reset")
+
+
+def _pack_tied_head(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs the output layer into a copy; that of a tied one `reload_weights` leaves as it was."""
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _score_reader(prompt_tokens: int, future: Future) -> Callable[[Any], None]:
+    """Puts the log-probs of the last `prompt_tokens` of the prompt and of the token after it into the future."""
+
+    def read(output: Any) -> None:
+        of_prompt = output.prompt_logprobs.logprobs[-prompt_tokens:] if prompt_tokens else []
+        future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])  # after the token that was drawn
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class _VLLM:
+    """What this file uses of vLLM."""
+
+    EngineArgs: Any
+    LLMEngine: Any
+    SamplingParams: Any
+    RequestOutputKind: Any
+    tokens_input: Any
+
+
+def _import_vllm(compiles: bool) -> _VLLM:
+    """Raises EngineError where it is not installed."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not compiles:
+        torch._dynamo.config.disable = True  # vLLM would compile the gathering of log-probs: 14 s at the first request
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM cannot be imported: {error}. Install it with pip install 'jackpot-rl[vllm]', or use "
+            f"engine=transformers; docs/vllm.md has the versions"
+        ) from error
+    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input)

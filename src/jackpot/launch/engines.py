@@ -1,0 +1,53 @@
+"""An engine from its settings, with its own copy of a model. Layer 6."""
+
+import torch
+
+from jackpot.config_engines import EngineConfig, VLLMEngineConfig
+from jackpot.engines.base import Engine
+from jackpot.engines.transformers import TransformersEngine
+from jackpot.engines.vllm import VLLMEngine, VLLMSettings
+from jackpot.errors import ConfigError
+from jackpot.models.load import eos_token_ids, load_model, load_outline, resolve_path
+from jackpot.types import Version
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_GIB = 2**30
+
+
+def make_engine(config: EngineConfig, path: str, device: torch.device, version: Version) -> Engine:
+    """An engine that holds the model in `path`.
+
+    Raises:
+        ConfigError: a setting that this device cannot serve.
+        EngineError, ModelError: the engine cannot be had, or not with this model.
+    """
+    if isinstance(config, VLLMEngineConfig):
+        return _vllm(config, path, device, version)
+    model = load_model(path, DTYPES[config.dtype], device)
+    return TransformersEngine(
+        model, eos_token_ids=eos_token_ids(model), version=version, max_batch_size=config.max_batch_size
+    )
+
+
+def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Version) -> Engine:
+    on_cpu = device.type == "cpu"
+    if on_cpu and (config.sleep or config.device is not None):
+        raise ConfigError("engine.sleep and engine.device are for GPUs, and this run is on a CPU; leave them out")
+    outline = load_outline(path)
+    cache_gib = config.cache_gib or (1.0 if on_cpu else None)
+    return VLLMEngine(
+        resolve_path(path),
+        shapes={name: parameter.shape for name, parameter in outline.named_parameters()},
+        eos_token_ids=eos_token_ids(outline),
+        version=version,
+        settings=VLLMSettings(
+            dtype=DTYPES[config.dtype],
+            max_batch_size=config.max_batch_size,
+            context_length=config.context_length,
+            memory_share=config.memory_share,
+            cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
+            device=config.device if config.device is not None else device.index,
+            sleeps=config.sleep,
+            compiles=not on_cpu if config.compile == "auto" else config.compile,
+        ),
+    )
