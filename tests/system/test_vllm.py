@@ -1,0 +1,49 @@
+"""`jackpot train` with a real vLLM, typed as a user would; `make test-vllm` runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
+
+from runs import assert_same_run, metrics, run, small_config
+
+pytestmark = pytest.mark.vllm
+JACKPOT = Path(sys.executable).with_name("jackpot")
+
+
+def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
+    """80 of its 250 iterations; docs/vllm.md has three whole seeds."""
+    settings = ["iterations=80", "evaluation.every=80", "threads=1", "seed=7"]
+    command = [JACKPOT, "train", "quickstart", "engine=vllm", *settings, "--run", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, *_, last = metrics(tmp_path / "run")
+    assert last["eval/policy_accuracy"] > before["eval/policy_accuracy"] + 0.1
+    assert last["eval/rollout_model_accuracy"] > before["eval/rollout_model_accuracy"] + 0.1
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert all(event["mean_gap"] < 1e-6 for event in events if event["event"] == "engine_check")
+    assert last["mismatch/engine_gap"] < 1e-6
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    config = small_config("engine={name: vllm, cache_gib: 0.25}")
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "stopped", kill_after=2)
+    run(config, tmp_path / "stopped")
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", ["policy", "rollout_model"])
+
+
+@pytest.mark.parametrize("arm", ["obrs", "on_policy"])
+def test_the_policy_can_be_evaluated_with_another_engine(tmp_path: Path, arm: str) -> None:
+    run(small_config("engine={name: vllm, cache_gib: 0.25}", "evaluation.engine=transformers", arm=arm), tmp_path)
+    last = metrics(tmp_path)[-1]
+    assert max(last["eval/policy_engine_gap"], last["eval/rollout_model_engine_gap"]) < 1e-6
+
+
+def test_a_tool_can_take_turns_with_vllm(tmp_path: Path) -> None:
+    run(small_config("engine={name: vllm, cache_gib: 0.25}", arm="tool"), tmp_path)
+    assert metrics(tmp_path)[-1]["response/tool_tokens"] > 0.0
