@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jackpot.config import Config
+from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.lab.diagnose import Diagnosis, Finding
 from jackpot.launch.plan import Size
 from jackpot.launch.sample import Answer
@@ -173,7 +174,7 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
             [correction.name, *(f"{key} {value}" for key, value in correction.model_dump().items() if key != "name")]
         ),
         "objective": _objective(config),
-        "engine": f"{config.engine.name} in {config.engine.dtype}, training in {config.precision}",
+        "engine": _engine(config),
         "evaluation": f"{config.evaluation.problems} problems every {config.evaluation.every} iterations",
         "run folder": str(folder),
     }
@@ -181,6 +182,17 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _engine(config: Config) -> str:
+    """Who writes, in which precision, and who else answers for the policy in evaluations."""
+    settings, other = config.engine, config.evaluation.engine
+    parts = [f"{settings.name} in {settings.dtype}, training in {config.precision}"]
+    if isinstance(settings, VLLMServerEngineConfig):
+        parts.append(f"servers {', '.join(settings.urls)}")
+    if other:
+        parts.append(f"evaluation of the policy with {other.name} in {other.dtype}")
+    return "; ".join(parts)
 
 
 def _objective(config: Config) -> str:

@@ -76,6 +76,13 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_plan_names_the_engines(tmp_path: Path) -> None:
+    settings = (*SERVERS, "evaluation.engine=transformers")
+    result = jackpot("train", "quickstart", *settings, "--dry-run", cwd=tmp_path)
+    for text in ("vllm_server in fp32", "http://127.0.0.1:1", "evaluation of the policy", "transformers"):
+        assert text in " ".join(result.stdout.replace("│", " ").split())
+
+
 def test_the_plan_counts_what_is_trained() -> None:
     def trained(*overrides: str) -> str:
         result = CliRunner().invoke(cli.app, ["train", "quickstart", "--dry-run", *overrides], env={"COLUMNS": "160"})
@@ -136,6 +143,7 @@ def _other_tokenizer(folder: Path) -> str:
     return str(folder)
 
 
+SERVERS = ("engine=vllm_server", "engine.urls=http://127.0.0.1:1", "engine.weights_folder=weights")
 BAD_INPUT = {
     "unknown recipe": (["quickstrat"], ["quickstrat", "did you mean 'quickstart'"]),
     "unknown arm": (["quickstart", "--arm", "obsr"], ["unknown arm 'obsr'", "did you mean 'obrs'"]),
@@ -151,6 +159,9 @@ BAD_INPUT = {
     "budget too small": (["quickstart", "batch.micro_batch_tokens=4"], ["micro_batch_tokens 4", "raise it"]),
     "more than the vocabulary": (["quickstart", "sampling.num_top_log_probs=99"], ["99", "at most 32"]),
     "unknown target module": (["quickstart", "policy.lora.target_modules=q_pro"], ["did you mean 'q_proj'", "v_proj"]),
+    "unknown engine": (["quickstart", "engine=vlm"], ["'vlm'", "did you mean 'vllm'", "transformers"]),
+    "engine not installed": (["quickstart", "engine=vllm"], ["pip install 'jackpot-rl[vllm]'"]),
+    "servers of one model for two": (["quickstart", *SERVERS], ["evaluation.engine=transformers"]),
     "text that looks like markup": (["quickstart", "[/red]"], ["[/red]", "key=value"]),
     "a plan for no model": (["quickstart", "--dry-run", "policy.path={empty}"], ["empty", "config"]),
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jackpot.checkpoint import Checkpoints
+from jackpot.config_engines import TransformersEngineConfig
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import evaluate
 from jackpot.launch.engines import make_engine
@@ -44,10 +45,11 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     tokenizer, device = load_tokenizers(before), pick_device(config)
     task = make_task(config.task, tokenizer)
     prompts = [task.prompt("test", index) for index in range(problems)]
+    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # servers hold one model, and this needs four
     answers: list[list[Answer]] = [[] for _ in prompts]
     for role in before:
         for is_after, path in ((False, before[role]), (True, after[role])):
-            engine = make_engine(config.engine, path, device, Version(0, 0))
+            engine = make_engine(settings, path, device, Version(0, 0))
             result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
             engine.close()
             for row, response, score in zip(answers, result.responses, result.scores, strict=True):
