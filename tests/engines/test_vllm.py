@@ -189,3 +189,24 @@ def test_a_saved_model_without_eos_writes_to_the_limit(tmp_path):
     rollouts = engine.generate([tiny_request(f"{i}", seed=i, max_new_tokens=20) for i in range(20)])
     assert all(rollout.finish == "length" and len(rollout.token_ids) == 20 for rollout in rollouts)
     engine.close()
+
+
+def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
+    """On a CPU vLLM keeps the memory and goes through the same states."""
+    engine, new = make(folder), Reference(new_folder, torch.float32)
+    engine._settings = replace(engine._settings, sleeps=True)
+    requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
+    engine.generate(requests)
+    engine.rest()
+    engine.rest()
+    with pytest.raises(EngineError, match="sleeps and has no weights"):
+        engine.submit(requests)
+    with pytest.raises(EngineError, match="sleeps and has no weights"):
+        engine.score([], 1.0)
+    engine.update_weights(new.model.named_parameters(), NEW)
+    assert largest_gap(engine.generate(requests), new) < 1e-5
+    engine.submit(requests)
+    with pytest.raises(EngineError, match="in flight"):
+        engine.rest()
+    assert len(engine.collect(4)) == 4
+    engine.close()

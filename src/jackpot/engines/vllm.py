@@ -116,6 +116,7 @@ class VLLMEngine(BackgroundEngine):
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """As `Engine.score`. At temperatures other than 1 vLLM is asked for every token by itself."""
         self._open()
+        self._awake()
         for rollout in rollouts:
             if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > self.capabilities.context_length:
                 raise EngineError(
@@ -152,8 +153,7 @@ class VLLMEngine(BackgroundEngine):
             self._is_asleep = True
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if self._is_asleep:
-            raise EngineError("the engine sleeps and has no weights; send them with update_weights first")
+        self._awake()
         super().submit(requests)
 
     def close(self) -> None:
@@ -162,6 +162,10 @@ class VLLMEngine(BackgroundEngine):
             self._jobs.put(None)
             self._thread.join()
             self._ledger.clear()
+
+    def _awake(self) -> None:
+        if self._is_asleep:
+            raise EngineError("the engine sleeps and has no weights; send them with update_weights first")
 
     # Between this thread and vLLM's
 
