@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,7 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jackpot.engines.transformers import TransformersEngine
+from jackpot.errors import EngineError
 from jackpot.models.load import load_tokenizer
+from jackpot.ops.digest import weights_digest
 from jackpot.recipes import load_recipe
 from jackpot.tasks import make_task
 from jackpot.tasks.base import PromptStream, Task
@@ -134,6 +137,25 @@ def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeyp
     assert [event["event"] for event in events].count("aborted_rollout") == 4
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
     assert len(rows) == 12 and not any(row["uid"].endswith("#0") for row in rows)
+
+
+@pytest.mark.parametrize("accident", ["one weight is another", "the last tensor is never asked for"])
+def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accident: str
+) -> None:
+    update_weights = TransformersEngine.update_weights
+
+    def lose_something(engine, named_tensors, version):
+        if accident == "one weight is another":
+            sent = [(name, tensor.clone()) for name, tensor in named_tensors]
+            sent[3][1].view(-1)[5] += 1e-3
+            return update_weights(engine, sent, version)
+        count = len(list(engine._model.named_parameters()))
+        return weights_digest(islice(named_tensors, count - 1), engine.capabilities.dtype)  # of what it looked at
+
+    monkeypatch.setattr(TransformersEngine, "update_weights", lose_something)
+    with pytest.raises(EngineError, match=r"the learner sent .* unknown weights"):
+        run(small_config("iterations=1"), tmp_path)
 
 
 def test_ppo_is_reports_the_overlap_of_the_two_models_and_not_of_one_with_itself(tmp_path: Path) -> None:

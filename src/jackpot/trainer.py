@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,11 +12,12 @@ import torch
 
 from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
-from jackpot.engines.base import Engine, weights_digest
+from jackpot.engines.base import Engine
 from jackpot.errors import CheckpointError, EngineError, TrainingError
 from jackpot.evaluate import evaluate
 from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, some_rollouts
 from jackpot.learner import StepResult
+from jackpot.ops.digest import WeightsDigest
 from jackpot.ops.reduce import Sums, Total, add_sums
 from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
@@ -123,8 +125,11 @@ class Trainer:
     def _send_weights(self, engine: Engine, role: Role) -> None:
         """Give the engine a model's weights and make sure that it holds just those."""
         learner = self._parts.learner
-        held = engine.update_weights(learner.weights(role), learner.version)
-        sent = weights_digest(learner.weights(role), engine.capabilities.dtype)
+        digest = WeightsDigest(engine.capabilities.dtype)
+        weights = digest.watch(learner.weights(role))
+        held = engine.update_weights(weights, learner.version)
+        deque(weights, maxlen=0)  # what the engine left counts as sent
+        sent = digest.hexdigest()
         if held != sent:
             raise EngineError(
                 f"after the weight update at {learner.version} the engine holds digest {held[:12]}, the learner sent "

@@ -26,8 +26,9 @@ from engines.reference import (
     tiny_prompt,
     tiny_request,
 )
-from jackpot.engines.base import Engine, weights_digest
+from jackpot.engines.base import Engine
 from jackpot.errors import EngineError
+from jackpot.ops.digest import weights_digest
 from jackpot.types import Request, Rollout, Sampling, Version
 
 OLD, NEW = Version(3, 7), Version(4, 9)

@@ -10,10 +10,11 @@ from engines.reference import tiny_prompt
 from jackpot.batching import optimizer_steps
 from jackpot.config import Config
 from jackpot.config_build import build_config
-from jackpot.engines.base import Engine, weights_digest
+from jackpot.engines.base import Engine
 from jackpot.launch.local import make_learner
 from jackpot.models.load import load_model
 from jackpot.objectives.advantages import compute_advantages
+from jackpot.ops.digest import weights_digest
 from jackpot.ops.reduce import Sums
 from jackpot.ops.uniforms import stream_key
 from jackpot.types import Request, Rollout, Score, ScoredRollout, Version

@@ -1,11 +1,13 @@
 """KL to a reference and the entropy bonus against float64 autograd on the logits of the whole vocabulary."""
 
 import copy
+import hashlib
 from dataclasses import replace
 
 import pytest
 import torch
 
+from jackpot.errors import CheckpointError
 from jackpot.objectives.regularise import k2, k3
 from jackpot.ops.uniforms import stream_key, uniform_row
 from jackpot.reference import Reference
@@ -157,6 +159,21 @@ def test_the_regulariser_stands_on_all_tokens_and_is_not_rejected():
     slow = double(POLICY)
     slope = gradient(0.5 * by_hand(slow, WRITTEN, "exact")[0], slow)
     assert result.metrics["policy/grad_norm"].value.item() == pytest.approx(slope.norm().item(), rel=1e-4)
+
+
+def test_a_run_of_an_earlier_version_continues_beside_its_reference_alone():
+    """It saved plain SHA-256 over names, shapes and bytes."""
+    learner, frozen = learner_with("exact")
+    earlier = hashlib.sha256()
+    for name, tensor in sorted(frozen.named_parameters()):
+        earlier.update(f"{name}{tuple(tensor.shape)}".encode() + tensor.detach().numpy().tobytes())
+    saved = learner.state_dict()
+    learner.load_state_dict(saved)
+    learner.load_state_dict(saved | {"reference": earlier.hexdigest()})
+    frozen.model.norm.weight.data[0] += 1e-3
+    for digest in (saved["reference"], earlier.hexdigest()):
+        with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
+            learner.load_state_dict(saved | {"reference": digest})
 
 
 def test_the_gradient_of_k2_and_k3_on_the_policys_own_text_is_that_of_the_kl():

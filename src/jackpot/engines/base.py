@@ -4,7 +4,6 @@ An engine owns one model and writes responses with it. It never trains: new weig
 and every token that it writes carries the version of the weights that wrote it.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jackpot.errors import EngineError
+from jackpot.ops.digest import weights_digest as weights_digest  # what `update_weights` returns
 from jackpot.types import Request, Rollout, Version
 
 
@@ -67,8 +67,9 @@ class Engine(ABC):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights and return the `weights_digest` of what the engine took over, in `capabilities.dtype`.
 
-        Where it keeps them in another form (fused, quantised), of what that form was made from. Tokens written later
-        carry `version`; cached states of the old weights are dropped.
+        Where it keeps them in another form (fused, quantised), of what that form was made from. The trainer compares it
+        with the digest of what it sent. Tokens written later carry `version`; cached states of the old weights are
+        dropped.
 
         Raises:
             EngineError: rollouts are in flight (unless `capabilities.updates_in_flight`), a name is missing or unknown,
@@ -95,16 +96,3 @@ class Engine(ABC):
         if missing := [request.uid for request in requests if request.uid not in rollouts]:
             raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
         return [rollouts[request.uid] for request in requests]
-
-
-def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
-    """SHA-256 over name, shape and bytes of every tensor after a cast to `dtype`, in the order of the names.
-
-    Two sides that hold the same weights print the same digest; the trainer compares them after every update.
-    """
-    whole = hashlib.sha256()
-    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
-        data = tensor.detach().to(dtype=dtype, device="cpu").contiguous()
-        whole.update(f"{name}{tuple(data.shape)}".encode())
-        whole.update(data.view(torch.uint8).numpy())
-    return whole.hexdigest()

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.engines.base import Capabilities, Engine, weights_digest
+from jackpot.engines.base import Capabilities, Engine
 from jackpot.engines.checks import check_request, check_weights
 from jackpot.engines.decoding import DecodingBatch, batch_settings
 from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
 from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
+from jackpot.ops.digest import weights_digest
 from jackpot.types import Request, Rollout, Version
 
 _SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included

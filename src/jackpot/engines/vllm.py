@@ -19,7 +19,7 @@ import torch
 from torch import Size, Tensor
 
 from jackpot.engines.background import BackgroundEngine
-from jackpot.engines.base import Capabilities, weights_digest
+from jackpot.engines.base import Capabilities
 from jackpot.engines.checks import check_request, check_weights
 from jackpot.engines.vllm_words import (
     check_temperature,
@@ -29,6 +29,7 @@ from jackpot.engines.vllm_words import (
     score_questions,
 )
 from jackpot.errors import EngineError
+from jackpot.ops.digest import WeightsDigest
 from jackpot.types import Request, Rollout, Version
 
 Result = TypeVar("Result")
@@ -141,9 +142,9 @@ class VLLMEngine(BackgroundEngine):
         self._ledger.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(sent, self._shapes)
-        self._call(lambda: self._replace_weights(sent))
+        digest = self._call(lambda: self._replace_weights(sent))
         self._version = version
-        return weights_digest(sent, self._settings.dtype)
+        return digest
 
     def rest(self) -> None:
         if self._settings.sleeps and not self._is_asleep:
@@ -286,17 +287,20 @@ class VLLMEngine(BackgroundEngine):
 
         return read
 
-    def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> None:
+    def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+        """The digest of what vLLM has taken, tensor by tensor as it took them."""
         if self._is_asleep:
             self._llm.wake_up(["weights"])
+        digest = WeightsDigest(self._settings.dtype)
         cast = ((name, tensor.to(self._settings.dtype)) for name, tensor in sent)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": digest.watch(cast)})
         self._llm.apply_model(_pack_tied_head)
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache still holds states of the old weights and could not be reset")
+        return digest.hexdigest()
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jackpot.config import ALL_LINEAR, LoraConfig
-from jackpot.engines.base import weights_digest
 from jackpot.errors import CheckpointError, ConfigError, ModelError, unknown_name
+from jackpot.ops.digest import is_digest_of, weights_digest
 
 _FILE = "adapter_model.safetensors"  # beside adapter_config.json, as peft has it
 _BASE = "base_sha256"  # in its metadata: the digest of the weights that the adapter belongs to
@@ -96,7 +96,8 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     state = {_plain(name): tensor for name, tensor in model.state_dict().items() if not name.endswith(_END)}
     model.save_pretrained(folder, state_dict=state | dict(merged_weights(model)))
     model.peft_config["default"].save_pretrained(folder / "adapter")
-    save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: _base_digest(model)})
+    base = weights_digest(_plain_base(model), torch.float32)
+    save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
 
 
 @torch.no_grad()
@@ -117,7 +118,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             f"cannot read the adapter {path}: {type(error).__name__}: {error}. Remove the folder {folder.parent} to "
             f"continue from the checkpoint before it"
         ) from error
-    if metadata.get(_BASE) != _base_digest(model):
+    if not is_digest_of(metadata.get(_BASE), _plain_base(model), torch.float32):
         raise CheckpointError(
             f"the adapter {path} was trained beside other weights than those now in {model.name_or_path}; put back the "
             f"model that the run began with, or begin a new run from {folder}, which holds the merged weights"
@@ -154,8 +155,8 @@ def _base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor.detach()) for name, tensor in model.named_parameters() if not name.endswith(_END))
 
 
-def _base_digest(model: PreTrainedModel) -> str:
-    return weights_digest(((_plain(name), tensor) for name, tensor in _base_parameters(model)), torch.float32)
+def _plain_base(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    return [(_plain(name), tensor) for name, tensor in _base_parameters(model)]
 
 
 def _adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
