@@ -7,7 +7,7 @@ from torch import Size, Tensor
 
 from jackpot.engines.base import Capabilities
 from jackpot.errors import EngineError
-from jackpot.types import Request
+from jackpot.types import Request, Rollout
 
 
 def check_request(request: Request, capabilities: Capabilities) -> None:
@@ -33,6 +33,19 @@ def check_request(request: Request, capabilities: Capabilities) -> None:
         )
     if not 0 <= request.seed < 2**64:
         raise EngineError(f"the seed of {request.uid} must be in [0, 2**64), got {request.seed}")
+
+
+def check_scores(rollouts: Sequence[Rollout], temperature: float, capabilities: Capabilities) -> None:
+    """Raises EngineError for rollouts that do not fit the context, or for a temperature without a distribution."""
+    if temperature <= 0.0:
+        raise EngineError(f"score needs a temperature above 0, got {temperature}")
+    for rollout in rollouts:
+        length = len(rollout.prompt.token_ids) + len(rollout.token_ids)
+        if length > capabilities.context_length:
+            raise EngineError(
+                f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
+                f"{capabilities.context_length}; shorten it, or score with the model that wrote it"
+            )
 
 
 def check_weights(sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.engines.base import Capabilities, Engine
-from jackpot.engines.checks import check_request, check_weights
+from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.decoding import DecodingBatch, batch_settings
 from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
@@ -105,14 +105,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         model = self._open()
-        if temperature <= 0.0:
-            raise EngineError(f"score needs a temperature above 0, got {temperature}")
-        for rollout in rollouts:
-            if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > self._context_length:
-                raise EngineError(
-                    f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
-                    f"{self._context_length}; shorten it, or score with the model that wrote it"
-                )
+        check_scores(rollouts, temperature, self.capabilities)
         scores: dict[int, Tensor] = {}
         for rows in _score_batches(rollouts):
             scores |= zip(rows, _score(model, [rollouts[row] for row in rows], temperature), strict=True)

@@ -20,7 +20,7 @@ from torch import Size, Tensor
 
 from jackpot.engines.background import BackgroundEngine
 from jackpot.engines.base import Capabilities
-from jackpot.engines.checks import check_request, check_weights
+from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.vllm_words import (
     check_temperature,
     read_rollout,
@@ -118,12 +118,7 @@ class VLLMEngine(BackgroundEngine):
         """As `Engine.score`. At temperatures other than 1 vLLM is asked for every token by itself."""
         self._open()
         self._awake()
-        for rollout in rollouts:
-            if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > self.capabilities.context_length:
-                raise EngineError(
-                    f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
-                    f"{self.capabilities.context_length}; shorten it, or score with the model that wrote it"
-                )
+        check_scores(rollouts, temperature, self.capabilities)
         questions = [list(score_questions(rollout, temperature)) for rollout in rollouts]
         asked = [question for of_rollout in questions for question in of_rollout]
         futures: list[Future] = [Future() for _ in asked]
