@@ -214,7 +214,7 @@ def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
 
 
 def test_a_run_whose_engine_reports_raw_log_probs_stops_before_it_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr("jackpot.launch.local.TransformersEngine", Raw)
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Raw)
     overrides = ("sampling.temperature=0.6", "batch.prompts=16", "iterations=1")
     with pytest.raises(EngineError, match="before temperature, top_p and top_k"):
         run(small_config(*overrides), tmp_path / "checked")
