@@ -173,7 +173,8 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
             [correction.name, *(f"{key} {value}" for key, value in correction.model_dump().items() if key != "name")]
         ),
         "objective": _objective(config),
-        "engine": f"{config.engine.name} in {config.engine.dtype}, training in {config.precision}",
+        "engine": f"{config.engine.name} in {config.engine.dtype}, training in {config.precision}"
+        + (", writing one rollout batch ahead" if config.batch.ahead else ""),
         "evaluation": f"{config.evaluation.problems} problems every {config.evaluation.every} iterations",
         "run folder": str(folder),
     }

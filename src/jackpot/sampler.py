@@ -1,6 +1,7 @@
 """One iteration's rollout batch: prompts, responses, rewards, advantages. Layer 5."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,32 +62,60 @@ class Sampler:
         self, parts: Parts, prompts: PromptStream, clock: Clock, event: Callable[[int, dict[str, Any]], None]
     ) -> None:
         self._parts, self._prompts, self._clock, self._event = parts, prompts, clock, event
+        self._ahead: list[Round] | None = None  # of the next iteration
+        self._before_ahead: dict[str, int] | None = None  # the state of the prompts before them
 
     def next_batch(self, iteration: int) -> RolloutBatch:
-        """The rollout batch of an iteration. Nothing in it depends on the order in which responses ended.
+        """The rollout batch of an iteration: what was written ahead, or else what is written now.
 
-        With dynamic sampling, groups to which the task gave equal rewards only fill what the last round left missing.
+        Nothing in it depends on the order in which responses ended. With dynamic sampling, groups to which the task
+        gave equal rewards only fill what the last round left missing.
         """
         config = self._parts.config
-        wanted, dynamic = config.batch.prompts, config.batch.dynamic_sampling
-        rounds: list[Round] = []
-        unequal: list[list[Judged]] = []
-        equal: list[list[Judged]] = []
-        while not rounds or (dynamic and len(rounds) < dynamic.max_rounds and len(unequal) < wanted):
-            rounds.append(self._written(self._begin(iteration)))
-            for group in rounds[-1].groups:
-                is_equal = len({item.task_reward for item in group}) == 1
-                (equal if is_equal and dynamic else unequal).append(group)
+        rounds = self._ahead or self._all_written(iteration, self._begin(iteration))
+        self._ahead = self._before_ahead = None
         for uid, why in (item for one in rounds for item in one.unusable.items()):
             self._event(iteration, {"event": f"{why}_rollout", "uid": uid})
-        groups = unequal + equal
-        scored = self._with_advantages([item for group in groups[:wanted] for item in group])
+        groups, wanted = [group for one in rounds for group in one.groups], config.batch.prompts
+        if config.batch.dynamic_sampling:
+            groups.sort(key=_is_equal)
         first = next((one.groups for one in rounds if one.groups), [])
         return RolloutBatch(
-            scored=scored,
+            scored=self._with_advantages([item for group in groups[:wanted] for item in group]),
             first=[item.rollout for group in first for item in group],
             sums=_sums(rounds, groups) | _rounds(rounds, groups, wanted),
         )
+
+    @contextmanager
+    def beside_training(self, iteration: int) -> Iterator[None]:
+        """With `batch.ahead` the engine writes the rollout batch of `iteration` while the body runs.
+
+        It begins with the weights that the engine has now, and all of it is there at the end: only then are new weights
+        taken. Of a response with a tool it is the first turn that is written meanwhile, for nobody answers the calls.
+        """
+        config = self._parts.config
+        if not config.batch.ahead or iteration > config.iterations:
+            yield
+            return
+        self._before_ahead = self._prompts.state_dict()
+        begun = self._begin(iteration)
+        yield
+        self._ahead = self._all_written(iteration, begun)
+
+    @property
+    def prompt_state(self) -> dict[str, int]:
+        """Of the prompt stream, for a checkpoint: before what was written ahead, which a resumed run writes anew."""
+        return self._before_ahead or self._prompts.state_dict()
+
+    def _all_written(self, iteration: int, begun: _Begun) -> list[Round]:
+        """Wait for a round, and with dynamic sampling for as many more as it takes."""
+        wanted, dynamic = self._parts.config.batch.prompts, self._parts.config.batch.dynamic_sampling
+        rounds = [self._written(begun)]
+        while dynamic and len(rounds) < dynamic.max_rounds:
+            if sum(not _is_equal(group) for one in rounds for group in one.groups) >= wanted:
+                break
+            rounds.append(self._written(self._begin(iteration)))
+        return rounds
 
     def _begin(self, iteration: int) -> _Begun:
         """Give the engine one round of prompts."""
@@ -167,6 +196,11 @@ def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
     limit = config.sampling.max_new_tokens
     penalty = overlong_penalty(len(rollout.token_ids), limit, overlong.buffer, overlong.penalty)
     return replace(score, reward=score.reward + penalty)
+
+
+def _is_equal(group: Sequence[Judged]) -> bool:
+    """Whether the task gave one reward to all."""
+    return len({item.task_reward for item in group}) == 1
 
 
 def _useless(rollout: Rollout) -> str | None:

@@ -42,8 +42,8 @@ class Trainer:
         self._parts, self._folder, self._listen = parts, folder, listen
         self._config = parts.config
         self._clock = Clock()
-        self._prompts = PromptStream(parts.task, "train", self._config.seed)
-        self._sampler = Sampler(parts, self._prompts, self._clock, folder.event)
+        prompts = PromptStream(parts.task, "train", self._config.seed)
+        self._sampler = Sampler(parts, prompts, self._clock, folder.event)
         self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
         self._stopping = False
         self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
@@ -53,7 +53,7 @@ class Trainer:
         self._accuracy = -1.0  # the policy's after this iteration, where it was measured
         self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
         if state is not None:
-            self._prompts.load_state_dict(state["prompts"])
+            prompts.load_state_dict(state["prompts"])
             self.iteration = self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
             folder.failed.update(state.get("failed", {}))
@@ -72,7 +72,7 @@ class Trainer:
             while self.iteration < config.iterations and not self._stopping:
                 batch = self._sampler.next_batch(self.iteration + 1)
                 self._check_engine(batch.first)
-                with self._clock("train"):
+                with self._sampler.beside_training(self.iteration + 2), self._clock("train"):
                     scored = parts.learner.credit(batch.scored)
                     results = parts.learner.train(list(self._steps(scored)), self._traced)
                 with self._clock("sync"):
@@ -176,7 +176,7 @@ class Trainer:
         state = {
             "iteration": self.iteration,
             "best": best,
-            "prompts": self._prompts.state_dict(),
+            "prompts": self._sampler.prompt_state,
             "version": list(learner.version),
             "non_finite": self._non_finite.count,
             "failed": self._folder.failed,
@@ -200,11 +200,15 @@ class Trainer:
             self._checkpoints.prune()
 
     def _check_engine(self, rollouts: Sequence[Rollout]) -> None:
-        """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?"""
-        if self._engine_is_checked:
-            return
+        """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?
+
+        Of what was written ahead nobody knows: the weights that wrote it are gone.
+        """
         config, learner = self._config, self._parts.learner
-        some = some_rollouts(rollouts)
+        now = learner.version.rollout_model
+        some = some_rollouts([rollout for rollout in rollouts if bool((rollout.versions[:, 1] == now).all())])
+        if self._engine_is_checked or not some:
+            return
         batches = self._plain_batches(some)
         quantised = self._parts.engine.capabilities.quantised
         found = check_engine(
@@ -259,10 +263,9 @@ class Trainer:
         timings = {f"seconds/{name}": value for name, value in seconds.items()}
         tokens, busy = values.get("tokens/rollout"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
         if tokens and busy:
-            timings |= {
-                "speed/tokens_per_second": tokens / busy,
-                "speed/rollout_tokens_per_second": tokens / seconds["rollout"],
-            }
+            timings["speed/tokens_per_second"] = tokens / busy
+        if tokens and not self._config.batch.ahead:  # else nobody knows how long it took
+            timings["speed/rollout_tokens_per_second"] = tokens / seconds["rollout"]
         return timings
 
     @contextmanager
