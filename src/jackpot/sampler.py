@@ -88,13 +88,15 @@ class Sampler:
 
     @contextmanager
     def beside_training(self, iteration: int) -> Iterator[None]:
-        """With `batch.ahead` the engine writes the rollout batch of `iteration` while the body runs.
+        """While the body runs the engine rests, or with `batch.ahead` writes the rollout batch of `iteration`.
 
-        It begins with the weights that the engine has now, and all of it is there at the end: only then are new weights
-        taken. Of a response with a tool it is the first turn that is written meanwhile, for nobody answers the calls.
+        That begins with the weights that the engine has now, and all of it is there at the end: only then are new
+        weights taken. Of a response with a tool it is the first turn that is written meanwhile, for nobody answers the
+        calls.
         """
         config = self._parts.config
         if not config.batch.ahead or iteration > config.iterations:
+            self._parts.engine.rest()
             yield
             return
         self._before_ahead = self._prompts.state_dict()

@@ -86,6 +86,7 @@ class Trainer:
 
     def close(self) -> None:
         """Free the engines and flush what is being written."""
+        self._tell_engine_events()  # of an iteration that did not end: perhaps they say why
         self._parts.engine.close()
         self._parts.policy_engine.close()
         self._folder.close()
@@ -98,6 +99,7 @@ class Trainer:
         if last or self.iteration % config.evaluation.every == 0:
             with self._clock("evaluate"):
                 values |= self._evaluate()
+        self._tell_engine_events()
         values |= self._throughput(values)
         line = self._folder.report(self.iteration, values)
         self._accuracy = values.get("eval/policy_accuracy", -1.0)
@@ -131,6 +133,12 @@ class Trainer:
                 f"{sent[:12]}; training on what it writes would be training on unknown weights"
             )
 
+    def _tell_engine_events(self) -> None:
+        """What the engines have to say goes to events.jsonl, with the setting that the engine is of."""
+        for setting, engine in {"engine": self._parts.engine, "evaluation.engine": self._parts.policy_engine}.items():
+            for event in engine.take_events():  # of an engine that is both, the second time is none
+                self._folder.event(self.iteration, event | {"engine": setting})
+
     def _evaluate(self) -> dict[str, float]:
         """Both models on the same held-out problems with the same uniforms."""
         config, parts = self._config, self._parts
@@ -142,6 +150,8 @@ class Trainer:
             role: evaluate(engine, parts.task, parts.tokenizer, self._test_prompts, config.sampling, config.seed)
             for role, engine in engines.items()
         }
+        if not shared:
+            parts.policy_engine.rest()
         for role, result in results.items():
             self._folder.save_evaluation(self.iteration, role, result)
         values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
