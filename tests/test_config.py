@@ -196,6 +196,21 @@ def test_an_exact_normaliser_whose_weights_will_have_moved_is_refused():
     build(exact_new)
 
 
+def test_an_exact_normaliser_of_what_was_written_ahead_is_refused_unless_its_writer_is_frozen():
+    exact, ahead = {"objective.correction.normalizer": "exact"}, {"batch.ahead": 1}
+    for writer in ({}, {"rollout_model.update": "iteration"}, {"rollout_model": None}):
+        assert "with batch.ahead 1 they have moved on" in message(exact, ahead, writer)
+        build(ahead, writer)
+    build(exact, ahead, {"rollout_model.optimizer": None})
+
+
+def test_no_engine_writes_more_than_one_batch_ahead():
+    assert build().batch.ahead == 0 and build({"batch.ahead": 1}).batch.ahead == 1
+    text = message({"batch.ahead": 2})
+    assert "ahead is 2, allowed are 0 and 1" in text and text.endswith("use ahead: 1")
+    assert message({"batch.ahead": -1}).startswith("batch.ahead")
+
+
 # LoRA
 
 

@@ -570,3 +570,25 @@ def test_the_engine_and_the_learner_agree_on_the_written_tokens():
     assert value(result, "mismatch/engine_gap_max") < 1e-5
     assert all(EOS not in item.rollout.token_ids[:-1] for item in WRITTEN)
     assert max(len(item.rollout.token_ids) for item in WRITTEN) == MAX_NEW
+
+
+@pytest.mark.parametrize("step_size", [None, 6])
+def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others(step_size):
+    """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""
+    shift = 0.125  # of every reported probability, so that the gap is known
+    fresh, items = WRITTEN[::2], []
+    for item in WRITTEN:
+        one = item.rollout
+        reported = (one.rollout_log_probs.exp() + shift).log()
+        change = (
+            {"rollout_log_probs": reported}
+            if any(item is other for other in fresh)
+            else {"versions": torch.full_like(one.versions, -1)}
+        )
+        items.append(replace(item, rollout=replace(one, **change)))
+    results = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, step_size=step_size), trace=False)
+    gaps = [result.metrics["mismatch/engine_gap"] for result in results]
+    assert len(gaps) == len(items) // (step_size or len(items))
+    assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh)
+    assert sum(gap.total for gap in gaps) / sum(gap.count for gap in gaps) == pytest.approx(shift, abs=1e-5)
+    assert max(value(result, "mismatch/engine_gap_max") for result in results) == pytest.approx(shift, abs=1e-5)

@@ -1,6 +1,7 @@
 """One iteration's rollout batch: which groups are kept, what they are worth, and what is counted of the rest."""
 
 import math
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -43,15 +44,17 @@ class Writer:
     """Answers every request with `LENGTH` tokens; what `change` makes of each rollout is handed over."""
 
     def __init__(self, change=lambda rollout: rollout):
-        self.change, self.requests, self.done = change, [], []
+        self.change, self.shuffle, self.requests, self.done, self.collected = change, lambda rollouts: None, [], [], []
         self.capabilities = SimpleNamespace(context_length=64)
 
     def submit(self, requests):
         self.requests += requests
         self.done += [self.change(answer(request)) for request in requests]
+        self.shuffle(self.done)
 
     def collect(self, n, timeout=None, uids=None):
         taken, self.done = self.done[:n], self.done[n:]
+        self.collected += [rollout.uid for rollout in taken]
         return taken
 
 
@@ -104,6 +107,27 @@ DYNAMIC = "batch.dynamic_sampling.max_rounds=3"
 
 def every_third(number):
     return MIXED if number % 3 == 0 else RIGHT if number % 3 == 1 else WRONG
+
+
+@pytest.mark.parametrize("overrides", [(), (DYNAMIC,)])
+def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
+    def spoil(rollout):
+        return replace(rollout, finish="aborted") if rollout.uid.endswith("#2") else rollout
+
+    def batch_of(shuffle):
+        sampler, _, told, engine = sampler_of(lambda number: (number % 2, 1, 0), *overrides, change=spoil)
+        engine.shuffle = shuffle
+        return sampler.next_batch(1), told, engine
+
+    (asked, told, _), (shuffled, told_again, engine) = (
+        batch_of(lambda rollouts: None),
+        batch_of(random.Random(0).shuffle),
+    )
+    assert engine.collected != [request.uid for request in engine.requests]
+    assert [item.rollout.uid for item in shuffled.scored] == [item.rollout.uid for item in asked.scored]
+    assert [item.score for item in shuffled.scored] == [item.score for item in asked.scored]
+    assert [one.uid for one in shuffled.first] == [one.uid for one in asked.first]
+    assert told_again == told and 4 * len(told) == len(engine.requests)
 
 
 def test_without_dynamic_sampling_every_group_is_kept_and_one_round_written():

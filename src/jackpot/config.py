@@ -172,6 +172,7 @@ class BatchConfig(Strict):
     epochs: Count = 1  # passes over one rollout batch
     micro_batch_tokens: Count = 16_384  # padded tokens in one forward pass
     dynamic_sampling: DynamicSamplingConfig | None = None  # null: every group is trained on
+    ahead: Annotated[int, Field(ge=0)] = 0  # rollout batches that the engine writes while the learner trains: 0 or 1
 
     @property
     def rollouts(self) -> int:
@@ -183,6 +184,12 @@ class BatchConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "BatchConfig":
+        if self.ahead > 1:
+            raise ValueError(
+                f"ahead is {self.ahead}, allowed are 0 and 1: engines take new weights only when nothing is being "
+                f"written, so every batch that was begun ends before each weight update, and a second one would only "
+                f"be an iteration older; use ahead: 1"
+            )
         step = self.step_size or self.rollouts
         if self.rollouts % step:
             raise ValueError(
@@ -207,7 +214,7 @@ class CheckpointConfig(Strict):
 class GuardConfig(Strict):
     """When to stop a run that only looks as if it trained."""
 
-    check_engine: bool = True  # of the first rollout batch after every start, against the model that wrote it
+    check_engine: bool = True  # every rollout batch, against the model that wrote it, before it is trained on
     max_non_finite_steps: Count = 10  # in a row; each is skipped and counted
 
 
@@ -275,6 +282,12 @@ class Config(Strict):
                 f"{self.sampling.top_p} and top_k {self.sampling.top_k}; use top_p 1 and top_k 0, or normalizer: topk"
             )
         writer = self.rollout_model
+        if correction.normalizer == "exact" and self.batch.ahead and (writer is None or writer.optimizer):
+            raise ValueError(
+                f"normalizer 'exact' needs the weights that wrote the batch, but with batch.ahead {self.batch.ahead} "
+                f"they have moved on when it is trained on; use normalizer: topk, batch.ahead: 0, or a frozen rollout "
+                f"model"
+            )
         stays = writer is not None and (writer.optimizer is None or writer.update == "iteration")
         moves = self.batch.steps_per_iteration > 1 and not stays
         if correction.normalizer == "exact" and correction.target == "new" and moves:

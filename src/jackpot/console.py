@@ -190,6 +190,8 @@ def _engine(config: Config) -> str:
     parts = [f"{settings.name} in {settings.dtype}, training in {config.precision}"]
     if isinstance(settings, VLLMServerEngineConfig):
         parts.append(f"servers {', '.join(settings.urls)}")
+    if config.batch.ahead:
+        parts.append("writing one rollout batch ahead")
     if other:
         parts.append(f"evaluation of the policy with {other.name} in {other.dtype}")
     return "; ".join(parts)

@@ -6,7 +6,7 @@ neither on its batch nor on how long others take. No turn waits for another conv
 token, so that the limit on tokens also bounds the turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,8 +21,13 @@ from jackpot.types import Finish, Request, Rollout
 _COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
 
 
-def write(engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]) -> list[Rollout]:
-    """The response to every request, in their order; of a task without `turn_ends`, what `engine.generate` returns.
+def stream(
+    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]
+) -> Iterator[Rollout]:
+    """The response to every request as it ends, in any order; of a task without `turn_ends`, what the engine writes.
+
+    The first turns are submitted by the call itself: an engine that writes by itself goes on while nobody asks for the
+    next response. Later turns are submitted while somebody does.
 
     `sampling.max_new_tokens` counts all tokens of a response, the tool's too. A reply that leaves no room for one more
     token, there or in the context, is not written and ends the response as `length`. Where the task has no reply the
@@ -35,10 +40,23 @@ def write(engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, reques
     first = [conversation.next_turn() for conversation in conversations]
     engine.submit(first)
     waiting = {turn.uid: conversation for turn, conversation in zip(first, conversations, strict=True)}
+    return _as_they_end(engine, waiting, has_tool=bool(task.turn_ends))
+
+
+def write(engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]) -> list[Rollout]:
+    """As `stream`, when all have ended and in the order of the requests."""
+    rollouts = {rollout.uid: rollout for rollout in stream(engine, task, tokenizer, requests)}
+    return [rollouts[request.uid] for request in requests]
+
+
+def _as_they_end(engine: Engine, waiting: dict[str, "_Conversation"], has_tool: bool) -> Iterator[Rollout]:
+    """Collect the turns of `waiting`, by uid, and answer them until every conversation has ended."""
     while waiting:
         turns = engine.collect(1, uids=waiting)
         if not turns:
             raise EngineError(f"the engine has nothing left to return; missing: {', '.join([*waiting][:5])}")
+        if not has_tool:  # with one, its reply has to be in the queue before the engine makes up its next batch
+            turns += engine.collect(len(waiting), timeout=0.0, uids=waiting)
         for turn in turns:
             conversation = waiting.pop(turn.uid)
             conversation.take_in(turn)
@@ -46,7 +64,8 @@ def write(engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, reques
                 following = conversation.next_turn()
                 waiting[following.uid] = conversation
                 engine.submit([following])
-    return [conversation.response() for conversation in conversations]
+            else:
+                yield conversation.response()
 
 
 class _Conversation:

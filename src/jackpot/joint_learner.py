@@ -105,6 +105,7 @@ class JointLearner(Learner):
         waits = rollout_model_optimizer is not None and not rollout_model_each_step
         self._bank = GradientBank(rollout_model_optimizer) if waits else None
         self._previous: Sums = {}
+        self._anchored_at = Version(0, 0)
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,
@@ -138,6 +139,7 @@ class JointLearner(Learner):
 
         One step needs no anchor. Several cost one forward pass without gradient over the rollout batch.
         """
+        self._anchored_at = self.version
         if len(steps) == 1:
             return [[MicroBatch(tokens=batch, anchor=None) for batch in steps[0]]]
         rows: dict[str, dict[str, Tensor]] = {}
@@ -174,7 +176,8 @@ class JointLearner(Learner):
             if self._parts:
                 self._parts.add(loss.rollout_model_ppo, trace)
             (loss.policy + loss.rollout_model).backward()
-            sums = add_sums(sums, loss.metrics | self._lag(micro.tokens) | self._critic_backward(micro.tokens))
+            about_engine = self._engine_gap(micro, anchor) | self._lag(micro.tokens)
+            sums = add_sums(sums, loss.metrics | about_engine | self._critic_backward(micro.tokens))
             if trace:
                 traces |= by_rollout(micro.tokens, {name: column.cpu() for name, column in loss.trace.items()})
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
@@ -295,6 +298,13 @@ class JointLearner(Learner):
             loss, metrics = self._critic.loss(batch)
         loss.backward()
         return metrics
+
+    def _engine_gap(self, micro: MicroBatch, anchor: Anchor) -> Sums:
+        """How far training is from the engine in probability, on tokens of the weights that the anchor came from."""
+        batch, at = micro.tokens, self._anchored_at if micro.anchor else self.version
+        gap = (anchor.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
+        own = batch.response_mask & (batch.versions[..., 1] == at.rollout_model)
+        return {"mismatch/engine_gap": Mean.of(gap, own), "mismatch/engine_gap_max": Max.of(gap, own)}
 
     def _lag(self, batch: TokenBatch) -> Sums:
         """How many optimizer steps the models have gone on since each token was written."""

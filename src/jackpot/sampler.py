@@ -1,13 +1,14 @@
 """One iteration's rollout batch: prompts, responses, rewards, advantages. Layer 5."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from jackpot.config import Config
-from jackpot.conversation import write
+from jackpot.conversation import stream
 from jackpot.evaluate import judge
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.ops.reduce import Mean, Sums, Total
@@ -33,6 +34,23 @@ class Judged:
     score: Score  # what is trained on
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """What the engine wrote to one round of prompts, in the order of its requests."""
+
+    written: list[Rollout]
+    unusable: dict[str, str]  # uid: why; these are events and counts, and not rewards of 0
+    groups: list[list[Judged]]  # by prompt; what cannot be used is in none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A round that the engine is writing."""
+
+    requests: list[Request]
+    stream: Iterator[Rollout]
+
+
 class Sampler:
     """Draws prompts and has the engine answer them.
 
@@ -44,38 +62,93 @@ class Sampler:
         self, parts: Parts, prompts: PromptStream, clock: Clock, event: Callable[[int, dict[str, Any]], None]
     ) -> None:
         self._parts, self._prompts, self._clock, self._event = parts, prompts, clock, event
+        self._ahead: list[Round] | None = None  # of the next iteration
+        self._before_ahead: dict[str, int] | None = None  # the state of the prompts before them
 
     def next_batch(self, iteration: int) -> RolloutBatch:
-        """The rollout batch of an iteration.
+        """The rollout batch of an iteration: what was written ahead, or else what is written now.
 
-        With dynamic sampling, groups to which the task gave equal rewards only fill what the last round left missing.
+        Nothing in it depends on the order in which responses ended. With dynamic sampling, groups to which the task
+        gave equal rewards only fill what the last round left missing.
         """
         config = self._parts.config
-        wanted, dynamic = config.batch.prompts, config.batch.dynamic_sampling
-        rounds = 0
-        written: list[Rollout] = []
-        unusable: list[str] = []  # why, of each
-        first: list[Rollout] = []
-        unequal: list[list[Judged]] = []
-        equal: list[list[Judged]] = []
-        while rounds == 0 or (dynamic and rounds < dynamic.max_rounds and len(unequal) < wanted):
-            rounds += 1
+        rounds = self._ahead or self._all_written(iteration, self._begin(iteration))
+        self._ahead = self._before_ahead = None
+        for uid, why in (item for one in rounds for item in one.unusable.items()):
+            self._event(iteration, {"event": f"{why}_rollout", "uid": uid})
+        groups, wanted = [group for one in rounds for group in one.groups], config.batch.prompts
+        if config.batch.dynamic_sampling:
+            groups.sort(key=_is_equal)
+        first = next((one.groups for one in rounds if one.groups), [])
+        return RolloutBatch(
+            scored=self._with_advantages([item for group in groups[:wanted] for item in group]),
+            first=[item.rollout for group in first for item in group],
+            sums=_sums(rounds, groups) | _rounds(rounds, groups, wanted),
+        )
+
+    @contextmanager
+    def beside_training(self, iteration: int) -> Iterator[None]:
+        """While the body runs the engine rests, or with `batch.ahead` writes the rollout batch of `iteration`.
+
+        That begins with the weights that the engine has now, and all of it is there at the end: only then are new
+        weights taken. Of a response with a tool it is the first turn that is written meanwhile, for nobody answers the
+        calls.
+        """
+        config = self._parts.config
+        if not config.batch.ahead or iteration > config.iterations:
+            self._parts.engine.rest()
+            yield
+            return
+        self._before_ahead = self._prompts.state_dict()
+        begun = self._begin(iteration)
+        yield
+        self._ahead = self._all_written(iteration, begun)
+
+    @property
+    def prompt_state(self) -> dict[str, int]:
+        """Of the prompt stream, for a checkpoint: before what was written ahead, which a resumed run writes anew."""
+        return self._before_ahead or self._prompts.state_dict()
+
+    def _all_written(self, iteration: int, begun: _Begun) -> list[Round]:
+        """Wait for a round, and with dynamic sampling for as many more as it takes."""
+        wanted, dynamic = self._parts.config.batch.prompts, self._parts.config.batch.dynamic_sampling
+        rounds = [self._written(begun)]
+        while dynamic and len(rounds) < dynamic.max_rounds:
+            if sum(not _is_equal(group) for one in rounds for group in one.groups) >= wanted:
+                break
+            rounds.append(self._written(self._begin(iteration)))
+        return rounds
+
+    def _begin(self, iteration: int) -> _Begun:
+        """Give the engine one round of prompts."""
+        parts = self._parts
+        with self._clock("rollout"):
+            requests = self._requests(iteration, self._prompts.next(parts.config.batch.prompts))
+            return _Begun(requests=requests, stream=stream(parts.engine, parts.task, parts.tokenizer, requests))
+
+    def _written(self, begun: _Begun) -> Round:
+        """Wait for a round. Groups are judged as they are complete, while the engine goes on with the others."""
+        members: dict[str, list[str]] = {}
+        for request in begun.requests:
+            members.setdefault(request.prompt.uid, []).append(request.uid)
+        rollouts: dict[str, Rollout] = {}
+        unusable: dict[str, str] = {}
+        groups: dict[str, list[Judged]] = {}
+        while len(groups) < len(members):
             with self._clock("rollout"):
-                parts, requests = self._parts, self._requests(iteration, self._prompts.next(wanted))
-                rollouts = write(parts.engine, parts.task, parts.tokenizer, requests)
-            written += rollouts
-            with self._clock("score"):
-                usable, why_not = self._usable(iteration, rollouts)
-                unusable += why_not
-                first = first or usable
-                for group in self._judge(usable):
-                    is_equal = len({item.task_reward for item in group}) == 1
-                    (equal if is_equal and dynamic else unequal).append(group)
-        taken = (unequal + equal)[:wanted]
-        scored = self._with_advantages([item for group in taken for item in group])
-        groups = unequal + equal
-        sums = _sums(written, unusable, groups) | _rounds(rounds, len(groups), wanted)
-        return RolloutBatch(scored=scored, first=first, sums=sums)
+                rollout = next(begun.stream)
+            rollouts[rollout.uid] = rollout
+            if why := _useless(rollout):
+                unusable[rollout.uid] = why
+            if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
+                with self._clock("score"):
+                    groups[rollout.prompt.uid] = self._judge([rollouts[uid] for uid in group if uid not in unusable])
+        order = [request.uid for request in begun.requests]
+        return Round(
+            written=[rollouts[uid] for uid in order],
+            unusable={uid: unusable[uid] for uid in order if uid in unusable},
+            groups=[groups[prompt] for prompt in members if groups[prompt]],
+        )
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """A group of requests for each prompt; the seed of each is hashed from its uid."""
@@ -90,29 +163,13 @@ class Sampler:
             for uid, prompt in uids
         ]
 
-    def _usable(self, iteration: int, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[str]]:
-        """Those that ended by themselves or at the limit, with finite log-probs; why not, of each of the others.
-
-        They are events and counts, and not rewards of 0.
-        """
-        usable, why_not = [], []
-        for rollout in rollouts:
-            if why := _useless(rollout):
-                why_not.append(why)
-                self._event(iteration, {"event": f"{why}_rollout", "uid": rollout.uid})
-            else:
-                usable.append(rollout)
-        return usable, why_not
-
-    def _judge(self, rollouts: Sequence[Rollout]) -> list[list[Judged]]:
-        """By prompt, with their rewards."""
-        _, scores = judge(rollouts, self._parts.task, self._parts.tokenizer)
-        groups: dict[str, list[Judged]] = {}
-        for rollout, score in zip(rollouts, scores, strict=True):
-            shaped = shaped_score(self._parts.config, rollout, score)
-            judged = Judged(rollout=rollout, task_reward=score.reward, score=shaped)
-            groups.setdefault(rollout.prompt.uid, []).append(judged)
-        return list(groups.values())
+    def _judge(self, group: Sequence[Rollout]) -> list[Judged]:
+        """What the task says of each response to a prompt."""
+        _, scores = judge(group, self._parts.task, self._parts.tokenizer)
+        return [
+            Judged(rollout=rollout, task_reward=score.reward, score=shaped_score(self._parts.config, rollout, score))
+            for rollout, score in zip(group, scores, strict=True)
+        ]
 
     def _with_advantages(self, items: Sequence[Judged]) -> list[ScoredRollout]:
         """Of whole responses; those of single tokens come from the learner's critic."""
@@ -143,25 +200,29 @@ def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
     return replace(score, reward=score.reward + penalty)
 
 
+def _is_equal(group: Sequence[Judged]) -> bool:
+    """Whether the task gave one reward to all."""
+    return len({item.task_reward for item in group}) == 1
+
+
 def _useless(rollout: Rollout) -> str | None:
-    """Why a rollout cannot be trained on."""
+    """Why a rollout cannot be trained on; None for one that ended by itself or at the limit with finite log-probs."""
     if rollout.finish == "aborted":
         return "aborted"
     return None if rollout.rollout_log_probs[rollout.sampled_mask].isfinite().all() else "non_finite"
 
 
-def _rounds(rounds: int, groups: int, wanted: int) -> Sums:
+def _rounds(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], wanted: int) -> Sums:
     return {
-        "sampling/rounds": mean([rounds]),
-        "sampling/groups_left_out": mean([max(0, groups - wanted)]),
+        "sampling/rounds": mean([len(rounds)]),
+        "sampling/groups_left_out": mean([max(0, len(groups) - wanted)]),
     }
 
 
-def _sums(
-    written: Sequence[Rollout],
-    unusable: Sequence[str],
-    groups: Sequence[Sequence[Judged]],
-) -> Sums:
+def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]]) -> Sums:
+    """About all that was written."""
+    written = [rollout for one in rounds for rollout in one.written]
+    unusable = [why for one in rounds for why in one.unusable.values()]
     judged = [item for group in groups for item in group]
     lengths = [len(item.rollout.token_ids) for item in judged]
     return {

@@ -13,12 +13,21 @@ import torch
 from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
 from jackpot.engines.base import Engine
-from jackpot.errors import CheckpointError, EngineError, TrainingError
+from jackpot.errors import CheckpointError, EngineError, JackpotError
 from jackpot.evaluate import evaluate
-from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, some_rollouts
+from jackpot.guards import (
+    THOROUGH_CHECKS,
+    NonFiniteGuard,
+    check_engine,
+    check_gap,
+    engine_gap,
+    glance,
+    some_rollouts,
+)
 from jackpot.learner import StepResult
 from jackpot.ops.digest import WeightsDigest
 from jackpot.ops.reduce import Sums, Total, add_sums
+from jackpot.ops.uniforms import stream_key
 from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
 from jackpot.sampler import Sampler, mean
@@ -44,18 +53,18 @@ class Trainer:
         self._parts, self._folder, self._listen = parts, folder, listen
         self._config = parts.config
         self._clock = Clock()
-        self._prompts = PromptStream(parts.task, "train", self._config.seed)
-        self._sampler = Sampler(parts, self._prompts, self._clock, folder.event)
+        prompts = PromptStream(parts.task, "train", self._config.seed)
+        self._sampler = Sampler(parts, prompts, self._clock, folder.event)
         self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
         self._stopping = False
         self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
-        self._engine_is_checked = not self._config.guard.check_engine
+        self._thorough_checks = 0
         self.iteration = self._saved = -1  # finished iterations, and the newest with a checkpoint
         self._overdue = False  # the checkpoint that was last tried could not be written
         self._accuracy = -1.0  # the policy's after this iteration, where it was measured
         self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
         if state is not None:
-            self._prompts.load_state_dict(state["prompts"])
+            prompts.load_state_dict(state["prompts"])
             self.iteration = self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
             folder.failed.update(state.get("failed", {}))
@@ -74,7 +83,7 @@ class Trainer:
             while self.iteration < config.iterations and not self._stopping:
                 batch = self._sampler.next_batch(self.iteration + 1)
                 self._check_engine(batch.first)
-                with self._clock("train"):
+                with self._sampler.beside_training(self.iteration + 2), self._clock("train"):
                     scored = parts.learner.credit(batch.scored)
                     results = parts.learner.train(list(self._steps(scored)), self._traced)
                 with self._clock("sync"):
@@ -88,6 +97,7 @@ class Trainer:
 
     def close(self) -> None:
         """Free the engines and flush what is being written."""
+        self._tell_engine_events()  # of an iteration that did not end: perhaps they say why
         self._parts.engine.close()
         self._parts.policy_engine.close()
         self._folder.close()
@@ -100,6 +110,7 @@ class Trainer:
         if last or self.iteration % config.evaluation.every == 0:
             with self._clock("evaluate"):
                 values |= self._evaluate()
+        self._tell_engine_events()
         values |= self._throughput(values)
         line = self._folder.report(self.iteration, values)
         self._accuracy = values.get("eval/policy_accuracy", -1.0)
@@ -136,6 +147,12 @@ class Trainer:
                 f"{sent[:12]}; training on what it writes would be training on unknown weights"
             )
 
+    def _tell_engine_events(self) -> None:
+        """What the engines have to say goes to events.jsonl, with the setting that the engine is of."""
+        for setting, engine in {"engine": self._parts.engine, "evaluation.engine": self._parts.policy_engine}.items():
+            for event in engine.take_events():  # of an engine that is both, the second time is none
+                self._folder.event(self.iteration, event | {"engine": setting})
+
     def _evaluate(self) -> dict[str, float]:
         """Both models on the same held-out problems with the same uniforms."""
         config, parts = self._config, self._parts
@@ -147,6 +164,8 @@ class Trainer:
             role: evaluate(engine, parts.task, parts.tokenizer, self._test_prompts, config.sampling, config.seed)
             for role, engine in engines.items()
         }
+        if not shared:
+            parts.policy_engine.rest()
         for role, result in results.items():
             self._folder.save_evaluation(self.iteration, role, result)
         values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
@@ -181,7 +200,7 @@ class Trainer:
         state = {
             "iteration": self.iteration,
             "best": best,
-            "prompts": self._prompts.state_dict(),
+            "prompts": self._sampler.prompt_state,
             "version": list(learner.version),
             "non_finite": self._non_finite.count,
             "failed": self._folder.failed,
@@ -205,21 +224,28 @@ class Trainer:
             self._checkpoints.prune()
 
     def _check_engine(self, rollouts: Sequence[Rollout]) -> None:
-        """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?"""
-        if self._engine_is_checked:
+        """Are the log-probs of a rollout batch those of what it was sampled from? A few of them, after the first ones.
+
+        Of what was written ahead nobody knows: the weights that wrote it are gone.
+        """
+        config, learner, number = self._config, self._parts.learner, self.iteration + 1
+        is_thorough = self._thorough_checks < THOROUGH_CHECKS
+        some = some_rollouts(rollouts) if is_thorough else glance(rollouts, stream_key(config.seed, "glance", number))
+        now = learner.version.rollout_model
+        some = [one for one in some if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
+        if not some or not config.guard.check_engine:
             return
-        config, learner = self._config, self._parts.learner
-        some = some_rollouts(rollouts)
         batches = self._plain_batches(some)
         quantised = self._parts.engine.capabilities.quantised
-        found = check_engine(
-            some,
-            config.sampling,
-            ["quantised" if quantised else config.engine.dtype, config.precision],
-            lambda sampling: learner.score("rollout_model", batches, sampling),
-        )
-        self._engine_is_checked = found["tokens"] > 0
-        self._folder.event(self.iteration + 1, found)
+        precisions = ["quantised" if quantised else config.engine.dtype, config.precision]
+        check = check_engine if is_thorough else check_gap
+        with self._told_when_stopped():
+            found = check(
+                some, config.sampling, precisions, lambda sampling: learner.score("rollout_model", batches, sampling)
+            )
+        if is_thorough:
+            self._thorough_checks += 1
+            self._folder.event(number, found)
 
     def _plain_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         """Micro-batches for `Learner.score`."""
@@ -236,12 +262,17 @@ class Trainer:
     def _watch(self, results: Sequence[StepResult]) -> None:
         """Stop where too many optimizer steps in a row were not finite."""
         for result in results:
-            is_bad = bool(result.metrics["health/non_finite_steps"].value)
-            try:
-                self._non_finite.see(is_bad, self.iteration + 1)
-            except TrainingError as error:
-                self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
-                raise
+            with self._told_when_stopped():
+                self._non_finite.see(bool(result.metrics["health/non_finite_steps"].value), self.iteration + 1)
+
+    @contextmanager
+    def _told_when_stopped(self) -> Iterator[None]:
+        """A guard that stops the run says why in events.jsonl."""
+        try:
+            yield
+        except JackpotError as error:
+            self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
+            raise
 
     @property
     def _traced(self) -> bool:
@@ -264,10 +295,9 @@ class Trainer:
         timings = {f"seconds/{name}": value for name, value in seconds.items()}
         tokens, busy = values.get("tokens/rollout"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
         if tokens and busy:
-            timings |= {
-                "speed/tokens_per_second": tokens / busy,
-                "speed/rollout_tokens_per_second": tokens / seconds["rollout"],
-            }
+            timings["speed/tokens_per_second"] = tokens / busy
+        if tokens and not self._config.batch.ahead:  # else nobody knows how long it took
+            timings["speed/rollout_tokens_per_second"] = tokens / seconds["rollout"]
         return timings
 
     @contextmanager

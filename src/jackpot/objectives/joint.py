@@ -21,7 +21,7 @@ from jackpot.objectives.measure import correction_metrics, health, mismatch
 from jackpot.objectives.surrogate import Aggregate, clip_share, clipped_surrogate
 from jackpot.ops import obrs
 from jackpot.ops.linear_head import HeadOutput, JointOutput
-from jackpot.ops.reduce import Max, Mean, Sums
+from jackpot.ops.reduce import Mean, Sums
 from jackpot.types import TokenBatch
 
 
@@ -306,12 +306,9 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Su
     """The models themselves and how far the three distributions lie apart, before any correction."""
     mask = batch.response_mask
     log_ratio = torch.where(mask, anchor.old_log_probs - batch.rollout_log_probs, 0.0)
-    writer_gap = (anchor.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
     return mismatch(log_ratio, mask) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
-        "mismatch/engine_gap": Mean.of(writer_gap, mask),
-        "mismatch/engine_gap_max": Max.of(writer_gap, mask),
         "policy/entropy": Mean.of(scores.entropy, mask),
         "policy/reference_kl": Mean.of(scores.reference_kl, mask),
         "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),

@@ -1,0 +1,105 @@
+"""A real engine that writes while nobody waits for it: `TransformersEngine` on a thread of its own."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from torch import Tensor
+
+from jackpot.engines.background import BackgroundEngine
+from jackpot.engines.base import Capabilities
+from jackpot.engines.transformers import TransformersEngine
+from jackpot.errors import EngineError
+from jackpot.types import Request, Rollout, Version
+
+Result = TypeVar("Result")
+
+
+class ThreadedEngine(BackgroundEngine):
+    """Everything that touches the inner engine happens on the thread, between two steps of it.
+
+    `before_step` is called on the thread before every step: a test can hold the writer there. `finished` counts all
+    rollouts written so far.
+    """
+
+    def __init__(self, inner: TransformersEngine, before_step: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.finished = 0
+        self._inner, self._before_step = inner, before_step
+        self._unfinished = 0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    @property
+    def version(self) -> Version:
+        return self._inner.version
+
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        self._open()
+        return self._call(lambda: self._inner.score(rollouts, temperature))
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        self._open()
+        self._ledger.check_empty()
+        return self._call(lambda: self._inner.update_weights(named_tensors, version))
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._jobs.put(None)
+            self._thread.join()
+            self._ledger.clear()
+            self._inner.close()
+
+    def wait_for_more(self, than: int, seconds: float = 60.0) -> bool:
+        """Whether more rollouts than that were written within some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.finished > than, seconds)
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        def submit() -> None:
+            self._inner.submit(requests)
+            self._unfinished += len(requests)
+
+        self._jobs.put(submit)
+
+    def _call(self, job: Callable[[], Result]) -> Result:
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._jobs.put(work)
+        return future.result(timeout=60.0)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(block=not self._unfinished)
+                except queue.Empty:
+                    self._step()
+                    continue
+                if job is None:
+                    return
+                job()
+        except Exception as error:
+            self._fail(EngineError(f"the writer cannot go on: {error}"))
+
+    def _step(self) -> None:
+        self._before_step()
+        rollouts = self._inner.collect(self._unfinished, timeout=0.0)
+        self._unfinished -= len(rollouts)
+        with self._changed:
+            self.finished += len(rollouts)
+            self._finish(rollouts)
