@@ -128,7 +128,7 @@ def with_names(engine: Any, names: Any, action: Callable[[], None]) -> None:
     engine._vllm = before
 
 
-def fastest(actions: dict[str, Callable[[], None]], times: int = 3) -> None:
+def fastest(actions: dict[str, Callable[[], None]], times: int = 2) -> None:
     """Of a few times each, taking turns, the one with the fewest CPU seconds."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for _ in range(times):

@@ -26,6 +26,7 @@ Result = dict[str, float]
 ENGINES = ("transformers", "vllm")
 SECTIONS = ("agreement", "speed", "update", "digest")
 MARK = "RESULT "
+LARGEST_GAP = 1e-5  # of a probability, in float32
 WORKER = Path(__file__).with_name("engine_measurements.py")
 
 
@@ -79,6 +80,10 @@ def agreement(options: argparse.Namespace, folder: str) -> list[Job]:
                         mean, count = result[f"{what}/mean"], result[f"{what}/count"]
                         rows.append([model, dtype, what, f"{value:.1e}", f"{mean:.1e}", f"{count:.0f}"])
     table(["model", "dtype", "what", "largest", "mean", "numbers compared"], rows)
+    for record in records:
+        worst = max((gap for name, gap in record["results"][0].items() if name.endswith("/max")), default=0.0)
+        if record["dtype"] == "fp32" and worst > LARGEST_GAP:
+            raise RuntimeError(f"the engines disagree in float32 by {worst:.1e}, more than {LARGEST_GAP:.0e}: {record}")
     return records
 
 
