@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
 from engines.conformance import NEW, OLD, EngineConformance
-from engines.reference import CONTEXT, Reference, tiny_model, tiny_prompt, tiny_request
+from engines.reference import CONTEXT, Reference, rollout_of, tiny_model, tiny_prompt, tiny_request
 from jackpot.config_engines import VLLMEngineConfig
 from jackpot.engines.vllm import VLLMEngine
 from jackpot.errors import EngineError
@@ -210,3 +210,17 @@ def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
         engine.rest()
     assert len(engine.collect(4)) == 4
     engine.close()
+
+    def test_more_prompts_than_fit_into_a_step_of_vllm_are_written_and_scored(self, folder, reference):
+        """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
+        engine = make(folder, max_batch_size=128)
+        try:
+            requests = [tiny_request(f"{i}", prompt=tiny_prompt(50, i), max_new_tokens=2) for i in range(120)]
+            rollouts = engine.generate(requests)
+            self.check_log_probs(rollouts[::10], reference, requests[0].sampling)
+            written = [rollout_of(request.prompt, [2, 3, 4]) for request in requests]
+            scores = engine.score(written, 1.0)
+        finally:
+            engine.close()
+        exact = reference.log_probs(requests[-1].prompt, [2, 3, 4], requests[-1].sampling)
+        assert scores[-1].tolist() == pytest.approx([exact[t, t + 2] for t in range(3)], abs=self.tolerance)

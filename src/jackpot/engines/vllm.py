@@ -230,6 +230,7 @@ class VLLMEngine(BackgroundEngine):
                 max_logprobs=-1,
                 logprobs_mode="processed_logprobs",
                 enforce_eager=not settings.compiles,
+                enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
                 gpu_memory_utilization=settings.memory_share,
                 kv_cache_memory_bytes=settings.cache_bytes,
                 enable_sleep_mode=settings.sleeps,
@@ -324,6 +325,7 @@ class _VLLM:
     SamplingParams: Any
     RequestOutputKind: Any
     tokens_input: Any
+    has_gpu: bool
 
 
 def _import_vllm(compiles: bool) -> _VLLM:
@@ -335,6 +337,7 @@ def _import_vllm(compiles: bool) -> _VLLM:
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.inputs import tokens_input
+        from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
@@ -342,4 +345,4 @@ def _import_vllm(compiles: bool) -> _VLLM:
             f"vLLM cannot be imported: {error}. Install it with pip install 'jackpot-rl[vllm]', or use "
             f"engine=transformers; docs/vllm.md has the versions"
         ) from error
-    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input)
+    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input, not current_platform.is_cpu())

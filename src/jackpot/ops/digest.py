@@ -89,14 +89,22 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
     chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
-    return torch.cat([sums for chunk in chunks for sums in _chunk_sums(_words(chunk.to(dtype)), keys)])
+    cast = torch.empty_like(chunks[0], dtype=dtype)  # one place for all chunks: the system gives new memory slowly
+    products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
+    sums: list[Tensor] = []
+    for chunk in chunks:
+        same = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
+        sums += _chunk_sums(_words(same), keys, products)
+    return torch.cat(sums)
 
 
-def _chunk_sums(words: Tensor, keys: Tensor) -> Iterator[Tensor]:
+def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
+    """Those of the whole rows, then that of a row cut short."""
     whole = len(words) - len(words) % _ROW
-    yield (words[:whole].view(-1, _ROW) * keys).sum(dim=1)
+    terms = products[: len(words)].copy_(words)
+    yield terms[:whole].view(-1, _ROW).mul_(keys).sum(dim=1)
     if whole < len(words):
-        yield (words[whole:] * keys[: len(words) - whole]).sum(dim=0, keepdim=True)
+        yield terms[whole:].mul_(keys[: len(words) - whole]).sum(dim=0, keepdim=True)
 
 
 def _words(chunk: Tensor) -> Tensor:
