@@ -21,6 +21,7 @@ from jackpot.engines.background import BackgroundEngine
 from jackpot.engines.base import Capabilities, weights_digest
 from jackpot.engines.checks import check_request, check_weights
 from jackpot.engines.vllm_words import (
+    check_length,
     check_temperature,
     read_rollout,
     read_score,
@@ -109,11 +110,7 @@ class VLLMEngine(BackgroundEngine):
         """As `Engine.score`. At temperatures other than 1 vLLM is asked for every token by itself."""
         self._open()
         for rollout in rollouts:
-            if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > self.capabilities.context_length:
-                raise EngineError(
-                    f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
-                    f"{self.capabilities.context_length}; shorten it, or score with the model that wrote it"
-                )
+            check_length(rollout, self.capabilities.context_length)
         questions = [list(score_questions(rollout, temperature)) for rollout in rollouts]
         asked = [question for of_rollout in questions for question in of_rollout]
         futures: list[Future] = [Future() for _ in asked]

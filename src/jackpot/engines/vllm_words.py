@@ -32,6 +32,15 @@ def check_temperature(temperature: float, what: str) -> None:
         )
 
 
+def check_length(rollout: Rollout, context_length: int) -> None:
+    """Raises EngineError for a rollout that is too long to be scored."""
+    if (length := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > context_length:
+        raise EngineError(
+            f"{rollout.uid} has {length} tokens with its prompt, more than the context of {context_length}; shorten "
+            f"it, or score with the model that wrote it"
+        )
+
+
 def sampling_words(request: Request, eos_token_ids: Sequence[int], context_length: int) -> dict[str, Any]:
     """A request in the words that `SamplingParams` and the completions API share; the prompt aside.
 
