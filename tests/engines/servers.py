@@ -66,7 +66,7 @@ class VLLMServer:
         ]
         self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
         self._process: subprocess.Popen | None = None
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  as long as this object
+        self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed with this object
 
     def start(self) -> "VLLMServer":
         """Returns at once; `wait_until_ready` waits."""

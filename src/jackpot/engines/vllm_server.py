@@ -307,8 +307,8 @@ class VLLMServerEngine(BackgroundEngine):
             if left <= 0.0:
                 reasons = "; ".join(f"{other.url}: {other.trouble}" for other in self._peers)
                 raise EngineError(
-                    f"no server could be used for engine.patience = {patience:g} seconds ({reasons}). Are they running, "
-                    f"and is engine.urls right?"
+                    f"no server could be used for engine.patience = {patience:g} seconds ({reasons}). Are they "
+                    f"running, and is engine.urls right?"
                 )
             patience = left
         if isinstance(lost, ServerRestarted) and peer.failures == 1:
