@@ -2,10 +2,11 @@
 
 import torch
 
-from jackpot.config_engines import EngineConfig, VLLMEngineConfig
+from jackpot.config_engines import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from jackpot.engines.base import Engine
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.engines.vllm import VLLMEngine, VLLMSettings
+from jackpot.engines.vllm_server import ServerSettings, VLLMServerEngine
 from jackpot.errors import ConfigError
 from jackpot.models.load import eos_token_ids, load_model, load_outline, resolve_path
 from jackpot.types import Version
@@ -23,6 +24,8 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
     """
     if isinstance(config, VLLMEngineConfig):
         return _vllm(config, path, device, version)
+    if isinstance(config, VLLMServerEngineConfig):
+        return _vllm_server(config, path, version)
     model = load_model(path, DTYPES[config.dtype], device)
     return TransformersEngine(
         model, eos_token_ids=eos_token_ids(model), version=version, max_batch_size=config.max_batch_size
@@ -50,4 +53,12 @@ def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Ve
             sleeps=config.sleep,
             compiles=not on_cpu if config.compile == "auto" else config.compile,
         ),
+    )
+
+
+def _vllm_server(config: VLLMServerEngineConfig, path: str, version: Version) -> Engine:
+    settings = config.model_dump(exclude={"name"}) | {"dtype": DTYPES[config.dtype]}
+    model = load_model(path, DTYPES[config.dtype])
+    return VLLMServerEngine(
+        model, eos_token_ids=eos_token_ids(model), version=version, settings=ServerSettings(**settings)
     )

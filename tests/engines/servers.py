@@ -1,0 +1,115 @@
+"""Real vLLM servers on this machine, started, killed and started again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+START_SECONDS = 300.0
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_FLAGS = {
+    "host": "127.0.0.1",
+    "dtype": "float32",
+    "logprobs-mode": "processed_logprobs",
+    "max-logprobs": "-1",
+    "generation-config": "vllm",
+    "max-num-seqs": "32",
+    "kv-cache-memory-bytes": str(64 * 2**20),
+}
+
+
+def save_untied(folder: Path, target: Path) -> Path:
+    """A copy of a model whose output layer is a tensor of its own, as vLLM needs it on a CPU."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    model.save_pretrained(target)
+    return target
+
+
+class VLLMServer:
+    """One server process and its children, at an address of its own."""
+
+    def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **flags: str) -> None:
+        """
+        Args:
+            flags: of vLLM, with underscores.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        given = _FLAGS | {"model": str(folder), "port": str(self.port)}
+        given |= {name.replace("_", "-"): value for name, value in flags.items()}
+        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        self._command += [
+            "--skip-tokenizer-init",
+            *(part for name, value in given.items() for part in (f"--{name}", value)),
+        ]
+        self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
+        self._process: subprocess.Popen | None = None
+        self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed with this object
+
+    def start(self) -> "VLLMServer":
+        """Returns at once; `wait_until_ready` waits."""
+        self._process = subprocess.Popen(
+            self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        return self
+
+    def wait_until_ready(self) -> "VLLMServer":
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{' '.join(self._command)} did not start:\n{self.log()[-4000:]}")
+            time.sleep(0.2)
+        return self
+
+    def _is_healthy(self) -> bool:
+        try:
+            return urllib.request.urlopen(f"{self.url}/health", timeout=5.0).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def kill(self) -> None:
+        """As a power cut would: every process of it, at once."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def started(*servers: VLLMServer) -> Iterator[tuple[VLLMServer, ...]]:
+    """All of them, ready; killed afterwards."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
