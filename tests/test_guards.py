@@ -11,9 +11,10 @@ import torch
 from engines.reference import EOS
 from jackpot.batching import micro_batches
 from jackpot.checkpoint import load_state
+from jackpot.engines.base import weights_digest
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError, TrainingError
-from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, some_rollouts, top_token_z
+from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, glance, some_rollouts, top_token_z
 from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.types import Prompt, Request, Sampling, Score, Version
 from learners import make_learner, scored, smallest_model
@@ -223,7 +224,76 @@ def test_a_run_whose_engine_reports_raw_log_probs_stops_before_it_trains(tmp_pat
     assert metrics(tmp_path / "unchecked")[-1]["iteration"] == 1
 
 
-def test_a_run_writes_down_what_the_check_of_its_engine_found(tmp_path):
-    run(small_config("iterations=2"), tmp_path)
-    (found,) = [event for event in events(tmp_path) if event["event"] == "engine_check"]
-    assert found["iteration"] == 1 and found["tokens"] > 50 and found["mean_gap"] < 1e-4
+def test_a_run_writes_down_what_the_checks_before_and_after_the_first_update_found(tmp_path):
+    run(small_config(), tmp_path, kill_after=3)  # the checkpoint is that of iteration 2
+    found = [event for event in events(tmp_path) if event["event"] == "engine_check"]
+    assert [event["iteration"] for event in found] == [1, 2]
+    assert all(event["tokens"] > 50 and event["mean_gap"] < 1e-4 for event in found)
+    run(small_config(), tmp_path)
+    assert [event["iteration"] for event in events(tmp_path) if event["event"] == "engine_check"] == [1, 2, 3, 4]
+
+
+# Weight updates that do not arrive
+
+
+def losing(update, names):
+    """An engine that from its weight update number `update` on says that it took over what it was sent, and loses the
+    tensors whose names contain `names`."""
+
+    class Losing(TransformersEngine):
+        updates = 0
+
+        def update_weights(self, named_tensors, version):
+            self.updates += 1
+            sent, held = dict(named_tensors), dict(self._model.named_parameters())
+            kept = {name: held[name].clone() for name in held if names in name and self.updates >= update}
+            super().update_weights((sent | kept).items(), version)
+            return weights_digest(sent.items(), self.capabilities.dtype)
+
+    return Losing
+
+
+FAST = ("rollout_model.optimizer.learning_rate=5e-3", "iterations=8", "evaluation.every=8", "checkpoint.every=1")
+
+
+@pytest.mark.parametrize("names", ["", "embed_tokens"])  # all, and the tied output layer
+@pytest.mark.parametrize("update", [1, 2, 4])
+def test_a_weight_update_that_does_not_arrive_stops_the_run_before_it_trains_on_what_comes_of_it(
+    update, names, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(update, names))
+    with pytest.raises(EngineError, match=r"not those of the distribution.*Likely causes: other weights"):
+        run(small_config(*FAST), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == update  # the last one whose batch was written with the right weights
+    assert load_state(tmp_path / "checkpoints" / "last")["iteration"] == update
+    (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
+    assert stopped["iteration"] == update + 1 and "other weights" in stopped["why"]
+
+
+def test_a_run_that_is_not_to_be_checked_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(1, ""))
+    run(small_config(*FAST, "guard.check_engine=false"), tmp_path)
+    lines = metrics(tmp_path)
+    assert lines[-1]["iteration"] == 8 and lines[-1]["mismatch/engine_gap"] > 1e-3
+
+
+def test_a_glance_is_at_the_beginnings_of_rollouts_from_all_over_the_batch():
+    rollouts = [replace(one, uid=f"{n}") for n, one in enumerate((written(TransformersEngine, PLAIN) * 2)[:288])]
+    some = glance(rollouts, seed=5)
+    places = [int(one.uid) for one in some]
+    assert [place // 18 for place in places] == list(range(16))
+    assert len({place % 4 for place in places}) == 4  # whichever of four servers takes turns
+    assert places != [int(one.uid) for one in glance(rollouts, seed=6)]
+    names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
+    for one in some:
+        whole = rollouts[int(one.uid)]
+        assert all(torch.equal(getattr(one, name), getattr(whole, name)[:16]) for name in names)
+
+
+def test_a_glance_at_few_rollouts_sees_more_of_each():
+    rollouts = [replace(one, uid=f"{n}") for n, one in enumerate(written(TransformersEngine, PLAIN)[:3])]
+    assert [one.uid for one in glance(rollouts, seed=0)] == ["0", "1", "2"]
+    assert all(
+        torch.equal(one.token_ids, two.token_ids) for one, two in zip(glance(rollouts, 0), rollouts, strict=True)
+    )
+    assert glance([], seed=0) == []

@@ -214,7 +214,7 @@ class CheckpointConfig(Strict):
 class GuardConfig(Strict):
     """When to stop a run that only looks as if it trained."""
 
-    check_engine: bool = True  # of the first rollout batch after every start, against the model that wrote it
+    check_engine: bool = True  # every rollout batch, against the model that wrote it, before it is trained on
     max_non_finite_steps: Count = 10  # in a row; each is skipped and counted
 
 

@@ -1,15 +1,20 @@
 """Checks that stop a run which only looks as if it trained. Layer 5."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jackpot.errors import EngineError, TrainingError
+from jackpot.ops.uniforms import stream_key
 from jackpot.types import Rollout, Sampling
 
-CHECKED_TOKENS = 4096  # of the first rollout batch, whole rollouts
+THOROUGH_CHECKS = 2  # after every start: before and after the first weight update
+CHECKED_TOKENS = 4096  # of a thorough check, whole rollouts
+GLANCE_TOKENS, GLANCE_ROLLOUTS = 256, 16  # of every later batch: that many tokens at most, from so many rollouts
 MOST_FREQUENT_Z = 6.0  # standard errors: one false alarm in 10^9 starts
 LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantised": 5e-2}  # mean |p_engine - p_training| of sampled tokens
 
@@ -27,20 +32,34 @@ def check_engine(
     numbers than it samples from is caught even if training agrees with its report.
 
     Args:
-        rollouts: written by the weights that training holds now.
+        rollouts: written by the weights that training holds now, with a sampled token in each.
         precisions: of engine and training, keys of `LARGEST_GAPS`; the coarsest rules.
         score: `Learner.score` of the model that wrote them, on these rollouts.
 
     Raises:
         EngineError: either check fails; names what the reported numbers do agree with, if anything.
     """
+    gap, frequency = check_gap(rollouts, sampling, precisions, score), top_token_z(rollouts)
+    tokens = sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+    if not abs(frequency) <= MOST_FREQUENT_Z:
+        often = "more" if frequency > 0 else "less"
+        raise EngineError(
+            f"the engine reports one distribution and samples from another: over {tokens} tokens the most "
+            f"probable one was drawn {often} often than its reported probability says, by {abs(frequency):.0f} "
+            f"standard errors (allowed: {MOST_FREQUENT_Z:g}). Have it return processed log-probs, of the temperature, "
+            f"top_p and top_k that it samples with"
+        )
+    return {"event": "engine_check", "tokens": tokens, "mean_gap": gap, "top_token_z": frequency}
+
+
+def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Sequence[str], score: Score) -> float:
+    """The first check of `check_engine` alone, which says something of a few tokens already; the `engine_gap`.
+
+    It is what a weight update breaks: an engine that kept its old weights, or some of them.
+    """
     reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
-    if not len(reported):
-        return {"event": "engine_check", "tokens": 0}
     gap = engine_gap(rollouts, score(sampling))
     allowed = max(LARGEST_GAPS[precision] for precision in precisions)
-    frequency = top_token_z(rollouts)
-    found = {"event": "engine_check", "tokens": len(reported), "mean_gap": gap, "top_token_z": frequency}
     if not gap <= allowed:
         suspicion = _suspicion(rollouts, reported, sampling, score, allowed)
         raise EngineError(
@@ -48,15 +67,7 @@ def check_engine(
             f"{len(reported)} tokens they differ from training's by {gap:.2g} in probability on average; at most "
             f"{allowed:g} is rounding in {' and '.join(dict.fromkeys(precisions))}. {suspicion}"
         )
-    if not abs(frequency) <= MOST_FREQUENT_Z:
-        often = "more" if frequency > 0 else "less"
-        raise EngineError(
-            f"the engine reports one distribution and samples from another: over {len(reported)} tokens the most "
-            f"probable one was drawn {often} often than its reported probability says, by {abs(frequency):.0f} "
-            f"standard errors (allowed: {MOST_FREQUENT_Z:g}). Have it return processed log-probs, of the temperature, "
-            f"top_p and top_k that it samples with"
-        )
-    return found
+    return gap
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
@@ -116,6 +127,23 @@ def some_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
         taken.append(rollout)
         tokens += int(rollout.sampled_mask.sum())
     return taken
+
+
+def glance(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
+    """The beginnings of a few rollouts, one from each of so many equal parts of the batch.
+
+    Which one of its part, the seed decides: at equal distances all could come from one of several servers that take
+    turns.
+    """
+    count = min(GLANCE_ROLLOUTS, len(rollouts))
+    edges = [len(rollouts) * part // count for part in range(count + 1)] if count else []
+    taken = [start + stream_key(seed, start) % (end - start) for start, end in pairwise(edges)]
+    return [_beginning(rollouts[place], GLANCE_TOKENS // count) for place in taken]
+
+
+def _beginning(rollout: Rollout, length: int) -> Rollout:
+    names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
+    return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
 
 
 def _suspicion(rollouts: Sequence[Rollout], reported: Tensor, sampling: Sampling, score: Score, allowed: float) -> str:

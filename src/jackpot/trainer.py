@@ -12,11 +12,20 @@ import torch
 from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
 from jackpot.engines.base import Engine, weights_digest
-from jackpot.errors import CheckpointError, EngineError, TrainingError
+from jackpot.errors import CheckpointError, EngineError, JackpotError
 from jackpot.evaluate import evaluate
-from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, some_rollouts
+from jackpot.guards import (
+    THOROUGH_CHECKS,
+    NonFiniteGuard,
+    check_engine,
+    check_gap,
+    engine_gap,
+    glance,
+    some_rollouts,
+)
 from jackpot.learner import StepResult
 from jackpot.ops.reduce import Sums, Total, add_sums
+from jackpot.ops.uniforms import stream_key
 from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
 from jackpot.sampler import Sampler, mean
@@ -47,7 +56,7 @@ class Trainer:
         self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
         self._stopping = False
         self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
-        self._engine_is_checked = not self._config.guard.check_engine
+        self._thorough_checks = 0
         self.iteration = self._saved = -1  # finished iterations, and the newest with a checkpoint
         self._overdue = False  # the checkpoint that was last tried could not be written
         self._accuracy = -1.0  # the policy's after this iteration, where it was measured
@@ -210,25 +219,28 @@ class Trainer:
             self._checkpoints.prune()
 
     def _check_engine(self, rollouts: Sequence[Rollout]) -> None:
-        """Of the first rollout batch after every start: are its log-probs those of what it was sampled from?
+        """Are the log-probs of a rollout batch those of what it was sampled from? A few of them, after the first ones.
 
         Of what was written ahead nobody knows: the weights that wrote it are gone.
         """
-        config, learner = self._config, self._parts.learner
+        config, learner, number = self._config, self._parts.learner, self.iteration + 1
+        is_thorough = self._thorough_checks < THOROUGH_CHECKS
+        some = some_rollouts(rollouts) if is_thorough else glance(rollouts, stream_key(config.seed, "glance", number))
         now = learner.version.rollout_model
-        some = some_rollouts([rollout for rollout in rollouts if bool((rollout.versions[:, 1] == now).all())])
-        if self._engine_is_checked or not some:
+        some = [one for one in some if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
+        if not some or not config.guard.check_engine:
             return
         batches = self._plain_batches(some)
         quantised = self._parts.engine.capabilities.quantised
-        found = check_engine(
-            some,
-            config.sampling,
-            ["quantised" if quantised else config.engine.dtype, config.precision],
-            lambda sampling: learner.score("rollout_model", batches, sampling),
-        )
-        self._engine_is_checked = found["tokens"] > 0
-        self._folder.event(self.iteration + 1, found)
+        precisions = ["quantised" if quantised else config.engine.dtype, config.precision]
+        check = check_engine if is_thorough else check_gap
+        with self._told_when_stopped():
+            found = check(
+                some, config.sampling, precisions, lambda sampling: learner.score("rollout_model", batches, sampling)
+            )
+        if is_thorough:
+            self._thorough_checks += 1
+            self._folder.event(number, found)
 
     def _plain_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         """Micro-batches for `Learner.score`."""
@@ -245,12 +257,17 @@ class Trainer:
     def _watch(self, results: Sequence[StepResult]) -> None:
         """Stop where too many optimizer steps in a row were not finite."""
         for result in results:
-            is_bad = bool(result.metrics["health/non_finite_steps"].value)
-            try:
-                self._non_finite.see(is_bad, self.iteration + 1)
-            except TrainingError as error:
-                self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
-                raise
+            with self._told_when_stopped():
+                self._non_finite.see(bool(result.metrics["health/non_finite_steps"].value), self.iteration + 1)
+
+    @contextmanager
+    def _told_when_stopped(self) -> Iterator[None]:
+        """A guard that stops the run says why in events.jsonl."""
+        try:
+            yield
+        except JackpotError as error:
+            self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
+            raise
 
     @property
     def _traced(self) -> bool:
