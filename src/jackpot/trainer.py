@@ -229,11 +229,13 @@ class Trainer:
         Of what was written ahead nobody knows: the weights that wrote it are gone.
         """
         config, learner, number = self._config, self._parts.learner, self.iteration + 1
+        if not config.guard.check_engine:
+            return
         is_thorough = self._thorough_checks < THOROUGH_CHECKS
         some = some_rollouts(rollouts) if is_thorough else glance(rollouts, stream_key(config.seed, "glance", number))
         now = learner.version.rollout_model
         some = [one for one in some if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
-        if not some or not config.guard.check_engine:
+        if not some:
             return
         batches = self._plain_batches(some)
         quantised = self._parts.engine.capabilities.quantised
