@@ -2,11 +2,14 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from scipy.stats import binom
 
 from engines.reference import EOS
 from jackpot.batching import micro_batches
@@ -14,7 +17,15 @@ from jackpot.checkpoint import load_state
 from jackpot.engines.base import weights_digest
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError, TrainingError
-from jackpot.guards import NonFiniteGuard, check_engine, engine_gap, glance, some_rollouts, top_token_z
+from jackpot.guards import (
+    NonFiniteGuard,
+    check_engine,
+    engine_gap,
+    glance,
+    largest_surplus,
+    some_rollouts,
+    top_token_surplus,
+)
 from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.types import Prompt, Request, Sampling, Score, Version
 from learners import make_learner, scored, smallest_model
@@ -77,7 +88,7 @@ def test_an_honest_engine_passes_whatever_it_filters(sampling):
     rollouts = written(TransformersEngine, sampling)
     found = check_engine(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
     assert found["event"] == "engine_check" and found["tokens"] == sum(len(one.token_ids) for one in rollouts) > 500
-    assert found["mean_gap"] < 1e-5 and abs(found["top_token_z"]) < 4.0
+    assert found["mean_gap"] < 1e-5 and abs(found["top_token_surplus"]) < 0.7
 
 
 @pytest.mark.parametrize(
@@ -97,7 +108,7 @@ def test_an_engine_that_reports_raw_log_probs_is_refused_and_told_what_they_are(
 def test_an_engine_that_samples_from_another_temperature_than_it_reports_is_refused_though_training_agrees():
     rollouts = written(Hotter, PLAIN)
     assert engine_gap(rollouts, score(rollouts)(PLAIN)) < 1e-5
-    with pytest.raises(EngineError, match=r"reports one distribution and samples from another.*drawn less often"):
+    with pytest.raises(EngineError, match=r"reports one distribution and samples from another.*drawn 1\d\d times less often"):
         check_engine(rollouts, PLAIN, ["fp32", "fp32"], score(rollouts))
 
 
@@ -135,9 +146,19 @@ def test_the_top_token_statistic_is_its_equation_and_sees_only_sampled_tokens():
                 p = one.top_log_probs[t, 0].double().exp().item()
                 surplus += (one.token_ids[t] == one.top_ids[t, 0]).item() - p
                 variance += p * (1 - p)
-    assert top_token_z(rollouts) == pytest.approx(surplus / variance**0.5, rel=1e-9)
+    assert top_token_surplus(rollouts) == pytest.approx((surplus, variance), rel=1e-6)
     bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
-    assert top_token_z(bare) == 0.0 and top_token_z([]) == 0.0
+    assert top_token_surplus(bare) == top_token_surplus([]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 30, 4096])
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.999, 0.999999])
+def test_a_sound_engine_fails_once_in_a_thousand_million_starts(count, p):
+    """The exact tails of a binomial beyond what is allowed."""
+    allowed = largest_surplus(count * p * (1.0 - p))
+    tails = binom.cdf(np.ceil(count * p - allowed) - 1, count, p) + binom.sf(np.floor(count * p + allowed), count, p)
+    assert tails <= 1e-9
+    assert allowed < 15.0 + 7.0 * math.sqrt(count * p * (1.0 - p))
 
 
 def test_some_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():
@@ -219,7 +240,8 @@ def test_a_run_whose_engine_reports_raw_log_probs_stops_before_it_trains(tmp_pat
     overrides = ("sampling.temperature=0.6", "batch.prompts=16", "iterations=1")
     with pytest.raises(EngineError, match="before temperature, top_p and top_k"):
         run(small_config(*overrides), tmp_path / "checked")
-    assert metrics(tmp_path / "checked")[-1]["iteration"] == 0
+    assert [event["event"] for event in events(tmp_path / "checked")] == ["stopped"]  # by the first evaluation
+    assert not (tmp_path / "checked" / "metrics.jsonl").exists()
     run(small_config(*overrides, "guard.check_engine=false"), tmp_path / "unchecked")
     assert metrics(tmp_path / "unchecked")[-1]["iteration"] == 1
 

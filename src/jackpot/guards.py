@@ -1,5 +1,6 @@
 """Checks that stop a run which only looks as if it trained. Layer 5."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jackpot.engines.base import Capabilities
 from jackpot.errors import EngineError, TrainingError
 from jackpot.ops.uniforms import stream_key
 from jackpot.types import Rollout, Sampling
@@ -15,8 +17,10 @@ from jackpot.types import Rollout, Sampling
 THOROUGH_CHECKS = 2  # after every start: before and after the first weight update
 CHECKED_TOKENS = 4096  # of a thorough check, whole rollouts
 GLANCE_TOKENS, GLANCE_ROLLOUTS = 256, 16  # of every later batch: that many tokens at most, from so many rollouts
-MOST_FREQUENT_Z = 6.0  # standard errors: one false alarm in 10^9 starts
+FALSE_ALARM = 1e-9  # the chance that a sound engine fails the check of what it draws
 LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantised": 5e-2}  # mean |p_engine - p_training| of sampled tokens
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 Score = Callable[[Sampling], Mapping[str, Tensor]]
 
@@ -39,17 +43,18 @@ def check_engine(
     Raises:
         EngineError: either check fails; names what the reported numbers do agree with, if anything.
     """
-    gap, frequency = check_gap(rollouts, sampling, precisions, score), top_token_z(rollouts)
+    gap, (surplus, variance) = check_gap(rollouts, sampling, precisions, score), top_token_surplus(rollouts)
     tokens = sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
-    if not abs(frequency) <= MOST_FREQUENT_Z:
-        often = "more" if frequency > 0 else "less"
+    allowed = largest_surplus(variance)
+    if not abs(surplus) <= allowed:
+        often = "more" if surplus > 0 else "less"
         raise EngineError(
             f"the engine reports one distribution and samples from another: over {tokens} tokens the most "
-            f"probable one was drawn {often} often than its reported probability says, by {abs(frequency):.0f} "
-            f"standard errors (allowed: {MOST_FREQUENT_Z:g}). Have it return processed log-probs, of the temperature, "
-            f"top_p and top_k that it samples with"
+            f"probable one was drawn {abs(surplus):.0f} times {often} often than its reported probabilities say "
+            f"(allowed: {allowed:.0f}). Have it return processed log-probs, of the temperature, top_p and top_k that "
+            f"it samples with"
         )
-    return {"event": "engine_check", "tokens": tokens, "mean_gap": gap, "top_token_z": frequency}
+    return {"event": "engine_check", "tokens": tokens, "mean_gap": gap, "top_token_surplus": surplus / allowed}
 
 
 def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Sequence[str], score: Score) -> float:
@@ -70,6 +75,11 @@ def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Seque
     return gap
 
 
+def precision_of(capabilities: Capabilities) -> str:
+    """The key of `LARGEST_GAPS` for an engine."""
+    return "quantised" if capabilities.quantised else _NAMES[capabilities.dtype]
+
+
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
     """Mean |p_engine - p_training| over the sampled tokens of some rollouts; NaN where there are none.
 
@@ -83,21 +93,28 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
     return float(torch.cat(gaps).mean())
 
 
-def top_token_z(rollouts: Sequence[Rollout]) -> float:
-    """How many standard errors more often than reported the most probable token was drawn; 0 without top log-probs."""
-    drawn, expected = [], []
+def top_token_surplus(rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """How many times more often than reported the most probable token was drawn, and the variance of that number;
+    zeros without top log-probs."""
+    surplus = variance = 0.0
     for rollout in rollouts:
         if rollout.top_ids.shape[-1]:
             here = rollout.sampled_mask
-            drawn.append((rollout.token_ids == rollout.top_ids[:, 0])[here].double())
-            expected.append(rollout.top_log_probs[:, 0].double().exp()[here])
-    if not drawn:
-        return 0.0
-    probability = torch.cat(expected)
-    surplus, variance = (torch.cat(drawn) - probability).sum(), (probability * (1.0 - probability)).sum()
-    if variance <= 1e-9:  # greedy in effect: rounding is all there is
-        return 0.0
-    return float(surplus / variance.sqrt())
+            drawn = (rollout.token_ids == rollout.top_ids[:, 0])[here].double()
+            probability = rollout.top_log_probs[:, 0].double().exp()[here].clamp(max=1.0)
+            surplus += float((drawn - probability).sum())
+            variance += float((probability * (1.0 - probability)).sum())
+    return surplus, variance
+
+
+def largest_surplus(variance: float) -> float:
+    """What such a surplus exceeds, either way, in one of `FALSE_ALARM` cases at most.
+
+    Bernstein's inequality in Freedman's form (Ann. Probab. 3, 1975): each draw may depend on those before it, and the
+    probabilities may be close to 1, where 6 standard errors would be exceeded often.
+    """
+    needed = math.log(2.0 / FALSE_ALARM)
+    return needed / 3.0 + math.sqrt((needed / 3.0) ** 2 + 2.0 * needed * variance)
 
 
 class NonFiniteGuard:

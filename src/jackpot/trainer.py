@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
@@ -22,6 +23,7 @@ from jackpot.guards import (
     check_gap,
     engine_gap,
     glance,
+    precision_of,
     some_rollouts,
 )
 from jackpot.learner import StepResult
@@ -33,7 +35,7 @@ from jackpot.rollout_files import write_rollouts
 from jackpot.sampler import Sampler, mean
 from jackpot.tasks.base import PromptStream
 from jackpot.telemetry import WITH_STANDARD_ERROR, Clock, RunFolder, numbers
-from jackpot.types import Prompt, Role, Rollout, Score, ScoredRollout, TokenBatch
+from jackpot.types import Prompt, Role, Rollout, Sampling, Score, ScoredRollout, TokenBatch
 
 Line = dict[str, Any]
 Listener = Callable[[Line], None]
@@ -175,14 +177,28 @@ class Trainer:
             values[f"eval/{role}_reward"] = result.reward
             values[f"eval/{role}_tokens"] = result.mean_tokens
             values[f"eval/{role}_truncated"] = result.truncated
-            values[f"eval/{role}_engine_gap"] = self._engine_gap(role, result.rollouts)
+            values[f"eval/{role}_engine_gap"] = self._engine_gap(role, engines.get(role, parts.engine), result.rollouts)
         return values
 
-    def _engine_gap(self, role: Role, rollouts: Sequence[Rollout]) -> float:
-        """Mean |p_engine - p_training| of tokens that the model's engine has just written."""
-        some = some_rollouts(rollouts)
-        scores = self._parts.learner.score(role, self._plain_batches(some), self._config.sampling)
-        return engine_gap(some, scores)
+    def _engine_gap(self, role: Role, engine: Engine, rollouts: Sequence[Rollout]) -> float:
+        """Mean |p_engine - p_training| of tokens that the model's engine has just written.
+
+        Raises:
+            EngineError: more than rounding, unless `guard.check_engine` is off.
+        """
+        config, some = self._config, [one for one in some_rollouts(rollouts) if one.sampled_mask.any()]
+        batches = self._plain_batches(some)
+
+        def score(sampling: Sampling) -> dict[str, Tensor]:
+            return self._parts.learner.score(role, batches, sampling)
+
+        if not config.guard.check_engine:
+            return engine_gap(some, score(config.sampling))
+        with self._told_when_stopped():
+            return check_gap(some, config.sampling, self._precisions(engine), score)
+
+    def _precisions(self, engine: Engine) -> list[str]:
+        return [precision_of(engine.capabilities), self._config.precision]
 
     @cached_property
     def _test_prompts(self) -> list[Prompt]:
@@ -238,8 +254,7 @@ class Trainer:
         if not some:
             return
         batches = self._plain_batches(some)
-        quantised = self._parts.engine.capabilities.quantised
-        precisions = ["quantised" if quantised else config.engine.dtype, config.precision]
+        precisions = self._precisions(self._parts.engine)
         check = check_engine if is_thorough else check_gap
         with self._told_when_stopped():
             found = check(
