@@ -44,7 +44,7 @@ def digest_of(tensor: Tensor, name: str = "weight") -> str:
     return weights_digest([(name, tensor)], tensor.dtype)
 
 
-SHAPES = [(), (0,), (3, 0), (1,), (3,), (7, 5), (ROW,), (ROW + 1,), (2 * ROW + 5,), (3, 3 * ROW), (2, 9 * ROW + 3)]
+SHAPES = [(), (0,), (3, 0), (1,), (3,), (7, 5), (ROW,), (ROW + 1,), (2 * ROW + 5,), (3, 3 * ROW), (2, 17 * ROW + 3)]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN, torch.float16, torch.float64, torch.int8], ids=str)
@@ -82,7 +82,7 @@ def test_it_does_not_depend_on_the_chunks(monkeypatch, rows):
 
 
 def test_it_does_not_depend_on_the_number_of_threads():
-    tensor, threads = normal(40, ROW), torch.get_num_threads()
+    tensor, threads = normal(70, ROW), torch.get_num_threads()
     found = set()
     try:
         for count in (1, 2, 5):
@@ -248,4 +248,4 @@ def test_a_large_tensor_is_worked_on_in_small_pieces(dtype):
     tensor = normal(1000, 4001)
     with LargestCopy() as copies:
         weights_digest([("weight", tensor)], dtype)
-    assert 0 < copies.size <= 2**19
+    assert 0 < copies.size <= 2**20
