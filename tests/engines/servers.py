@@ -32,6 +32,7 @@ _FLAGS = {
     "max-logprobs": "-1",
     "generation-config": "vllm",
     "max-num-seqs": "32",
+    "block-size": "32",  # tokens, so that prompts of the tests are long enough for the prefix cache
     "kv-cache-memory-bytes": str(64 * 2**20),
 }
 

@@ -1,5 +1,8 @@
 """The shared suite on `VLLMServerEngine`, with real vLLM servers in other processes, and what happens when they die."""
 
+import json
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,14 +11,20 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-all runs this in .venv-vllm")
 
-from engines.conformance import OLD, EngineConformance
+from engines.conformance import NEW, OLD, EngineConformance
+from engines.joint_run import check_joint_run
+from engines.reference import Reference, save_tiny_model, tiny_prompt, tiny_request
 from engines.servers import VLLMServer, save_untied, started
 from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.engines.vllm_server import VLLMServerEngine
+from jackpot.errors import EngineError
 from jackpot.launch.engines import make_engine
-from jackpot.types import Version
+from jackpot.types import Request, Rollout, Sampling, Version
 
 pytestmark = pytest.mark.slow
+
+
+LONG = Sampling(max_new_tokens=50, num_top_log_probs=20)
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +75,129 @@ class TestOneServer(OnServers):
 
 class TestTwoServers(OnServers):
     count = 2
+
+
+def test_no_cached_state_of_old_weights_is_used(servers, folder, new_folder, tmp_path):
+    engine, new = make(folder, tmp_path, servers[0]), Reference(new_folder, torch.float32)
+    prompt = tiny_prompt(50)  # longer than a block of the cache
+    requests = [tiny_request(f"{i}", prompt=prompt, seed=i) for i in range(8)]
+    engine.generate(requests)
+    engine.update_weights(new.model.named_parameters(), NEW)
+    check_log_probs(engine.generate(requests), new)
+    engine.close()
+
+
+# Servers that die
+
+
+@pytest.fixture(scope="module")
+def mortals(untied_folder: Path) -> Iterator[tuple[VLLMServer, ...]]:
+    with started(VLLMServer(untied_folder), VLLMServer(untied_folder)) as both:
+        yield both
+
+
+def long_requests(count: int) -> list[Request]:
+    return [Request(uid=f"{i}", prompt=tiny_prompt(2 + i % 9), seed=i, sampling=LONG) for i in range(count)]
+
+
+def check_log_probs(rollouts: list[Rollout], reference: Reference) -> None:
+    """As the suite does, for responses that were sampled without truncation."""
+    TestOneServer().check_log_probs(rollouts, reference, LONG)
+
+
+def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder, tmp_path):
+    victim, survivor = mortals
+    engine = make(folder, tmp_path, victim, survivor)
+    requests = long_requests(300)
+    engine.submit(requests)
+    rollouts = engine.collect(20)
+    victim.kill()
+    rollouts += engine.collect(300)
+    assert sorted(rollout.uid for rollout in rollouts) == sorted(request.uid for request in requests)
+    check_log_probs(rollouts, Reference(folder, torch.float32))
+    [lost] = engine.take_events()
+    assert (lost["event"], lost["server"]) == ("server_lost", victim.url)
+    assert lost["sent_again"] > 0
+    victim.start().wait_until_ready()
+    deadline = time.monotonic() + 120.0
+    while not (events := engine.take_events()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert events == [{"event": "server_restarted", "server": victim.url}]
+    check_log_probs(engine.generate(requests), Reference(folder, torch.float32))
+    engine.close()
+    assert "POST /v1/completions" in victim.log().split("Application startup complete")[-1]
+
+
+def test_a_joint_run_goes_on_where_its_only_server_dies_and_comes_back(mortals, folder, new_folder, tmp_path):
+    """It comes back with the weights of its command line; what it writes must be of the newest ones."""
+    [server] = mortals[1:]
+    engines = []
+
+    def make_mortal(path: Path, version: Version) -> VLLMServerEngine:
+        engine = make(path, tmp_path, server, version=version, patience=300.0)
+        engines.append(engine)
+        generate, calls = engine.generate, iter(range(100))
+
+        def generate_and_die(requests: list[Request]) -> list[Rollout]:
+            if next(calls) != 2:
+                return generate(requests)
+            engine.submit(requests)
+            rollouts = engine.collect(1)
+            server.kill()
+            server.start()
+            rollouts += engine.collect(len(requests))
+            assert sorted(rollout.uid for rollout in rollouts) == sorted(request.uid for request in requests)
+            return sorted(rollouts, key=lambda rollout: [request.uid for request in requests].index(rollout.uid))
+
+        engine.generate = generate_and_die
+        return engine
+
+    check_joint_run(make_mortal, policy=new_folder, rollout_model=folder, gap=2e-5)
+    events = [event["event"] for event in engines[0].take_events()]
+    assert events == ["server_lost", "server_restarted"]
+
+
+# Servers that are not what they should be
+
+
+def test_weights_that_another_client_names_are_an_error(servers, folder, tmp_path):
+    engine = make(folder, tmp_path, servers[0])
+    body = json.dumps({"new_version": "of somebody"}).encode()
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{servers[0].url}/update_weight_version", body, headers)).close()
+    with pytest.raises(EngineError, match=r"somebody else updates the weights of .*'of somebody'"):
+        engine.generate([tiny_request("one")])
+    engine.close()
+
+
+def test_a_server_of_another_vocabulary_is_an_error_before_it_is_given_weights(servers, tmp_path):
+    other = save_tiny_model(tmp_path / "other", seed=0, vocab_size=32)
+    with pytest.raises(EngineError, match=r"serves another model: vocab_size 24, ours 32"):
+        make(other, tmp_path / "weights", servers[0])
+
+
+def test_keys_and_numbers_of_log_probs_are_checked(untied_folder, folder, tmp_path, monkeypatch):
+    with started(VLLMServer(untied_folder, api_key="right", max_logprobs="5")) as [server]:
+        for key in ("wrong", None):
+            monkeypatch.setenv("KEY", key) if key else monkeypatch.delenv("KEY")
+            with pytest.raises(EngineError, match=r"refuses the API key .*environment variable KEY"):
+                make(folder, tmp_path, server, api_key_variable="KEY")
+        monkeypatch.setenv("KEY", "right")
+        engine = make(folder, tmp_path, server, api_key_variable="KEY")
+        assert engine.capabilities.num_top_log_probs == 5
+        with pytest.raises(EngineError, match="max-logprobs"):
+            engine.submit([tiny_request("six", num_top_log_probs=6)])
+        assert len(engine.generate([tiny_request("five", num_top_log_probs=5)])) == 1
+        engine.close()
+
+
+def test_raw_log_probs_are_an_error(untied_folder, folder, tmp_path):
+    raw = VLLMServer(untied_folder, logprobs_mode="raw_logprobs")
+    with started(raw) as [server], pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        make(folder, tmp_path, server)
+
+
+def test_a_tied_model_on_a_cpu_is_an_error(folder, tmp_path):
+    with started(VLLMServer(folder)) as [server], pytest.raises(EngineError, match="untied copy"):
+        make(folder, tmp_path, server)
