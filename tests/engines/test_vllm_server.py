@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed here; make test-all runs this in .venv-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
 from engines.conformance import NEW, OLD, EngineConformance
 from engines.joint_run import check_joint_run
@@ -21,7 +21,7 @@ from jackpot.errors import EngineError
 from jackpot.launch.engines import make_engine
 from jackpot.types import Request, Rollout, Sampling, Version
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.vllm
 
 
 LONG = Sampling(max_new_tokens=50, num_top_log_probs=20)
