@@ -50,6 +50,7 @@ class ScriptedServer:
             "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
             "cache_config": {"cache_dtype": "auto"},
             "device_config": {"device": "cpu"},
+            "scheduler_config": {"enable_chunked_prefill": False},
         }
         self.structure = _STRUCTURE
         self.restart()

@@ -63,6 +63,7 @@ class VLLMServer:
         self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         self._command += [
             "--skip-tokenizer-init",
+            "--no-enable-chunked-prefill",
             *(part for name, value in given.items() for part in (f"--{name}", value)),
         ]
         self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}

@@ -462,6 +462,14 @@ def test_a_tied_model_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
     make(server)
 
 
+def test_prompts_read_in_several_steps_are_refused_on_a_cpu_and_not_on_a_gpu(make, server):
+    server.settings["scheduler_config"]["enable_chunked_prefill"] = True
+    with pytest.raises(EngineError, match="--no-enable-chunked-prefill"):
+        make(server)
+    server.settings["device_config"]["device"] = "cuda"
+    make(server)
+
+
 def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
     server.settings["model_config"]["max_logprobs"] = 5
     other.settings["model_config"] |= {"max_model_len": 32, "quantization": "fp8"}

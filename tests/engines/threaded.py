@@ -25,7 +25,7 @@ class ThreadedEngine(BackgroundEngine):
     """
 
     def __init__(self, inner: TransformersEngine, before_step: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
+        super().__init__(inner.version)
         self.finished = 0
         self._inner, self._before_step = inner, before_step
         self._unfinished = 0

@@ -8,21 +8,32 @@ import threading
 from abc import abstractmethod
 from collections.abc import Container, Sequence
 
-from jackpot.engines.base import Engine
+from jackpot.engines.base import Capabilities, Engine
 from jackpot.engines.checks import check_request
 from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
-from jackpot.types import Request, Rollout
+from jackpot.types import Request, Rollout, Version
 
 
 class BackgroundEngine(Engine):
-    """`submit` and `collect` over a writer that runs by itself."""
+    """`submit` and `collect` over a writer that runs by itself. Its `_capabilities` are set by who makes it."""
 
-    def __init__(self) -> None:
+    _capabilities: Capabilities
+
+    def __init__(self, version: Version) -> None:
+        self._version = version
         self._ledger = Ledger()
         self._changed = threading.Condition()
         self._failure: EngineError | None = None
         self._is_closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> Version:
+        return self._version
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:

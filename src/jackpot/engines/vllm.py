@@ -76,8 +76,8 @@ class VLLMEngine(BackgroundEngine):
         Raises:
             EngineError: vLLM is not installed, or cannot load the model; says why.
         """
-        super().__init__()
-        self._shapes, self._eos_token_ids, self._version = shapes, tuple(eos_token_ids), version
+        super().__init__(version)
+        self._shapes, self._eos_token_ids = shapes, tuple(eos_token_ids)
         self._settings = settings
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._answers: dict[str, Callable[[Any], None]] = {}  # by vLLM's request id, what to do with the answer
@@ -92,14 +92,6 @@ class VLLMEngine(BackgroundEngine):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> Version:
-        return self._version
 
     def _check(self, request: Request) -> None:
         check_request(request, self.capabilities)

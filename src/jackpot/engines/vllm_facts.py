@@ -22,6 +22,7 @@ class ServerFacts:
     parameters: frozenset[str]  # vLLM's names
     dtype: str
     device: str
+    splits_prompts: bool  # reads a long prompt in several steps
     quantised: bool
     log_probs_mode: str
     num_top_log_probs: int
@@ -53,6 +54,7 @@ def read_facts(settings: Mapping[str, Any], structure: str, checksums: Mapping[s
         parameters=frozenset(plain_name(key) for key in checksums),
         dtype=str(model["dtype"]).removeprefix("torch."),
         device=str(settings["device_config"]["device"]),
+        splits_prompts=bool(settings["scheduler_config"]["enable_chunked_prefill"]),
         quantised=model["quantization"] is not None or cache_dtype not in ("auto", *_DTYPE_WORDS.values()),
         log_probs_mode=str(model["logprobs_mode"]),
         num_top_log_probs=sizes["vocab_size"] if max_log_probs < 0 else min(max_log_probs, sizes["vocab_size"]),
@@ -130,4 +132,9 @@ def check_facts(
             f"{url} runs on a CPU with tied embeddings, where vLLM keeps the first output layer forever. "
             f"Start it with an untied copy of the model: tie_word_embeddings false in its config.json, and "
             f"{_HEAD} saved beside the embedding; docs/vllm.md has the lines that make one"
+        )
+    if facts.splits_prompts and facts.device == "cpu":
+        raise EngineError(
+            f"{url} runs on a CPU and reads long prompts in several steps. vLLM would rewind a random generator there, "
+            f"which it cannot, and die; start it with --no-enable-chunked-prefill"
         )

@@ -83,8 +83,8 @@ class VLLMServerEngine(BackgroundEngine):
         Raises:
             EngineError: no server can be reached, or one serves something else; says what to do.
         """
-        super().__init__()
-        self._settings, self._eos_token_ids, self._version = settings, tuple(eos_token_ids), version
+        super().__init__(version)
+        self._settings, self._eos_token_ids = settings, tuple(eos_token_ids)
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         everywhere = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -109,14 +109,6 @@ class VLLMServerEngine(BackgroundEngine):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> Version:
-        return self._version
 
     def take_events(self) -> list[dict[str, Any]]:
         """`server_lost`, `server_back` and `server_restarted`, each with the `server`; see docs/vllm.md."""
