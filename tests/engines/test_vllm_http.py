@@ -340,12 +340,25 @@ def test_weights_that_somebody_else_sent_are_an_error(make, server):
         engine.generate(requests(1))
 
 
+def test_a_server_that_an_earlier_run_used_is_taken_over_though_it_fails_at_first(make, server):
+    server.tag = "jackpot-earlier-7"
+    server.script["/pause"] = first(1, failure(500))
+    assert len(make(server).generate(requests(3))) == 3
+    assert server.count("/pause") == 2
+
+
 def test_a_server_that_keeps_its_old_weights_is_an_error(make, server):
     engine = make(server)
     server.load = lambda folder: None
     with pytest.raises(EngineError, match="stale"):
         engine.update_weights(weights(1.0), NEW)
     assert engine.version == OLD
+
+
+def test_a_server_that_keeps_what_it_was_started_with_is_an_error(make, server):
+    server.load = lambda folder: None
+    with pytest.raises(EngineError, match="stale"):
+        make(server)
 
 
 @pytest.mark.parametrize("kept", ["model.norm.weight", "model.embed_tokens.weight"])
