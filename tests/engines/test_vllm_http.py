@@ -527,3 +527,21 @@ def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
 def test_one_server_in_reach_is_enough(make, server):
     engine = make("http://127.0.0.1:9", server)
     assert len(engine.generate(requests(5))) == 5
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"max_model_len": 32}, "context_length 32, and the others 64"),
+        ({"max_logprobs": 5}, "num_top_log_probs 5, and the others 24"),
+        ({"quantization": "fp8"}, "is quantised"),
+    ],
+)
+def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, other, settings, told):
+    other.script["/v1/models"] = first(1, failure(503))
+    other.settings["model_config"] |= settings
+    engine = make(server, other)
+    with pytest.raises(EngineError, match=told):
+        for number in range(500):
+            engine.generate([tiny_request(f"{number}", num_top_log_probs=3)])
+            time.sleep(0.02)
