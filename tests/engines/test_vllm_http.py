@@ -189,16 +189,18 @@ def test_a_closed_engine_leaves_nothing_behind_though_a_server_still_writes(make
 
 
 def test_servers_share_the_work(make, server, other):
-    engine = make(server, other)
+    """Though one could write all of it at once."""
+    engine = make(server, other, max_batch_size=64)
 
-    async def some_time(body: dict, usual: dict) -> Any:
-        await asyncio.sleep(0.01)
+    async def wait_for_all(body: dict, usual: dict) -> Any:
+        while server.count("/v1/completions") + other.count("/v1/completions") < 20:
+            await asyncio.sleep(0.001)
         return usual
 
-    server.script["/v1/completions"] = other.script["/v1/completions"] = some_time
-    engine.generate(requests(60))
-    assert server.count("/v1/completions") + other.count("/v1/completions") == 60
-    assert min(server.count("/v1/completions"), other.count("/v1/completions")) > 10
+    server.script["/v1/completions"] = other.script["/v1/completions"] = wait_for_all
+    engine.generate(requests(20))
+    assert server.count("/v1/completions") == other.count("/v1/completions") == 10
+    assert engine.take_events() == []
 
 
 def test_no_server_is_asked_for_more_at_once_than_the_batch_size(make, server):
@@ -338,12 +340,25 @@ def test_weights_that_somebody_else_sent_are_an_error(make, server):
         engine.generate(requests(1))
 
 
+def test_a_server_that_an_earlier_run_used_is_taken_over_though_it_fails_at_first(make, server):
+    server.tag = "jackpot-earlier-7"
+    server.script["/pause"] = first(1, failure(500))
+    assert len(make(server).generate(requests(3))) == 3
+    assert server.count("/pause") == 2
+
+
 def test_a_server_that_keeps_its_old_weights_is_an_error(make, server):
     engine = make(server)
     server.load = lambda folder: None
     with pytest.raises(EngineError, match="stale"):
         engine.update_weights(weights(1.0), NEW)
     assert engine.version == OLD
+
+
+def test_a_server_that_keeps_what_it_was_started_with_is_an_error(make, server):
+    server.load = lambda folder: None
+    with pytest.raises(EngineError, match="stale"):
+        make(server)
 
 
 @pytest.mark.parametrize("kept", ["model.norm.weight", "model.embed_tokens.weight"])
@@ -520,3 +535,21 @@ def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
 def test_one_server_in_reach_is_enough(make, server):
     engine = make("http://127.0.0.1:9", server)
     assert len(engine.generate(requests(5))) == 5
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"max_model_len": 32}, "context_length 32, and the others 64"),
+        ({"max_logprobs": 5}, "num_top_log_probs 5, and the others 24"),
+        ({"quantization": "fp8"}, "is quantised"),
+    ],
+)
+def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, other, settings, told):
+    other.script["/v1/models"] = first(1, failure(503))
+    other.settings["model_config"] |= settings
+    engine = make(server, other)
+    with pytest.raises(EngineError, match=told):
+        for number in range(500):
+            engine.generate([tiny_request(f"{number}", num_top_log_probs=3)])
+            time.sleep(0.02)

@@ -14,6 +14,7 @@ from jackpot.errors import EngineError
 Result = TypeVar("Result")
 _LARGE = 1 << 16  # bytes; more than this are not read on the event loop
 _CONNECT_SECONDS = 10.0
+_KEEP_SECONDS = 2.0  # an idle connection; vLLM closes one after 5, which must not look like a server that died
 _SHORT_SECONDS = 60.0  # for a question that needs no work; the first about its settings takes vLLM some seconds
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
@@ -34,7 +35,7 @@ def open_session(api_key: str | None) -> Any:
     """
     aiohttp = _import_aiohttp()
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
     )
 

@@ -41,7 +41,6 @@ class Peer:
         self.url, self._client, self._model, self._nonce = url, client, model, nonce
         self.facts: ServerFacts | None = None
         self.holds: WrittenWeights | None = None  # by which it may be given requests
-        self.epoch = 0  # counts the weights it was given; an answer counts in the epoch in which it was asked for
         self.load = 0  # requests that it is answering
         self.trouble: ServerLost | None = None  # why it is given no more requests
         self.failures = 0  # in a row
@@ -49,7 +48,7 @@ class Peer:
         self.sent_again = 0  # requests, since it last failed
         self.was_restarted = False  # when it was last met
         self._name = ""
-        self._was_reached = False
+        self._was_given = False  # weights of ours, ever
         self._checksums: Mapping[str, str] = {}
         self._given: WrittenWeights | None = None  # what it should hold, even where that is not yet proven
         self._checks_begun = self._checks_passed = 0
@@ -97,7 +96,7 @@ class Peer:
             ) from error
         model = self._model
         check_facts(facts, self.url, model.sizes, model.parameters, model.dtype)
-        self.facts, self._was_reached = facts, True
+        self.facts = facts
 
     async def _tag(self) -> str:
         """The tag of the weights that it holds.
@@ -107,7 +106,7 @@ class Peer:
             EngineError: it once had ours and has somebody else's now.
         """
         tag = await self._client.tag()
-        if self._was_reached:
+        if self._was_given:
             if tag == _UNNAMED:
                 raise ServerRestarted("it was restarted")
             if not tag.startswith(self._nonce):
@@ -119,7 +118,6 @@ class Peer:
 
     async def _give(self, weights: WrittenWeights) -> None:
         before, old = self._checksums, self._given
-        self.epoch += 1
         self.holds = self._given = None
         client = self._client
         await client.pause()
@@ -134,19 +132,16 @@ class Peer:
         finally:
             with contextlib.suppress(ServerLost):  # then what happened before says why
                 await client.resume()
-        self._given = weights
+        self._given, self._was_given = weights, True
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
-        """An answer that the weights which it `holds` wrote.
+        """An answer that the weights which it `holds` wrote. Nobody prepares it while it is asked.
 
         Raises:
             ServerLost: none, or one that other weights may have written.
         """
-        epoch, weights = self.epoch, self.holds
         answer = await self._client.complete({**body, "model": self._name}, read)
         await self._confirm()
-        if weights is None or (epoch, weights) != (self.epoch, self.holds):
-            raise ServerLost("its weights were replaced while it answered")
         return answer
 
     async def _confirm(self) -> None:
@@ -156,7 +151,7 @@ class Peer:
             if self._checks_passed > begun:
                 return
             self._checks_begun += 1
-            number, holds = self._checks_begun, self.holds
-            if holds is None or (tag := await self._tag()) != holds.tag:
-                raise ServerRestarted(f"it holds {tag!r} and not the newest weights" if holds else "it was lost")
+            number = self._checks_begun
+            if (tag := await self._tag()) != self.holds.tag:
+                raise ServerLost(f"it holds {tag!r} and not the newest weights {self.holds.tag}")
             self._checks_passed = number

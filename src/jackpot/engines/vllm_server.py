@@ -105,7 +105,7 @@ class VLLMServerEngine(BackgroundEngine):
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-servers", daemon=True)
         self._thread.start()
         try:
-            self._capabilities = self._call(self._begin_all())
+            self._call(self._begin_all())
         except BaseException:
             self.close()
             raise
@@ -191,7 +191,7 @@ class VLLMServerEngine(BackgroundEngine):
 
     # On the event loop's thread
 
-    async def _begin_all(self) -> Capabilities:
+    async def _begin_all(self) -> None:
         settings = self._settings
         self._session = open_session(os.environ.get(settings.api_key_variable))
         for url in settings.urls:
@@ -202,7 +202,7 @@ class VLLMServerEngine(BackgroundEngine):
         self._tasks = [asyncio.create_task(self._serve(peer)) for peer in self._peers]
         await self._settle()
         facts = [peer.facts for peer in self._peers if peer.facts is not None]
-        return Capabilities(
+        self._capabilities = Capabilities(
             vocab_size=self._facts.sizes["vocab_size"],
             num_top_log_probs=min(one.num_top_log_probs for one in facts),
             context_length=min(one.context_length for one in facts),
@@ -279,6 +279,8 @@ class VLLMServerEngine(BackgroundEngine):
             has, promised = getattr(peer.facts, name), getattr(self._capabilities, name)
             if has < promised:
                 raise EngineError(f"{peer.url} has {name} {has}, and the others {promised}; start it as the others are")
+        if peer.facts.quantised and not self._capabilities.quantised:
+            raise EngineError(f"{peer.url} is quantised, and the others are not; start it as the others are")
 
     async def _recover(self, peer: Peer, lost: ServerLost) -> None:
         """Wait before a server is tried again, longer every time.
