@@ -108,9 +108,7 @@ def test_an_engine_that_reports_raw_log_probs_is_refused_and_told_what_they_are(
 def test_an_engine_that_samples_from_another_temperature_than_it_reports_is_refused_though_training_agrees():
     rollouts = written(Hotter, PLAIN)
     assert engine_gap(rollouts, score(rollouts)(PLAIN)) < 1e-5
-    with pytest.raises(
-        EngineError, match=r"samples from another: .*drawn 1\d\d times less often"
-    ):
+    with pytest.raises(EngineError, match=r"samples from another: .*drawn 1\d\d times less often"):
         check_engine(rollouts, PLAIN, ["fp32", "fp32"], score(rollouts))
 
 
