@@ -186,8 +186,10 @@ SCORED = 8  # responses, at temperatures where vLLM has to be asked for every to
 
 
 def agreement(job: Job) -> None:
-    place = Path(job["folder"])
-    key = f"{job['model']}-{job['dtype']}"
+    if job["stage"] == "exact":
+        exact(job)
+        return
+    place, key = Path(job["folder"]), f"{job['model']}-{job['dtype']}"
     engine = new_engine(job, job["stage"].partition("_")[0])
     written = {}
     for temperature in TEMPERATURES:
@@ -232,6 +234,22 @@ def read(engine: Engine, rollouts: Sequence[Rollout], sampling: Sampling, what: 
     RESULT[f"{what}: mean largest probability"] = statistics.mean(
         rollout.top_log_probs[:, 0].exp().mean().item() for rollout in rollouts
     )
+
+
+@torch.no_grad()
+def exact(job: Job) -> None:
+    """Compare what each engine said of its own text with the model in float64, all positions."""
+    model = Qwen3ForCausalLM.from_pretrained(model_folder(job), dtype=torch.float64).eval()
+    for engine in ("transformers", "vllm"):
+        written = torch.load(Path(job["folder"]) / f"{job['model']}-{job['dtype']}-{engine}.pt", weights_only=False)
+        for temperature, rollouts in written.items():
+            ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids.tolist()] for rollout in rollouts])
+            logits = model(ids).logits[:, PROMPT - 1 : -1]
+            every = torch.log_softmax(logits / temperature, dim=-1)
+            top = torch.stack([rollout.top_ids for rollout in rollouts])
+            said = torch.stack([rollout.top_log_probs for rollout in rollouts])
+            what = f"{engine} against float64, temperature {temperature:g}: top 20"
+            compare(what, said.flatten(), every.gather(2, top).flatten())
 
 
 def compare(what: str, theirs: torch.Tensor, ours: torch.Tensor) -> None:
