@@ -14,7 +14,6 @@ from scipy.stats import binom
 from engines.reference import EOS
 from jackpot.batching import micro_batches
 from jackpot.checkpoint import load_state
-from jackpot.engines.base import weights_digest
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError, TrainingError
 from jackpot.guards import (
@@ -26,6 +25,7 @@ from jackpot.guards import (
     some_rollouts,
     top_token_surplus,
 )
+from jackpot.ops.digest import weights_digest
 from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.types import Prompt, Request, Sampling, Score, Version
 from learners import make_learner, scored, smallest_model

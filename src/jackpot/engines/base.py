@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from jackpot.errors import EngineError
-from jackpot.ops.digest import weights_digest as weights_digest  # what `update_weights` returns
 from jackpot.types import Request, Rollout, Version
 
 

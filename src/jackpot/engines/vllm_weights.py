@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from jackpot.engines.base import weights_digest
 from jackpot.engines.vllm_facts import plain_name
 from jackpot.errors import EngineError
+from jackpot.ops.digest import weights_digest
 
 _PACKED = hashlib.sha256().hexdigest()  # of no bytes: on a CPU vLLM packs matrices into another place
 
