@@ -1,5 +1,6 @@
 """`jackpot train` with a real vLLM, typed as a user would; `make test-vllm` runs it."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
+from engines.servers import VLLMServer, save_untied, started
+from jackpot.launch.local import launch
+from jackpot.models.load import resolve_path
+from jackpot.trainer import Line
 from runs import assert_same_run, metrics, run, small_config
 
 pytestmark = pytest.mark.vllm
@@ -47,3 +52,25 @@ def test_the_policy_can_be_evaluated_with_another_engine(tmp_path: Path, arm: st
 def test_a_tool_can_take_turns_with_vllm(tmp_path: Path) -> None:
     run(small_config("engine={name: vllm, cache_gib: 0.25}", arm="tool"), tmp_path)
     assert metrics(tmp_path)[-1]["response/tool_tokens"] > 0.0
+
+
+def test_a_server_that_dies_and_comes_back_during_training_costs_nothing_but_time(tmp_path: Path) -> None:
+    server = VLLMServer(save_untied(Path(resolve_path("starter:rollout_model")), tmp_path / "untied"))
+
+    def restart(line: Line) -> None:
+        if line["iteration"] == 2:  # of 4; what comes next is asked of a server that is not there
+            server.kill()
+            server.start()
+
+    settings = ["engine=vllm_server", f"engine.urls={server.url}", f"engine.weights_folder={tmp_path / 'weights'}"]
+    config = small_config(*settings, "evaluation.engine=transformers")
+    with started(server), contextlib.closing(launch(config, tmp_path / "run", restart)) as trainer:
+        assert trainer.train()
+    lines = metrics(tmp_path / "run")
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all(line["mismatch/engine_gap_max"] < 1e-4 for line in lines[1:])
+    assert all(line["response/aborted"] == 0.0 for line in lines[1:])
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = [event["event"] for event in events if event["event"].startswith("server_")]
+    assert told == ["server_lost", "server_restarted"]
+    assert not list((tmp_path / "weights").iterdir())
