@@ -1,12 +1,32 @@
 """Settings of the engines, one class each, chosen by name. Layer 0: pydantic only."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jackpot.config_base import Count, Names, Positive, Strict, by_name
 
 Dtype = Literal["fp32", "bf16"]
+
+
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Addresses of servers, each once, without a path and without a password."""
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # no number from 0 to 65535
+            is_address = False
+        rest = is_address and (parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
+        if not is_address or rest or url != url.strip() or " " in url:
+            raise ValueError(
+                f"{url!r} is not the address of a server; give it as http://HOST:PORT, without a path, user or password"
+            )
+    plain = [url.rstrip("/") for url in urls]
+    if twice := sorted({url for url in plain if plain.count(url) > 1}):
+        raise ValueError(f"{', '.join(twice)} is given more than once; name each server once")
+    return urls
 
 
 class TransformersEngineConfig(Strict):
@@ -35,7 +55,7 @@ class VLLMServerEngineConfig(Strict):
     """vLLM's OpenAI-compatible servers that somebody started, all with the same model. See docs/vllm.md."""
 
     name: Literal["vllm_server"] = "vllm_server"
-    urls: Names  # of the servers, such as http://127.0.0.1:8000
+    urls: Annotated[Names, AfterValidator(_check_urls)]  # of the servers, such as http://127.0.0.1:8000
     weights_folder: str  # written here and read by every server under the same path, with room for two models
     max_batch_size: Count = 256  # responses asked of one server at once
     dtype: Dtype = "fp32"  # that the servers were started with

@@ -1,18 +1,21 @@
 """What `VLLMServerEngine` does about servers that fail, lie or serve something else; a scripted one plays them."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 from aiohttp import web
 
 from engines.reference import CONTEXT, EOS, VOCAB_SIZE, rollout_of, tiny_model, tiny_prompt, tiny_request
 from engines.scripted_server import ScriptedServer
+from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.engines.vllm_server import ServerSettings, VLLMServerEngine
 from jackpot.errors import EngineError
 from jackpot.types import Version
@@ -164,9 +167,7 @@ def test_finished_rollouts_can_be_collected_while_another_is_being_written(make,
         return usual
 
     server.script["/v1/completions"] = slow_first
-    began = time.monotonic()
     engine.submit([tiny_request("slow", 9), *requests(5)])
-    assert time.monotonic() - began < 5.0
     assert sorted(rollout.uid for rollout in engine.collect(5)) == list("01234")
     assert engine.collect(1, timeout=0.1) == []
     server._loop.call_soon_threadsafe(go_on.set)
@@ -174,17 +175,15 @@ def test_finished_rollouts_can_be_collected_while_another_is_being_written(make,
 
 
 def test_a_closed_engine_leaves_nothing_behind_though_a_server_still_writes(make, server, tmp_path):
-    engine = make(server)
+    engine = make(server, timeout=3600.0)
 
     async def never(body: dict, usual: dict) -> Any:
-        await asyncio.sleep(60.0)
+        await asyncio.Event().wait()
 
     server.script["/v1/completions"] = never
     engine.submit(requests(3))
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-    began = time.monotonic()
     engine.close()
-    assert time.monotonic() - began < 10.0
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
@@ -528,7 +527,7 @@ def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"engine.patience = 1 seconds") as error:
         make(*urls, patience=1.0)
-    assert 1.0 <= time.monotonic() - began < 15.0
+    assert time.monotonic() - began >= 1.0
     assert all(url in str(error.value) for url in urls)
 
 
@@ -553,3 +552,129 @@ def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, oth
         for number in range(500):
             engine.generate([tiny_request(f"{number}", num_top_log_probs=3)])
             time.sleep(0.02)
+
+
+# Between two batches, and while weights are on their way
+
+
+def test_a_server_restarted_between_two_batches_is_looked_at_again(make, server):
+    engine = make(server)
+    engine.generate(requests(2))
+    server.restart()
+    server.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        engine.update_weights(weights(1.0), NEW)
+
+
+def test_a_restart_between_two_batches_is_told_and_costs_nothing(make, server):
+    engine = make(server)
+    engine.generate(requests(2))
+    server.restart()
+    engine.update_weights(weights(1.0), NEW)
+    assert [event["event"] for event in engine.take_events()] == ["server_lost", "server_restarted"]
+    assert engine.generate(requests(1))[0].rollout_log_probs[0].item() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
+
+
+def test_a_server_that_another_run_takes_between_two_batches_is_an_error_and_keeps_its_weights(make, server):
+    engine = make(server)
+    server.tag = "jackpot-another-3"
+    with pytest.raises(EngineError, match="somebody else updates the weights"):
+        engine.update_weights(weights(1.0), NEW)
+    assert server.tag == "jackpot-another-3"
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume"])
+def test_a_server_is_never_left_paused(make, server, path):
+    """Whatever of the two fails at first."""
+    engine, is_paused = make(server), [False]
+
+    async def pause(body: dict, usual: dict) -> Any:
+        is_paused[0] = True
+        return fail(body, usual) if path == "/pause" and failures.pop(0) else usual
+
+    async def resume(body: dict, usual: dict) -> Any:
+        if path == "/resume" and failures.pop(0):
+            return fail(body, usual)
+        is_paused[0] = False
+        return usual
+
+    failures, fail = [True, False, False, False], failure(503)
+    server.script |= {"/pause": pause, "/resume": resume}
+    engine.update_weights(weights(1.0), NEW)
+    assert not is_paused[0]
+    assert len(engine.generate(requests(2))) == 2
+
+
+def test_weights_that_a_server_still_reads_stay_though_newer_ones_are_there(make, server, other):
+    engine = make(server, other)
+    loading, go_on, is_bad = threading.Event(), threading.Event(), [True]
+
+    async def complete(body: dict, usual: dict) -> Any:
+        return failure(500)(body, usual) if is_bad[0] else usual
+
+    async def load(body: dict, usual: dict) -> Any:
+        loading.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        other.load(body["kwargs"]["weights_path"])
+        return {"results": [None]}
+
+    other.script |= {"/v1/completions": complete, "reload_weights": load}
+    engine.submit(requests(12))
+    collected = engine.collect(6)
+    other.restart()
+    is_bad[0] = False
+    assert len(collected + engine.collect(6)) == 12 and loading.wait(30.0)
+    engine.update_weights(weights(1.0), NEW)  # `server` has them, `other` is still at the ones before
+    go_on.set()
+    rollouts = engine.generate(requests(40))
+    values = [one.rollout_log_probs[0].item() for one in rollouts]
+    assert values == pytest.approx([-np.log(VOCAB_SIZE) - 1.0] * 40)
+
+
+def test_weights_that_did_not_change_are_stale_at_the_second_try_too(make, server):
+    engine = make(server)
+    old = tiny_model(seed=0).named_parameters()
+    norms_as_before = [(name, tensor if "norm" in name else tensor + 1.0) for name, tensor in old]
+    server.script |= {"reload_weights": always({"results": [None]}), "/weight_checker": first(1, failure(503))}
+    with pytest.raises(EngineError, match="holds stale ones"):
+        engine.update_weights(norms_as_before, NEW)
+
+
+def test_a_server_without_a_parameter_of_ours_can_prove_nothing(make, server):
+    engine = make(server)
+    checksums = {"tp0:model.fused.weight": "0" * 64, "tp0:lm_head.weight_scale": "1" * 64}
+    server.script["/weight_checker"] = always({"checksums": checksums})
+    with pytest.raises(EngineError, match="none has a name of the model's"):
+        engine.update_weights(weights(1.0), NEW)
+
+
+def test_a_key_that_cannot_be_sent_is_an_error_that_names_the_variable_and_not_the_key(make, server, monkeypatch):
+    monkeypatch.setenv("TEST_API_KEY", f"{KEY}\n")
+    with pytest.raises(EngineError, match="TEST_API_KEY has a line break") as told:
+        make(server)
+    assert KEY not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "localhost:8000",
+        "http://",
+        "ftp://host",
+        "http://host:99999",
+        "http://a b",
+        "http://host/v1",
+        "http://user:secret@host",
+        ["http://a:1", "http://a:1/"],
+    ],
+)
+def test_addresses_that_are_none_are_refused_before_anything_is_asked(urls):
+    with pytest.raises(pydantic.ValidationError, match=r"http://HOST:PORT|more than once"):
+        VLLMServerEngineConfig(urls=urls, weights_folder="w")
+
+
+@pytest.mark.parametrize("urls", ["http://127.0.0.1:8000", ["https://a", "http://b:80/", "http://[::1]:8000"]])
+def test_addresses_are_taken_as_given(urls):
+    given = (urls,) if isinstance(urls, str) else tuple(urls)
+    assert VLLMServerEngineConfig(urls=urls, weights_folder="w").urls == given

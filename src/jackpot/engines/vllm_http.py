@@ -27,13 +27,21 @@ class ServerRestarted(ServerLost):
     """A server no longer holds what it was given: it has been started anew."""
 
 
-def open_session(api_key: str | None) -> Any:
+def open_session(api_key: str | None, variable: str) -> Any:
     """What all servers are asked through; made on the event loop that uses it.
 
+    Args:
+        variable: of the environment, which has the key.
+
     Raises:
-        EngineError: aiohttp is not installed.
+        EngineError: aiohttp is not installed, or the key cannot be sent.
     """
     aiohttp = _import_aiohttp()
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise EngineError(
+            f"the API key in the environment variable {variable} has a line break or another character that cannot be "
+            f"sent; set it without"
+        )
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},

@@ -19,6 +19,7 @@ from jackpot.errors import EngineError
 
 Result = TypeVar("Result")
 _UNNAMED = "default"  # what a server calls the weights that it started with
+_RESUME_SECONDS = 5.0  # for a server to be told to go on, where something has gone wrong before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,9 @@ class Peer:
         self.was_restarted = False  # when it was last met
         self._name = ""
         self._was_given = False  # weights of ours, ever
-        self._checksums: Mapping[str, str] = {}
-        self._given: WrittenWeights | None = None  # what it should hold, even where that is not yet proven
+        self.reads: WrittenWeights | None = None  # what it is being given: their file must stay
+        self._given: WrittenWeights | None = None  # what it should hold; None where nobody knows
+        self._proven: tuple[WrittenWeights, Mapping[str, str]] | None = None  # what it last held, and its checksums
         self._checks_begun = self._checks_passed = 0
         self._checking = asyncio.Lock()
 
@@ -70,10 +72,16 @@ class Peer:
             ServerLost: try again later.
             EngineError: it serves something else, or somebody else gives it weights.
         """
-        if self.trouble is not None or self.facts is None:
-            await self._meet()
-        if self._given is not newest:
-            await self._give(newest)
+        self.reads = newest
+        try:
+            if self.trouble is None and self._given is not None:
+                await self._check_tag(self._given)
+            else:
+                await self._meet()
+            if self._given is not newest:
+                await self._give(newest)
+        finally:
+            self.reads = None
         self.holds, self.trouble, self.lost_since = newest, None, None
 
     async def _meet(self) -> None:
@@ -83,12 +91,11 @@ class Peer:
         try:
             tag, self.was_restarted = await self._tag(), False
         except ServerRestarted:
-            tag, self.was_restarted = _UNNAMED, True
+            tag, self.was_restarted, self._proven = _UNNAMED, True, None
         if self._given is not None and self._given.tag != tag:
             self._given = None
-        self._checksums = await self._client.checksums()
         try:
-            facts = read_facts(settings, await self._client.structure(), self._checksums)
+            facts = read_facts(settings, await self._client.structure(), await self._client.checksums())
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self.url} has settings that cannot be read ({type(error).__name__}: {error}); this engine was made "
@@ -116,23 +123,34 @@ class Peer:
                 )
         return tag
 
+    async def _check_tag(self, expected: WrittenWeights) -> None:
+        """Raises ServerLost unless it holds these weights, as far as it tells; otherwise as `_tag`."""
+        if (tag := await self._tag()) != expected.tag:
+            raise ServerLost(f"it holds {tag!r} and not the weights {expected.tag} that it was given")
+
     async def _give(self, weights: WrittenWeights) -> None:
-        before, old = self._checksums, self._given
+        """Replace its weights. Whatever happens, it is told to go on writing afterwards."""
         self.holds = self._given = None
-        client = self._client
-        await client.pause()
         try:
-            await client.load(str(weights.folder))
-            await client.forget_states()
-            self._checksums = await client.checksums()
-            check_loaded(self.url, weights, old, before, self._checksums)
-            await client.set_tag(weights.tag)
-            if (tag := await client.tag()) != weights.tag:
-                raise ServerLost(f"it was given the weights {weights.tag} and says that it holds {tag!r}")
-        finally:
-            with contextlib.suppress(ServerLost):  # then what happened before says why
-                await client.resume()
+            await self._client.pause()
+            await self._load(weights)
+        except BaseException:
+            with contextlib.suppress(ServerLost, TimeoutError):  # what happened before says why
+                await asyncio.wait_for(self._client.resume(), _RESUME_SECONDS)
+            raise
+        await self._client.resume()
         self._given, self._was_given = weights, True
+
+    async def _load(self, weights: WrittenWeights) -> None:
+        """Have it read the weights, and prove that it did."""
+        client = self._client
+        await client.load(str(weights.folder))
+        await client.forget_states()
+        checksums = await client.checksums()
+        check_loaded(self.url, weights, checksums, self._proven)
+        await client.set_tag(weights.tag)
+        await self._check_tag(weights)
+        self._proven = (weights, checksums)
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
         """An answer that the weights which it `holds` wrote. Nobody prepares it while it is asked.
@@ -152,6 +170,5 @@ class Peer:
                 return
             self._checks_begun += 1
             number = self._checks_begun
-            if (tag := await self._tag()) != self.holds.tag:
-                raise ServerLost(f"it holds {tag!r} and not the newest weights {self.holds.tag}")
+            await self._check_tag(self.holds)
             self._checks_passed = number

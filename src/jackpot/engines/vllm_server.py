@@ -170,7 +170,7 @@ class VLLMServerEngine(BackgroundEngine):
         written = self._write(sent)
         self._call(self._replace(written))
         self._version = version
-        self._files.keep_only(written)
+        self._files.keep_only([written, *(peer.reads for peer in self._peers if peer.reads is not None)])
         return written.digest
 
     def _write(self, sent: Sequence[tuple[str, Tensor]]) -> WrittenWeights:
@@ -179,12 +179,14 @@ class VLLMServerEngine(BackgroundEngine):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._call(self._end_all())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            self._files.remove()
-            self._ledger.clear()
+            try:
+                self._call(self._end_all())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+                self._files.remove()
+                self._ledger.clear()
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -193,7 +195,7 @@ class VLLMServerEngine(BackgroundEngine):
 
     async def _begin_all(self) -> None:
         settings = self._settings
-        self._session = open_session(os.environ.get(settings.api_key_variable))
+        self._session = open_session(os.environ.get(settings.api_key_variable), settings.api_key_variable)
         for url in settings.urls:
             client = ServerClient(
                 url, self._session, timeout=settings.timeout, api_key_variable=settings.api_key_variable

@@ -72,9 +72,10 @@ class WeightsFolder:
             checksums = {name: _checksum(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  not a dict
         return WrittenWeights(tag=tag, folder=folder, digest=digest, checksums=checksums)
 
-    def keep_only(self, kept: WrittenWeights) -> None:
+    def keep_only(self, kept: Sequence[WrittenWeights]) -> None:
+        folders = {one.folder for one in kept}
         for folder in self._folder.iterdir():
-            if folder != kept.folder:
+            if folder not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
@@ -89,9 +90,8 @@ def _checksum(tensor: Tensor) -> str:
 def check_loaded(
     url: str,
     new: WrittenWeights,
-    old: WrittenWeights | None,
-    before: Mapping[str, str],
     after: Mapping[str, str],
+    proven: tuple[WrittenWeights, Mapping[str, str]] | None,
 ) -> None:
     """Raises EngineError for a server that says it took new weights over and did not.
 
@@ -99,14 +99,15 @@ def check_loaded(
     least one must be just what was sent, as norms are. Packed ones it does not tell of.
 
     Args:
-        old: what the server was given before; None where that is unknown.
-        before, after: its checksums, by rank and name.
+        after: its checksums now, by rank and name.
+        proven: the last weights that it was found to hold since its start, and its checksums then.
     """
     known = {
         key: new.checksums[plain_name(key)]
         for key, checksum in after.items()
         if plain_name(key) in new.checksums and checksum != _PACKED
     }
+    old, before = proven or (None, {})
     stale = [
         key
         for key, checksum in known.items()
@@ -114,8 +115,8 @@ def check_loaded(
         and checksum != after[key] == before.get(key)
         and checksum != old.checksums.get(plain_name(key))
     ]
-    if stale or (known and not any(after[key] == checksum for key, checksum in known.items())):
-        named = ", ".join(sorted(stale)[:3]) or "all of them"
+    if stale or not any(after[key] == checksum for key, checksum in known.items()):
+        named = ", ".join(sorted(stale)[:3]) or ("all of them" if known else "none has a name of the model's, so all")
         raise EngineError(
             f"{url} was given the weights {new.tag} and holds stale ones: {named} differ from "
             f"the file {new.folder}. Restart the server; is the file the same on its side?"
