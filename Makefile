@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test test-all test-vllm soak lint clean
+.PHONY: train test test-all test-vllm test-vllm-here soak lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -21,7 +21,12 @@ test-all: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm'
 	$(MAKE) --no-print-directory test-vllm
 
-test-vllm: $(VENV)-vllm/ready  # a real vLLM on the CPU
+test-vllm:  # a real vLLM on the CPU, where its package is for this machine
+	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \
+	if [ "$$here" = "linux x86_64 3 11" ]; then $(MAKE) --no-print-directory test-vllm-here; \
+	else echo "vLLM's CPU package is for Linux x86-64 and Python 3.11: skipped"; fi
+
+test-vllm-here: $(VENV)-vllm/ready
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm $(ARGS)
 
 soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more

@@ -136,6 +136,10 @@ def test_gaps_that_are_not_a_number_are_refused():
         check_engine(broken, PLAIN, ["fp32"], score(rollouts))
 
 
+def test_the_gap_of_no_rollouts_is_not_a_number():
+    assert math.isnan(engine_gap([], {}))
+
+
 def test_the_top_token_statistic_is_its_equation_and_sees_only_sampled_tokens():
     rollouts = written(TransformersEngine, PLAIN)
     rollouts = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) % 3 != 1) for one in rollouts]

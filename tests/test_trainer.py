@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,12 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError
+from jackpot.launch import local
+from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.ops.digest import weights_digest
 from jackpot.recipes import load_recipe
 from jackpot.tasks import make_task
 from jackpot.tasks.base import PromptStream, Task
-from jackpot.types import Prompt, Score
+from jackpot.types import Prompt, Rollout, Score
 from runs import metrics, run, small_config
 
 ARMS = list(load_recipe("quickstart")["arms"])
@@ -156,6 +159,69 @@ def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
     monkeypatch.setattr(TransformersEngine, "update_weights", lose_something)
     with pytest.raises(EngineError, match=r"the learner sent .* unknown weights"):
         run(small_config("iterations=1"), tmp_path)
+
+
+@pytest.mark.parametrize("where", ["check_top_log_probs", "Trainer", "the second engine"])
+def test_a_launch_that_fails_closes_every_engine_that_it_made(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[TransformersEngine] = []
+
+    def fail(*arguments: object) -> None:
+        raise EngineError("no more")
+
+    def make(*arguments: Any) -> TransformersEngine:
+        if engines and where == "the second engine":
+            fail()
+        engines.append(make_engine(*arguments))
+        return engines[-1]
+
+    monkeypatch.setattr(local, "make_engine", make)
+    if where != "the second engine":
+        monkeypatch.setattr(local, where, fail)
+    with pytest.raises(EngineError, match="no more"):
+        run(small_config(), tmp_path)
+    assert len(engines) == (1 if where == "the second engine" else 2)
+    for engine in engines:
+        with pytest.raises(EngineError, match="closed"):
+            engine.submit([])
+
+
+def test_a_trainer_closes_everything_though_an_engine_fails_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: TransformersEngine) -> None:
+        raise EngineError("no events")
+
+    trainer = local.launch(small_config(), tmp_path, lambda line: None)
+    engines = {trainer._parts.engine, trainer._parts.policy_engine}
+    monkeypatch.setattr(TransformersEngine, "take_events", fail)
+    with pytest.raises(EngineError, match="no events"):
+        trainer.close()
+    for engine in engines:
+        with pytest.raises(EngineError, match="closed"):
+            engine.submit([])
+    monkeypatch.undo()
+    local.launch(small_config(), tmp_path, lambda line: None).close()  # the folder is free again
+
+
+@pytest.mark.parametrize("share", ["some", "all"])
+def test_an_evaluation_leaves_out_of_its_gap_what_is_not_finite(
+    share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect = TransformersEngine.collect
+
+    def broken(engine: TransformersEngine, *arguments: Any, **named: Any) -> list[Rollout]:
+        return [
+            replace(one, rollout_log_probs=one.rollout_log_probs * math.nan)
+            if one.uid.startswith("eval/") and (share == "all" or int(one.uid.rsplit("/")[-1]) % 2)
+            else one
+            for one in collect(engine, *arguments, **named)
+        ]
+
+    monkeypatch.setattr(TransformersEngine, "collect", broken)
+    gap = run(small_config("iterations=1"), tmp_path)[0]["eval/policy_engine_gap"]
+    assert gap is None or math.isnan(gap) if share == "all" else gap < 1e-4
 
 
 def test_ppo_is_reports_the_overlap_of_the_two_models_and_not_of_one_with_itself(tmp_path: Path) -> None:

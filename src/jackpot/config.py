@@ -15,7 +15,7 @@ from jackpot.config_corrections import (
     TISCorrection,
     ZCorrection,
 )
-from jackpot.config_engines import EngineConfig, TransformersEngineConfig
+from jackpot.config_engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig
 from jackpot.types import Sampling
 
 
@@ -214,7 +214,9 @@ class CheckpointConfig(Strict):
 class GuardConfig(Strict):
     """When to stop a run that only looks as if it trained."""
 
-    check_engine: bool = True  # every rollout batch, against the model that wrote it, before it is trained on
+    # Every evaluation, and every rollout batch before it is trained on, against the model that wrote it. With
+    # batch.ahead and a rollout model that is trained, of the batches only the first one after a start.
+    check_engine: bool = True
     max_non_finite_steps: Count = 10  # in a row; each is skipped and counted
 
 
@@ -263,6 +265,12 @@ class Config(Strict):
             )
         if self.batch.group_size == 1 and self.batch.dynamic_sampling:
             raise ValueError("batch.dynamic_sampling drops groups of equal rewards, and a group of 1 is one; use null")
+        one_model = isinstance(self.engine, VLLMServerEngineConfig) and self.evaluation.engine is None
+        if one_model and self.rollout_model is not None:
+            raise ValueError(
+                "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
+                "evaluated with; set evaluation.engine=transformers, or to vllm_server with the urls of other servers"
+            )
         if overlong and overlong.buffer > self.sampling.max_new_tokens:
             raise ValueError(
                 f"objective.overlong.buffer is {overlong.buffer}, more than sampling.max_new_tokens "

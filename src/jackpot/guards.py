@@ -16,7 +16,10 @@ from jackpot.types import Rollout, Sampling
 
 THOROUGH_CHECKS = 2  # after every start: before and after the first weight update
 CHECKED_TOKENS = 4096  # of a thorough check, whole rollouts
-GLANCE_TOKENS, GLANCE_ROLLOUTS = 256, 16  # of every later batch: that many tokens at most, from so many rollouts
+GLANCE_TOKENS, GLANCE_ROLLOUTS = (
+    256,
+    16,
+)  # of every later batch: that many tokens at most, of the beginnings of so many rollouts
 FALSE_ALARM = 1e-9  # the chance that a sound engine fails the check of what it draws
 LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantised": 5e-2}  # mean |p_engine - p_training| of sampled tokens
 
@@ -90,7 +93,7 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
         (scores[rollout.uid].double().exp() - rollout.rollout_log_probs.double().exp())[rollout.sampled_mask].abs()
         for rollout in rollouts
     ]
-    return float(torch.cat(gaps).mean())
+    return float(torch.cat(gaps).mean()) if gaps else math.nan
 
 
 def top_token_surplus(rollouts: Sequence[Rollout]) -> tuple[float, float]:
@@ -108,10 +111,11 @@ def top_token_surplus(rollouts: Sequence[Rollout]) -> tuple[float, float]:
 
 
 def largest_surplus(variance: float) -> float:
-    """What such a surplus exceeds, either way, in one of `FALSE_ALARM` cases at most.
+    """What such a surplus exceeds, either way, in about one of `FALSE_ALARM` cases.
 
     Bernstein's inequality in Freedman's form (Ann. Probab. 3, 1975): each draw may depend on those before it, and the
-    probabilities may be close to 1, where 6 standard errors would be exceeded often.
+    probabilities may be close to 1, where 6 standard errors would be exceeded often. It holds for a variance fixed
+    beforehand; here the observed one stands in, hence "about".
     """
     needed = math.log(2.0 / FALSE_ALARM)
     return needed / 3.0 + math.sqrt((needed / 3.0) ** 2 + 2.0 * needed * variance)

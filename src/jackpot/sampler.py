@@ -138,7 +138,7 @@ class Sampler:
             with self._clock("rollout"):
                 rollout = next(begun.stream)
             rollouts[rollout.uid] = rollout
-            if why := _useless(rollout):
+            if why := useless(rollout):
                 unusable[rollout.uid] = why
             if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
                 with self._clock("score"):
@@ -205,7 +205,7 @@ def _is_equal(group: Sequence[Judged]) -> bool:
     return len({item.task_reward for item in group}) == 1
 
 
-def _useless(rollout: Rollout) -> str | None:
+def useless(rollout: Rollout) -> str | None:
     """Why a rollout cannot be trained on; None for one that ended by itself or at the limit with finite log-probs."""
     if rollout.finish == "aborted":
         return "aborted"

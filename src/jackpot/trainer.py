@@ -1,10 +1,11 @@
 """The loop, on one screen. Layer 5. It is given its engine and learner; only `launch` makes them."""
 
+import math
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +33,7 @@ from jackpot.ops.reduce import Sums, Total, add_sums
 from jackpot.ops.uniforms import stream_key
 from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
-from jackpot.sampler import Sampler, mean
+from jackpot.sampler import Sampler, mean, useless
 from jackpot.tasks.base import PromptStream
 from jackpot.telemetry import WITH_STANDARD_ERROR, Clock, RunFolder, numbers
 from jackpot.types import Prompt, Role, Rollout, Sampling, Score, ScoredRollout, TokenBatch
@@ -98,11 +99,12 @@ class Trainer:
         return self.iteration == config.iterations
 
     def close(self) -> None:
-        """Free the engines and flush what is being written."""
-        self._tell_engine_events()  # of an iteration that did not end: perhaps they say why
-        self._parts.engine.close()
-        self._parts.policy_engine.close()
-        self._folder.close()
+        """Free the engines and flush what is being written; all of it, whatever fails on the way."""
+        with ExitStack() as closing:
+            closing.callback(self._folder.close)
+            closing.callback(self._parts.policy_engine.close)
+            closing.callback(self._parts.engine.close)
+            self._tell_engine_events()  # of an iteration that did not end: perhaps they say why
 
     def _finish_iteration(self, sums: Sums) -> None:
         """Evaluate, report and checkpoint when due."""
@@ -181,12 +183,15 @@ class Trainer:
         return values
 
     def _engine_gap(self, role: Role, engine: Engine, rollouts: Sequence[Rollout]) -> float:
-        """Mean |p_engine - p_training| of tokens that the model's engine has just written.
+        """Mean |p_engine - p_training| of tokens that the model's engine has just written; NaN where none can be used.
 
         Raises:
             EngineError: more than rounding, unless `guard.check_engine` is off.
         """
-        config, some = self._config, [one for one in some_rollouts(rollouts) if one.sampled_mask.any()]
+        usable = [one for one in rollouts if one.sampled_mask.any() and not useless(one)]
+        config, some = self._config, some_rollouts(usable)
+        if not some:
+            return math.nan
         batches = self._plain_batches(some)
 
         def score(sampling: Sampling) -> dict[str, Tensor]:

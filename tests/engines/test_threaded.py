@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from engines.conformance import EngineConformance
+from engines.conformance import OLD, EngineConformance
+from engines.reference import tiny_request
 from engines.threaded import ThreadedEngine
 from jackpot.engines.transformers import TransformersEngine
+from jackpot.errors import EngineError
 from jackpot.models.load import eos_token_ids, load_model
 from jackpot.types import Version
 
@@ -17,3 +20,16 @@ class TestThreadedEngine(EngineConformance):
         model = load_model(folder, torch.float32)
         stops = eos_token_ids(model)
         return ThreadedEngine(TransformersEngine(model, eos_token_ids=stops, version=version, max_batch_size=32))
+
+
+def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Path) -> None:
+    def break_down() -> None:
+        if engine.finished:
+            raise RuntimeError("out of memory")
+
+    engine = TestThreadedEngine.make_engine(folder, OLD)
+    engine._before_step = break_down
+    with pytest.raises(EngineError, match="cannot go on: out of memory"):
+        engine.generate([tiny_request(f"{length}", max_new_tokens=length) for length in (1, 20)])
+    assert engine.finished == 1
+    engine.close()

@@ -1,5 +1,6 @@
 """The shared suite on `VLLMEngine`, with the real vLLM in this process, and what only this engine promises."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,22 @@ def test_a_whole_context_can_be_scored_and_no_more(folder):
     engine.close()
 
 
-def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collected(folder, monkeypatch):
+def test_vllm_for_another_kind_of_device_than_the_learners_is_refused(folder):
+    with pytest.raises(EngineError, match=r"training runs on a GPU and vLLM here is for the CPU.*set device: cpu"):
+        make_engine(VLLMEngineConfig(), str(folder), torch.device("cuda", 0), OLD)
+
+
+def test_it_runs_in_this_process_whatever_the_environment_says(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    engine = make(folder)
+    engine.update_weights(tiny_model(1).named_parameters(), NEW)
+    assert engine.generate([tiny_request("one")])[0].versions[0].tolist() == list(NEW)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collected(folder, monkeypatch, error):
     engine = make(folder)
     engine.submit([tiny_request("short", max_new_tokens=1)])
     deadline = time.monotonic() + 30.0
@@ -135,7 +151,7 @@ def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collect
         time.sleep(0.01)
 
     def out_of_memory() -> None:
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
     monkeypatch.setattr(engine._llm, "step", out_of_memory)
     engine.submit([tiny_request("long", seed=1)])

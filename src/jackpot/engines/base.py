@@ -88,10 +88,17 @@ class Engine(ABC):
         """Free the model. Closing twice is allowed; any other call after it raises EngineError."""
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """Submit, wait for all, and return them in the order of `requests`. What else is in flight stays there."""
+        """Submit, wait for all, and return them in the order of `requests`. What else is in flight stays there.
+
+        Raises:
+            EngineError: as `submit`, or what made the engine fail while it wrote.
+        """
         self.submit(requests)
-        uids = {request.uid for request in requests}
-        rollouts = {rollout.uid: rollout for rollout in self.collect(len(requests), uids=uids)}
+        uids, rollouts = {request.uid for request in requests}, {}
+        while len(rollouts) < len(requests):  # when it fails, the first `collect` gives what had ended, the next raises
+            if not (ended := self.collect(len(requests) - len(rollouts), uids=uids)):
+                break
+            rollouts |= {rollout.uid: rollout for rollout in ended}
         if missing := [request.uid for request in requests if request.uid not in rollouts]:
             raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
         return [rollouts[request.uid] for request in requests]

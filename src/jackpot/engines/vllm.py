@@ -8,8 +8,9 @@ import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -33,8 +34,8 @@ from jackpot.ops.digest import WeightsDigest
 from jackpot.types import Request, Rollout, Version
 
 Result = TypeVar("Result")
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights are handed over as tensors
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_ENVIRONMENT = {  # where the user has not set them
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -53,6 +54,7 @@ class VLLMSettings:
     device: int | None
     sleeps: bool
     compiles: bool
+    on_gpu: bool  # where the learner is, for which the other numbers are meant
 
 
 class VLLMEngine(BackgroundEngine):
@@ -74,7 +76,7 @@ class VLLMEngine(BackgroundEngine):
             eos_token_ids: end every response, beside `Sampling.stop_token_ids`.
 
         Raises:
-            EngineError: vLLM is not installed, or cannot load the model; says why.
+            EngineError: vLLM is not installed, is for another kind of device, or cannot load the model; says why.
         """
         super().__init__(version)
         self._shapes, self._eos_token_ids = shapes, tuple(eos_token_ids)
@@ -189,7 +191,7 @@ class VLLMEngine(BackgroundEngine):
                 if job is None:
                     break
                 self._do(*job)
-        except Exception as error:
+        except BaseException as error:  # whatever it was, nobody may wait for ever
             self._fail(EngineError(f"vLLM cannot go on: {type(error).__name__}: {error}. Make a new engine"))
         finally:
             if self._llm is not None:
@@ -202,13 +204,14 @@ class VLLMEngine(BackgroundEngine):
             future.set_result(job())
         except EngineError as error:
             future.set_exception(error)
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(EngineError(f"vLLM cannot go on: {type(error).__name__}: {error}. Make a new engine"))
             raise
 
     def _load(self, folder: str) -> Capabilities:
         vllm = _import_vllm(compiles=self._settings.compiles)
         settings = self._settings
+        _check_device(settings.on_gpu, vllm.has_gpu)
         set_num_threads = torch.set_num_threads
         try:
             arguments = vllm.EngineArgs(
@@ -230,7 +233,8 @@ class VLLMEngine(BackgroundEngine):
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
             )
-            self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
+            with _one_process():
+                self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
         finally:
@@ -320,8 +324,38 @@ class _VLLM:
     has_gpu: bool
 
 
+def _check_device(on_gpu: bool, has_gpu: bool) -> None:
+    """Raises EngineError where vLLM would run on another kind of device than the learner."""
+    if on_gpu != has_gpu:
+        ours, its, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
+        raise EngineError(
+            f"training runs on {ours} and vLLM here is for {its}, so engine's settings would be meant for the wrong "
+            f"one; set device: {other}, install vLLM for {ours}, or use engine=transformers"
+        )
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """An engine made meanwhile is in this process, where weights are handed over as tensors, whatever the user has set
+    for other engines."""
+    before = os.environ.get(_MULTIPROCESSING)
+    os.environ[_MULTIPROCESSING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MULTIPROCESSING]
+        else:
+            os.environ[_MULTIPROCESSING] = before
+
+
 def _import_vllm(compiles: bool) -> _VLLM:
-    """Raises EngineError where it is not installed."""
+    """What this file uses of it. Without `compiles`, torch.compile does nothing in this process from now on, in the
+    learner neither: vLLM compiles at the first request, so it cannot be switched on again after the start.
+
+    Raises:
+        EngineError: it is not installed.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not compiles:

@@ -52,6 +52,7 @@ def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Ve
             device=config.device if config.device is not None else device.index,
             sleeps=config.sleep,
             compiles=not on_cpu if config.compile == "auto" else config.compile,
+            on_gpu=not on_cpu,
         ),
     )
 

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config, OptimizerConfig
-from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
@@ -46,6 +45,8 @@ def launch(config: Config, path: Path, listen: Listener) -> Trainer:
         found, corrupt = checkpoints.find()
         state = found.state if found else None
         parts = make_parts(config, found.folder if found else None, state)
+        undo.callback(parts.policy_engine.close)
+        undo.callback(parts.engine.close)
         torch.set_num_threads(folder.start(config, threads(config)))
         folder.rewind(state["iteration"] if state else -1)
         for one in corrupt:
@@ -66,7 +67,7 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
 
 
 def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> Parts:
-    """Models, task, engines and learner, all with the same weights and version."""
+    """Models, task, engines and learner, all with the same weights and version. An error leaves no engine open."""
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
     trained = {role: load_trained(config, role, path, device, state is not None) for role, path in paths.items()}
@@ -74,35 +75,32 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     task = make_task(config.task, tokenizer)
     check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
-    engine, policy_engine = make_engines(config, paths, device, version)
-    check_top_log_probs(config, engine)
-    critic = make_critic(config, checkpoint, device) if config.critic else None
-    learner = make_learner(config, trained, is_faithful(config, engine), critic)
-    if state is not None:
-        learner.load_state_dict(state["learner"])
+    with ExitStack() as undo:
+        engine, policy_engine = make_engines(config, paths, device, version, undo)
+        check_top_log_probs(config, engine)
+        critic = make_critic(config, checkpoint, device) if config.critic else None
+        learner = make_learner(config, trained, is_faithful(config, engine), critic)
+        if state is not None:
+            learner.load_state_dict(state["learner"])
+        undo.pop_all()
     return Parts(
         config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
     )
 
 
 def make_engines(
-    config: Config, paths: dict[Role, str], device: torch.device, version: Version
+    config: Config, paths: dict[Role, str], device: torch.device, version: Version, undo: ExitStack
 ) -> tuple[Engine, Engine]:
     """The one that writes rollouts and the one that answers for the policy in evaluations; the same where it can be.
-
-    Raises:
-        ConfigError: servers that hold one model are to answer for two.
-    """
+    `undo` closes both."""
     settings = config.evaluation.engine
-    if settings is None and "rollout_model" in paths and isinstance(config.engine, VLLMServerEngineConfig):
-        raise ConfigError(
-            "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
-            "evaluated with; set evaluation.engine=transformers, or to vllm_server with the urls of other servers"
-        )
     engine = make_engine(config.engine, paths.get("rollout_model", paths["policy"]), device, version)
+    undo.callback(engine.close)
     if settings is None and "rollout_model" not in paths:
         return engine, engine
-    return engine, make_engine(settings or config.engine, paths["policy"], device, version)
+    policy_engine = make_engine(settings or config.engine, paths["policy"], device, version)
+    undo.callback(policy_engine.close)
+    return engine, policy_engine
 
 
 def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Both models of a run answering, before and after training. Layer 6."""
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,8 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     answers: list[list[Answer]] = [[] for _ in prompts]
     for role in before:
         for is_after, path in ((False, before[role]), (True, after[role])):
-            engine = make_engine(settings, path, device, Version(0, 0))
-            result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
-            engine.close()
+            with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
+                result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
             for row, response, score in zip(answers, result.responses, result.scores, strict=True):
                 row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
     return list(zip(prompts, answers, strict=True))
