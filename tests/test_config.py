@@ -118,7 +118,7 @@ def test_what_every_run_must_set_is_named():
         build_config({})
     named = [line.split(":")[0] for line in str(error.value).splitlines()]
     assert named == ["iterations", "policy", "rollout_model", "batch"]
-    assert all(line.endswith("is missing; every run must set it") for line in str(error.value).splitlines())
+    assert all(line.endswith("is missing; it has no default, so set it") for line in str(error.value).splitlines())
 
 
 def test_several_mistakes_are_all_named():

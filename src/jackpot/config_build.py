@@ -61,13 +61,14 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """One pydantic error as a sentence that names the key, the value and what is allowed."""
-    location, value = _location(error["loc"], settings)
+    is_missing = error["type"] == "missing" and not isinstance(error["loc"][-1], int)
+    location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         siblings = _valid_keys(location[:-1], settings)
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
-    if error["type"] == "missing" and not isinstance(error["loc"][-1], int):
-        return f"{key}: is missing; every run must set it"
+    if is_missing:
+        return f"{'.'.join([*location, error['loc'][-1]])}: is missing; it has no default, so set it"
     if error["type"] in ("union_tag_invalid", "literal_error"):
         given, allowed = _choice(error, value)
         return f"{key}: {unknown_name('value', given, allowed)}"

@@ -161,6 +161,7 @@ BAD_INPUT = {
     "unknown target module": (["quickstart", "policy.lora.target_modules=q_pro"], ["did you mean 'q_proj'", "v_proj"]),
     "unknown engine": (["quickstart", "engine=vlm"], ["'vlm'", "did you mean 'vllm'", "transformers"]),
     "engine not installed": (["quickstart", "engine=vllm"], ["pip install 'jackpot-rl[vllm]'"]),
+    "servers without an address": (["quickstart", "engine=vllm_server"], ["engine.urls: is missing", "engine.weights"]),
     "servers of one model for two": (["quickstart", "--dry-run", *SERVERS], ["evaluation.engine=transformers"]),
     "text that looks like markup": (["quickstart", "[/red]"], ["[/red]", "key=value"]),
     "a plan for no model": (["quickstart", "--dry-run", "policy.path={empty}"], ["empty", "config"]),
