@@ -29,7 +29,7 @@ def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Pat
 
     engine = TestThreadedEngine.make_engine(folder, OLD)
     engine._before_step = break_down
-    with pytest.raises(EngineError, match="cannot go on: out of memory"):
+    with pytest.raises(EngineError, match="the writer cannot go on: RuntimeError: out of memory"):
         engine.generate([tiny_request(f"{length}", max_new_tokens=length) for length in (1, 20)])
     assert engine.finished == 1
     engine.close()

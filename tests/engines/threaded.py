@@ -1,23 +1,16 @@
 """A real engine that writes while nobody waits for it: `TransformersEngine` on a thread of its own."""
 
-import queue
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import TypeVar
 
 from torch import Tensor
 
-from jackpot.engines.background import BackgroundEngine
+from jackpot.engines.background import ThreadEngine
 from jackpot.engines.base import Capabilities
 from jackpot.engines.transformers import TransformersEngine
-from jackpot.errors import EngineError
 from jackpot.types import Request, Rollout, Version
 
-Result = TypeVar("Result")
 
-
-class ThreadedEngine(BackgroundEngine):
+class ThreadedEngine(ThreadEngine):
     """Everything that touches the inner engine happens on the thread, between two steps of it.
 
     `before_step` is called on the thread before every step: a test can hold the writer there. `finished` counts all
@@ -25,13 +18,10 @@ class ThreadedEngine(BackgroundEngine):
     """
 
     def __init__(self, inner: TransformersEngine, before_step: Callable[[], None] = lambda: None) -> None:
-        super().__init__(inner.version)
         self.finished = 0
         self._inner, self._before_step = inner, before_step
         self._unfinished = 0
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
-        self._thread.start()
+        super().__init__(inner.version, writer="the writer")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -50,14 +40,6 @@ class ThreadedEngine(BackgroundEngine):
         self._ledger.check_empty()
         return self._call(lambda: self._inner.update_weights(named_tensors, version))
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._jobs.put(None)
-            self._thread.join()
-            self._ledger.clear()
-            self._inner.close()
-
     def wait_for_more(self, than: int, seconds: float = 60.0) -> bool:
         """Whether more rollouts than that were written within some seconds."""
         with self._changed:
@@ -68,33 +50,14 @@ class ThreadedEngine(BackgroundEngine):
             self._inner.submit(requests)
             self._unfinished += len(requests)
 
-        self._jobs.put(submit)
+        self._post(submit)
 
-    def _call(self, job: Callable[[], Result]) -> Result:
-        future: Future[Result] = Future()
+    @property
+    def _is_busy(self) -> bool:
+        return self._unfinished > 0
 
-        def work() -> None:
-            try:
-                future.set_result(job())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._jobs.put(work)
-        return future.result(timeout=60.0)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    job = self._jobs.get(block=not self._unfinished)
-                except queue.Empty:
-                    self._step()
-                    continue
-                if job is None:
-                    return
-                job()
-        except Exception as error:
-            self._fail(EngineError(f"the writer cannot go on: {error}"))
+    def _end(self) -> None:
+        self._inner.close()
 
     def _step(self) -> None:
         self._before_step()

@@ -5,21 +5,19 @@ between two steps. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
 
 import os
-import queue
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from jackpot.engines.background import BackgroundEngine
+from jackpot.engines.background import ThreadEngine
 from jackpot.engines.base import Capabilities
 from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.vllm_words import (
@@ -33,7 +31,6 @@ from jackpot.errors import EngineError
 from jackpot.ops.digest import WeightsDigest
 from jackpot.types import Request, Rollout, Version
 
-Result = TypeVar("Result")
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _ENVIRONMENT = {  # where the user has not set them
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
@@ -57,7 +54,7 @@ class VLLMSettings:
     on_gpu: bool  # where the learner is, for which the other numbers are meant
 
 
-class VLLMEngine(BackgroundEngine):
+class VLLMEngine(ThreadEngine):
     """Decodes with a copy of the model that vLLM owns."""
 
     def __init__(
@@ -78,15 +75,13 @@ class VLLMEngine(BackgroundEngine):
         Raises:
             EngineError: vLLM is not installed, is for another kind of device, or cannot load the model; says why.
         """
-        super().__init__(version)
         self._shapes, self._eos_token_ids = shapes, tuple(eos_token_ids)
         self._settings = settings
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._llm: Any = None
         self._answers: dict[str, Callable[[Any], None]] = {}  # by vLLM's request id, what to do with the answer
         self._numbers = count()
         self._is_asleep = False
-        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
-        self._thread.start()
+        super().__init__(version, writer="vLLM")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", category=FutureWarning)  # of torch to vLLM's authors
@@ -146,67 +141,20 @@ class VLLMEngine(BackgroundEngine):
         self._awake()
         super().submit(requests)
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._jobs.put(None)
-            self._thread.join()
-            self._ledger.clear()
-
     def _awake(self) -> None:
         if self._is_asleep:
             raise EngineError("the engine sleeps and has no weights; send them with update_weights first")
 
-    # Between this thread and vLLM's
-
-    def _post(self, job: Callable[[], Result]) -> "Future[Result]":
-        future: Future[Result] = Future()
-        self._jobs.put((job, future))
-        return future
-
-    def _call(self, job: Callable[[], Result]) -> Result:
-        return self._wait(self._post(job))
-
-    def _wait(self, future: "Future[Result]") -> Result:
-        """The result, or the failure that ended the thread before it came."""
-        while True:
-            try:
-                return future.result(timeout=1.0)
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise self._failure or EngineError("vLLM's thread has ended; make a new engine") from None
-
     # On vLLM's thread
 
-    def _run(self) -> None:
-        self._llm = None
-        try:
-            while True:
-                is_busy = self._llm is not None and self._llm.has_unfinished_requests()
-                try:
-                    job = self._jobs.get(block=not is_busy)
-                except queue.Empty:
-                    self._step()
-                    continue
-                if job is None:
-                    break
-                self._do(*job)
-        except BaseException as error:  # whatever it was, nobody may wait for ever
-            self._fail(EngineError(f"vLLM cannot go on: {type(error).__name__}: {error}. Make a new engine"))
-        finally:
-            if self._llm is not None:
-                self._llm.engine_core.shutdown()
-            self._llm = None
+    @property
+    def _is_busy(self) -> bool:
+        return self._llm is not None and self._llm.has_unfinished_requests()
 
-    def _do(self, job: Callable[[], Any], future: Future) -> None:
-        """An error of ours goes to whoever waits; one of vLLM's ends the engine too."""
-        try:
-            future.set_result(job())
-        except EngineError as error:
-            future.set_exception(error)
-        except BaseException as error:
-            future.set_exception(EngineError(f"vLLM cannot go on: {type(error).__name__}: {error}. Make a new engine"))
-            raise
+    def _end(self) -> None:
+        if self._llm is not None:
+            self._llm.engine_core.shutdown()
+        self._llm = None
 
     def _load(self, folder: str) -> Capabilities:
         vllm = _import_vllm(compiles=self._settings.compiles)
