@@ -40,7 +40,7 @@ LAYERS = [
     {"recipes", "cli", "console"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "peft"}
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 

@@ -1,0 +1,87 @@
+"""Pictures as data: what is drawn, not how. Layer 6, pure.
+
+`png.py` draws them with matplotlib, `page.py` puts them into a page where plotly draws them. A number that is not known
+is None, and a line has a gap there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Numbers = Sequence[float | None]
+
+# Okabe and Ito's colours without black and yellow: told apart by colour-blind people, on white and on black.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
+DASHES = ("solid", "dash", "dot")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One line or cloud of points, with a band around it where `low` and `high` are given."""
+
+    name: str  # equal names in several charts of a page are one entry of the legend
+    x: Numbers
+    y: Numbers
+    low: Numbers | None = None
+    high: Numbers | None = None
+    number: int = 0  # chooses colour and dash; the same thing has the same number in every chart
+    style: Literal["line", "points", "both"] = "line"
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.number % len(COLOURS)]
+
+    @property
+    def dash(self) -> str:
+        return DASHES[self.number // len(COLOURS) % len(DASHES)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guide:
+    """A straight line to compare with: at `y`, or where x equals `x`."""
+
+    text: str
+    x: float | None = None
+    y: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    note: str = ""  # one sentence: what to see
+    log_x: bool = False
+    log_y: bool = False
+    y_range: tuple[float, float] | None = None
+    guides: tuple[Guide, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heatmap:
+    title: str
+    x_label: str
+    y_label: str
+    x: Numbers
+    y: Sequence[str]  # from the bottom
+    values: Sequence[Numbers]  # [y][x]
+    value_label: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A part of a page: what it shows, in the order in which it is read."""
+
+    title: str
+    intro: str
+    items: tuple[Chart | Heatmap | Table, ...]
