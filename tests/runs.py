@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from jackpot.config import Config
 from jackpot.launch.local import launch
+from jackpot.models.cost import ForwardCost
 from jackpot.recipes import resolve
 from jackpot.trainer import Line
 
@@ -24,6 +25,8 @@ SMALL = (
     "checkpoint.every=2",
     "threads=1",
 )
+
+COSTS = {"policy": ForwardCost(per_token=1, per_pair=0)}  # then FLOPs are tokens read
 
 
 def small_config(*overrides: str, arm: str | None = None) -> Config:
@@ -57,7 +60,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock says."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {key: value for key, value in line.items() if key != "time" and not key.startswith(("seconds/", "speed/"))}
+        {
+            key: value
+            for key, value in line.items()
+            if key != "time" and not key.startswith(("seconds/", "cpu_seconds/", "speed/"))
+        }
         for line in lines
     ]
 

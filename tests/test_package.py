@@ -42,7 +42,7 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     page = re.sub(r"`([a-z_]+)/([a-z_0-9]+)`, `_max`", r"`\1/\2` `\1/\2_max`", page)
     named = set(re.findall(r"`([a-z_]+/[a-z_0-9.]+)`", page))
     for name in from_run - {"iteration", "time"}:
-        assert name.startswith(("seconds/", "eval/")) or ENDINGS.sub("", name) in named, name
+        assert name.startswith(("seconds/", "cpu_seconds/", "eval/")) or ENDINGS.sub("", name) in named, name
     written = {ENDINGS.sub("", name) for name in from_run}
-    elsewhere = ("seconds/", "eval/", "checkpoint/", "events/")
+    elsewhere = ("seconds/", "cpu_seconds/", "eval/", "checkpoint/", "events/")
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()

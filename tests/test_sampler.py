@@ -15,7 +15,7 @@ from jackpot.tasks.base import PromptStream, Task
 from jackpot.tasks.shaping import overlong_penalty
 from jackpot.telemetry import Clock
 from jackpot.types import Prompt, Request, Rollout, Score
-from runs import small_config
+from runs import COSTS, small_config
 
 LENGTH = 6
 
@@ -77,7 +77,9 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout):
     config = small_config(*overrides)
     task, engine, told = Numbered(rules), Writer(change), []
     tokenizer = load_tokenizer("starter:policy")
-    parts = Parts(config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=engine, learner=None)
+    parts = Parts(
+        config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=engine, learner=None, costs=COSTS
+    )
     prompts = PromptStream(task, "train", 0)
     return (
         Sampler(parts, prompts, Clock(), lambda n, event: told.append(event | {"iteration": n})),

@@ -1,5 +1,6 @@
 """What a run is made of. Layer 5; only `launch` makes one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -7,7 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config import Config
 from jackpot.engines.base import Engine
 from jackpot.learner import Learner
+from jackpot.models.cost import ForwardCost
 from jackpot.tasks.base import Task
+from jackpot.types import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,3 +23,17 @@ class Parts:
     engine: Engine  # writes the rollouts
     policy_engine: Engine  # answers for the policy in evaluations; `engine` itself where the policy writes
     learner: Learner
+    costs: Mapping[Role, ForwardCost]  # of policy and rollout model, without adapters
+
+    @property
+    def writer_cost(self) -> ForwardCost:
+        """Of the model that writes the rollouts."""
+        return self.costs.get("rollout_model", self.costs["policy"])
+
+    def training_flops(self, tokens: int) -> int:
+        """Of one sequence: forward through both models, and twice that backward through each that is trained."""
+        trained = {
+            "policy": True,
+            "rollout_model": bool(self.config.rollout_model and self.config.rollout_model.optimizer),
+        }
+        return sum((3 if trained[role] else 1) * cost.sequence(tokens) for role, cost in self.costs.items())

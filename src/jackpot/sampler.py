@@ -10,6 +10,7 @@ import torch
 from jackpot.config import Config
 from jackpot.conversation import stream
 from jackpot.evaluate import judge
+from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.ops.reduce import Mean, Sums, Total
 from jackpot.ops.uniforms import stream_key
@@ -83,7 +84,7 @@ class Sampler:
         return RolloutBatch(
             scored=self._with_advantages([item for group in groups[:wanted] for item in group]),
             first=[item.rollout for group in first for item in group],
-            sums=_sums(rounds, groups) | _rounds(rounds, groups, wanted),
+            sums=_sums(rounds, groups, self._parts.writer_cost) | _rounds(rounds, groups, wanted),
         )
 
     @contextmanager
@@ -200,6 +201,11 @@ def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
     return replace(score, reward=score.reward + penalty)
 
 
+def tokens_read(rollout: Rollout) -> int:
+    """How many tokens a model reads to write this response or to score it: all but the last one, with the prompt."""
+    return len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1
+
+
 def _is_equal(group: Sequence[Judged]) -> bool:
     """Whether the task gave one reward to all."""
     return len({item.task_reward for item in group}) == 1
@@ -219,8 +225,8 @@ def _rounds(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], wanted:
     }
 
 
-def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]]) -> Sums:
-    """About all that was written."""
+def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: ForwardCost) -> Sums:
+    """About all that was written, by a writer of this cost."""
     written = [rollout for one in rounds for rollout in one.written]
     unusable = [why for one in rounds for why in one.unusable.values()]
     judged = [item for group in groups for item in group]
@@ -236,6 +242,7 @@ def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]]) -> Sums:
         "response/aborted": mean([unusable.count("aborted") / len(written)]),
         "response/non_finite": mean([unusable.count("non_finite") / len(written)]),
         "tokens/rollout": Total.number(sum(len(rollout.token_ids) for rollout in written)),
+        "flops/rollout": Total.number(sum(cost.sequence(tokens_read(rollout)) for rollout in written)),
     }
 
 

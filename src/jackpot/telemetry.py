@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import transformers
@@ -80,19 +80,27 @@ def numbers(sums: Sums) -> dict[str, float]:
     return dict(zip(values, packed.tolist(), strict=True))
 
 
+class Seconds(NamedTuple):
+    wall: float = 0.0
+    processor: float = 0.0  # of all threads of this process
+
+
 class Clock:
     """Adds up the seconds of the phases of an iteration: `with clock("rollout"): ...`."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, Seconds] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        wall, processor = time.perf_counter(), time.process_time()
         yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+        before = self._seconds.get(phase, Seconds())
+        self._seconds[phase] = Seconds(
+            before.wall + time.perf_counter() - wall, before.processor + time.process_time() - processor
+        )
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict[str, Seconds]:
         """The seconds by phase since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds

@@ -33,7 +33,7 @@ from jackpot.ops.reduce import Sums, Total, add_sums
 from jackpot.ops.uniforms import stream_key
 from jackpot.parts import Parts
 from jackpot.rollout_files import write_rollouts
-from jackpot.sampler import Sampler, mean, useless
+from jackpot.sampler import Sampler, mean, tokens_read, useless
 from jackpot.tasks.base import PromptStream
 from jackpot.telemetry import WITH_STANDARD_ERROR, Clock, RunFolder, numbers
 from jackpot.types import Prompt, Role, Rollout, Sampling, Score, ScoredRollout, TokenBatch
@@ -93,7 +93,7 @@ class Trainer:
                     self._send_weights(parts.engine, "rollout_model")
                 self._save_rollouts(scored, results)
                 self._watch(results)
-                self._finish_iteration(batch.sums | _training_sums(scored, results, config.batch.epochs))
+                self._finish_iteration(batch.sums | _training_sums(scored, results, parts))
             if self.iteration > max(self._saved, 0):  # stopped, or the last one could not be written
                 self._checkpoint(is_last=True)
         return self.iteration == config.iterations
@@ -313,8 +313,10 @@ class Trainer:
                 write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
 
     def _throughput(self, values: dict[str, float]) -> dict[str, float]:
-        seconds = self._clock.take()
-        timings = {f"seconds/{name}": value for name, value in seconds.items()}
+        spent = self._clock.take()
+        seconds = {phase: one.wall for phase, one in spent.items()}
+        timings = {f"seconds/{phase}": value for phase, value in seconds.items()}
+        timings |= {f"cpu_seconds/{phase}": one.processor for phase, one in spent.items()}
         tokens, busy = values.get("tokens/rollout"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
         if tokens and busy:
             timings["speed/tokens_per_second"] = tokens / busy
@@ -347,17 +349,19 @@ class Trainer:
             restore()
 
 
-def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult], epochs: int) -> Sums:
+def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult], parts: Parts) -> Sums:
     """The sums of all optimizer steps of an iteration."""
-    sums = _sum_of(results)
+    sums, epochs = _sum_of(results), parts.config.batch.epochs
     if sums:
         # a standard error must not count a token twice: the first epoch only
         first = _sum_of(results[: len(results) // epochs])
         sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
     trained = epochs * sum(len(item.rollout.token_ids) for item in scored)
+    flops = epochs * sum(parts.training_flops(tokens_read(item.rollout)) for item in scored)
     return sums | {
         "reward/zero_advantage": mean([not item.advantages.any() for item in scored]),
         "tokens/train": Total.number(trained),
+        "flops/train": Total.number(flops),
     }
 
 

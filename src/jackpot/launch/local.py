@@ -14,8 +14,9 @@ from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
 from jackpot.joint_learner import JointLearner
 from jackpot.launch.engines import DTYPES, make_engine
+from jackpot.models.cost import forward_cost
 from jackpot.models.forward import output_layer
-from jackpot.models.load import check_same_tokenizer, load_model, load_tokenizer, load_value_model
+from jackpot.models.load import check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
 from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.objectives.build import policy_objective, rollout_model_objective
 from jackpot.ops.uniforms import stream_key
@@ -84,7 +85,13 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
             learner.load_state_dict(state["learner"])
         undo.pop_all()
     return Parts(
-        config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=policy_engine, learner=learner
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        engine=engine,
+        policy_engine=policy_engine,
+        learner=learner,
+        costs={role: forward_cost(load_outline(path)) for role, path in paths.items()},
     )
 
 

@@ -1,0 +1,50 @@
+"""What a forward pass costs in floating-point operations, from a model's shapes alone. Layer 3.
+
+The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): two operations for every weight of a matrix and
+every token, and for attention two for every channel of a query and of a value, and every key it sees. A backward pass
+costs twice as much. Not counted: norms, activations, softmax, sampling, and what only one implementation does, such as
+computing something again in place of keeping it.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCost:
+    """FLOPs of one model's forward pass."""
+
+    per_token: int  # through every matrix that a token meets, the output layer too
+    per_pair: int  # of one query and one key, over all layers and heads
+
+    def sequence(self, tokens: int) -> int:
+        """Of a whole sequence, in one pass or token by token with a cache: each token sees itself and all before it."""
+        return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) // 2)
+
+
+def forward_cost(model: PreTrainedModel) -> ForwardCost:
+    """The cost of `model`, which may be on the meta device.
+
+    Of experts only those that a token is sent to. A layer with a sliding window is counted as if it saw everything.
+    """
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ForwardCost(
+        per_token=2 * sum(_weights_met(module, config) for module in model.modules()),
+        per_pair=4 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+    )
+
+
+def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
+    """Weights of the module's own matrices that one token meets; experts stand in one tensor [experts, rows, columns].
+
+    An embedding is looked up; where it is also the output layer's weight, that layer counts it.
+    """
+    if isinstance(module, nn.Embedding):
+        return 0
+    matrices = [weight for weight in module.parameters(recurse=False) if weight.ndim == 2]
+    experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * chosen for weight in experts)
