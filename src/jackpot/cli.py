@@ -14,13 +14,16 @@ from rich.markup import escape
 
 from jackpot.config import Config
 from jackpot.console import live_progress, show_answers, show_diagnosis, show_plan, show_result, starter_progress
+from jackpot.console_compare import arms_progress, show_comparison
 from jackpot.errors import JackpotError
+from jackpot.lab.comparison import UNITS
 from jackpot.lab.diagnose import diagnose as diagnosis_of
+from jackpot.launch.compare import Plan, run_arms
 from jackpot.launch.local import launch
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import make_starters
-from jackpot.recipes import recipe_names, resolve
+from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
 from jackpot.telemetry import RunFolder, run_config
 
 app = typer.Typer(
@@ -64,6 +67,40 @@ def _train(console: Console, config: Config, folder: Path) -> bool:
         if trainer.iteration == config.iterations:
             console.print(f"This run is finished ({config.iterations} iterations); use --run for a new one.")
         return trainer.train()
+
+
+@app.command()
+def compare(
+    recipe: RecipeArgument,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings of all arms as key=value.")] = None,
+    arms: Annotated[str, typer.Option(help="Names, with commas between them; default all of the recipe's.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The lowest of them.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once; default as many as cores are free.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Of all runs; default runs/compare-RECIPE.")] = None,
+    budget: Annotated[float | None, typer.Option(help="For each run, in --unit; default by the iterations.")] = None,
+    unit: Annotated[str, typer.Option(help=f"Of the budget: {', '.join(UNITS)}.")] = "sequences",
+    accuracy: Annotated[float | None, typer.Option(help="Count costs up to it; default what all runs reach.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The arm to compare with; default the first.")] = None,
+    keep_collapsed: Annotated[bool, typer.Option("--keep-collapsed", help="Do not stop what has collapsed.")] = False,
+) -> None:
+    """Run arms of a recipe on the same prompts with the same budget, and lay them side by side.
+
+    Runs that are there are continued, so the same command goes on after Ctrl-C. A run whose policy answers less than
+    half of what it did at best, at two evaluations in a row, has collapsed; it is stopped, and the table says when.
+
+    Not yet run on a GPU.
+    """
+    console, given = Console(), overrides or []
+    configs = resolve_arms(recipe, split_names(arms), range(first_seed, first_seed + seeds), given)
+    where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
+    plan = Plan(unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed)
+    try:
+        found = run_arms(recipe, configs, given, where, plan, jobs, arms_progress(console))
+    except KeyboardInterrupt:
+        console.print("Stopped, with checkpoints; the same command continues.")
+        raise typer.Exit(130) from None
+    show_comparison(console, found, where)
 
 
 @app.command()

@@ -39,13 +39,14 @@ def below_start(most: float, factor: float) -> Limit:
 
 def below_first(history: History, values: Values) -> float:
     """As far below the first evaluation as chance goes."""
-    return values[0] - _two_errors(history, values[0])
+    return values[0] - two_errors(history.config.evaluation.problems, values[0])
 
 
 def above_first_alone(history: History, values: Values) -> float | None:
     """As far above the first evaluation as chance goes, where the policy has fallen that far below its own."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
-    return values[0] + _two_errors(history, values[0]) if policy[-1] < below_first(history, policy) else None
+    by_chance = two_errors(history.config.evaluation.problems, values[0])
+    return values[0] + by_chance if policy[-1] < below_first(history, policy) else None
 
 
 def all_rounds(history: History, values: Values) -> float | None:
@@ -67,14 +68,13 @@ def _start(history: History, values: Values) -> float:
     return median(values[: history.window(values)])
 
 
-def _two_errors(history: History, accuracy: float) -> float:
-    """Two standard errors of the difference between two evaluations.
+def two_errors(problems: int, accuracy: float) -> float:
+    """Two standard errors of the difference between two evaluations on so many problems.
 
     With two more right and two more wrong answers: none are wrong in a small evaluation by chance as well.
     """
-    problems = history.config.evaluation.problems + 4
-    share = (accuracy * history.config.evaluation.problems + 2) / problems
-    return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / problems)
+    share = (accuracy * problems + 2) / (problems + 4)
+    return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / (problems + 4))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

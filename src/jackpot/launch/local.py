@@ -248,10 +248,13 @@ def pick_device(config: Config) -> torch.device:
 
 
 def threads(config: Config) -> int:
-    """The number of CPU threads. `auto` is the cores that nobody keeps busy now: beside another busy process, training
-    with a thread too many ran 10 times slower."""
-    if config.threads != "auto":
-        return config.threads
+    """The number of CPU threads. `auto` is the cores that are free: beside another busy process, training with a thread
+    too many ran 10 times slower."""
+    return free_cores() if config.threads == "auto" else config.threads
+
+
+def free_cores() -> int:
+    """The cores that nobody keeps busy now, at least one."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, usable - round(os.getloadavg()[0]))
 

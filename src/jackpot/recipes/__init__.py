@@ -54,6 +54,30 @@ def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
     return build_config(load_recipe(name), arm, [parse_override(text) for text in overrides])
 
 
+def resolve_arms(
+    name: str, arms: Sequence[str], seeds: Sequence[int], overrides: Sequence[str]
+) -> dict[tuple[str, int], Config]:
+    """The settings of every arm with every seed, on one thread each unless an override says otherwise.
+
+    Raises:
+        ConfigError: a recipe without arms, no arm that was asked for, one named twice, or one that it does not have.
+    """
+    recipe = load_recipe(name)
+    known = list(recipe.get("arms") or {})
+    if not known:
+        raise ConfigError(f"recipe {name!r} has no arms; write some (arms: {{NAME: {{settings}}}}) to compare them")
+    wanted = list(arms) or known
+    if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
+        raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; name each once")
+    changes = [{"threads": 1}, *map(parse_override, overrides)]
+    return {(arm, seed): build_config(recipe, arm, [*changes, {"seed": seed}]) for seed in seeds for arm in wanted}
+
+
+def split_names(text: str) -> list[str]:
+    """`a,b` or `a, b` as a list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def parse_override(text: str) -> dict[str, Any]:
     """`a.b=value` as a nested mapping; the value is read as YAML, so `null`, `true`, `3` and `[1, 2]` mean what they
     say.

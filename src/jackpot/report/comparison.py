@@ -1,0 +1,71 @@
+"""A comparison of arms as pictures. Layer 6, pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jackpot.lab.comparison import UNITS, Comparison, spent_on
+from jackpot.lab.summary import Point, RunSummary
+from jackpot.report.bands import BAND, band
+from jackpot.report.charts import Chart, Guide, Section, Series
+
+_BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "processor seconds of training"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    title: str
+    label: str
+    value: Callable[[Point], float | None]
+    note: str = ""
+
+
+_ACCURACY = _View(title="Policy", label="sampled accuracy", value=lambda point: point.policy_accuracy)
+_OTHERS = (
+    _View(title="Rollout model", label="sampled accuracy", value=lambda point: point.rollout_model_accuracy),
+    _View(title="KL(rollout model || policy)", label="nats a token", value=lambda point: point.kl),
+    _View(title="Acceptance", label="mean of a(x)", value=lambda point: point.acceptance),
+)
+
+
+def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
+    """The policy's accuracy over everything that it costs, then the rollout model's, the gap and the acceptance."""
+    guides = (Guide(text=f"{comparison.accuracy:.1%}", y=comparison.accuracy),)
+    accuracy = [_chart(_ACCURACY, runs, spent, label, guides) for spent, label in _BY.items()]
+    others = [_chart(view, runs, comparison.unit, UNITS[comparison.unit], ()) for view in _OTHERS]
+    return (*accuracy, *others)
+
+
+def comparison_section(comparison: Comparison, runs: Sequence[RunSummary]) -> Section:
+    intro = f"{BAND} A run that has collapsed was stopped, and counts on with its last accuracy."
+    return Section(title="Arms", intro=intro, items=comparison_charts(comparison, runs))
+
+
+def _chart(view: _View, runs: Sequence[RunSummary], spent: str, label: str, guides: tuple[Guide, ...]) -> Chart:
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    series = [
+        _series(arm, number, [run for run in runs if run.arm == arm], view, spent) for number, arm in enumerate(arms)
+    ]
+    return Chart(
+        title=f"{view.title} by {label}",
+        x_label=label,
+        y_label=view.label,
+        series=tuple(series),
+        note=view.note,
+        guides=guides,
+    )
+
+
+def _series(arm: str, number: int, runs: Sequence[RunSummary], view: _View, spent: str) -> Series:
+    """At every evaluation: the mean of what the runs had spent, and of what they could do."""
+    iterations = sorted({point.iteration for run in runs for point in run.points})
+    columns = [[_at(run, iteration) for iteration in iterations] for run in runs]
+    x, _, _ = band([[spent_on(point, spent) if point else None for point in column] for column in columns])
+    mean, low, high = band([[view.value(point) if point else None for point in column] for column in columns])
+    return Series(name=arm, x=x, y=mean, low=low, high=high, number=number)
+
+
+def _at(run: RunSummary, iteration: int) -> Point | None:
+    """The evaluation at an iteration; of a collapsed run its last, for it would not come back."""
+    here = [point for point in run.points if point.iteration <= iteration]
+    exact = here and here[-1].iteration == iteration
+    return here[-1] if exact or (here and run.collapse) else None
