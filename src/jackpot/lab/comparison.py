@@ -116,12 +116,7 @@ def compare(
         raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
     going = [run for run in runs if run.collapse is None] or list(runs)
     budget = min(spent_on(run.last, unit) for run in going) if budget is None else budget
-    least = min(spent_on(run.points[min(1, len(run.points) - 1)], unit) for run in runs)
-    if budget < least:
-        raise ConfigError(
-            f"a budget of {budget:.4g} {UNITS[unit]} ends before the first evaluation after training, at {least:.4g}; "
-            f"raise it, or evaluate more often (evaluation.every)"
-        )
+    _check_budget(runs, unit, budget)
     if accuracy is None:
         accuracy = min(max(point.policy_accuracy for point in run.points) for run in going)
     base = {run.seed: _at(run, unit, budget).policy_accuracy for run in arms[baseline]}
@@ -129,6 +124,16 @@ def compare(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
     )
     return Comparison(unit=unit, budget=budget, baseline=baseline, accuracy=accuracy, rows=rows)
+
+
+def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None:
+    """Every run must have been evaluated within the budget, or its accuracy there would be that of the start."""
+    at, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
+    if budget < at:
+        raise ConfigError(
+            f"a budget of {budget:.4g} {UNITS[unit]} ends before the first evaluation after training of arm {arm!r}, "
+            f"at {at:.4g}; raise it, or evaluate more often (evaluation.every)"
+        )
 
 
 def spent_on(point: Point, unit: str) -> float:

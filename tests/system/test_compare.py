@@ -1,0 +1,190 @@
+"""`jackpot compare` as a user types it: real runs in processes of their own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from jackpot import cli
+from jackpot.errors import CheckpointError, ConfigError
+from jackpot.launch.arms import make_jobs, with_budget
+from jackpot.recipes import resolve_arms
+from runs import SMALL
+
+JACKPOT = Path(sys.executable).with_name("jackpot")
+TINY = (*(one for one in SMALL if not one.startswith("threads")), "iterations=2", "evaluation.every=1")
+PATIENCE = 240.0
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [JACKPOT, "compare", "quickstart", *arguments]
+    environment = os.environ | {"COLUMNS": "160", "NO_COLOR": "1"}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def compare(*arguments: str, cwd: Path) -> tuple[int, str, str]:
+    process = start(*arguments, cwd=cwd)
+    output, error = process.communicate(timeout=PATIENCE)
+    return process.returncode, output, error
+
+
+def lines(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two arms, two seeds, and what the command printed."""
+    cwd = tmp_path_factory.mktemp("home")
+    code, output, error = compare("--arms", "obrs, on_policy", "--seeds", "2", "--jobs", "2", *TINY, cwd=cwd)
+    assert code == 0, error
+    return cwd / "runs" / "compare-quickstart", output
+
+
+def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, str]) -> None:
+    folder, output = compared
+    for name in ("obrs-seed1", "obrs-seed2", "on_policy-seed1", "on_policy-seed2"):
+        assert [line["iteration"] for line in lines(folder / name)] == [0, 1, 2]
+    for text in ("32 sequences written", "minus obrs", "rollout FLOPs", "processor seconds", "comparison.html"):
+        assert text in output
+    found = json.loads((folder / "comparison.json").read_text())
+    after = [
+        [lines(folder / f"{arm}-seed{seed}")[-1]["eval/policy_accuracy"] for seed in (1, 2)]
+        for arm in ("obrs", "on_policy")
+    ]
+    assert [row["after"]["values"] for row in found["rows"]] == after
+    assert len((folder / "summaries.jsonl").read_text().splitlines()) == 4
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "Policy by sequences written" in (folder / "comparison.html").read_text()
+
+
+def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
+    folder, _ = compared
+    files = ("eval/iteration-000000-policy.jsonl", "rollouts/iteration-000002.parquet")
+    asked, trained = [], []
+    for run in ("obrs-seed1", "on_policy-seed1"):
+        asked.append([json.loads(text)["prompt"] for text in (folder / run / files[0]).read_text().splitlines()])
+        trained.append(pq.read_table(folder / run / files[1])["prompt_uid"].to_pylist())
+    assert asked[0] == asked[1] and len(asked[0]) == 8
+    assert trained[0] == trained[1] and len(set(trained[0])) == 4
+
+
+def test_what_is_done_is_not_run_again(compared: tuple[Path, str]) -> None:
+    folder, _ = compared
+    before = (folder / "comparison.json").read_bytes(), (folder / "obrs-seed1" / "metrics.jsonl").stat().st_mtime_ns
+    code, output, error = compare("--arms", "obrs,on_policy", "--seeds", "2", *TINY, cwd=folder.parent.parent)
+    assert code == 0, error
+    assert output.count("done before") == 4
+    after = (folder / "comparison.json").read_bytes(), (folder / "obrs-seed1" / "metrics.jsonl").stat().st_mtime_ns
+    assert before == after
+
+
+def test_other_settings_in_the_folder_are_refused_before_anything_runs(compared: tuple[Path, str]) -> None:
+    folder, _ = compared
+    code, _, error = compare("--arms", "obrs", *TINY, "batch.prompts=8", cwd=folder.parent.parent)
+    assert code == 2 and "batch.prompts: 4 in the folder, 8 now" in error
+
+
+@pytest.mark.slow
+def test_what_has_collapsed_is_stopped_and_dated(tmp_path: Path) -> None:
+    """A learning rate that breaks any model: hardly an answer is right after one step."""
+    settings = ("policy.optimizer.learning_rate=0.3", "evaluation.problems=64", "iterations=500")
+    code, output, error = compare("--arms", "on_policy", "--seeds", "1", *TINY, *settings, cwd=tmp_path)
+    assert code == 0, error
+    run = tmp_path / "runs" / "compare-quickstart" / "on_policy-seed1"
+    reached = lines(run)[-1]["iteration"]
+    assert reached < 500 and (run / "checkpoints" / "last").exists()
+    date = re.search(r"on_policy has collapsed, seed 1: 0\.0% right at iteration (\d+), after", output)
+    assert date and int(date[1]) < reached
+    code, output, _ = compare("--arms", "on_policy", "--seeds", "1", *TINY, *settings, cwd=tmp_path)
+    assert code == 0 and "collapsed" in output and lines(run)[-1]["iteration"] == reached  # it is not taken up again
+
+
+@pytest.mark.slow
+def test_a_budget_of_flops_stops_a_run_at_the_first_evaluation_beyond_it(tmp_path: Path) -> None:
+    settings = ("--budget", "2e8", "--unit", "flops", "iterations=500")
+    code, output, error = compare("--arms", "obrs", "--seeds", "1", *TINY, *settings, cwd=tmp_path)
+    assert code == 0, error
+    assert "2e+08 rollout FLOPs used" in output
+    spent = [line.get("flops/rollout") or 0.0 for line in lines(tmp_path / "runs/compare-quickstart/obrs-seed1")]
+    assert sum(spent) > 2e8 and len(spent) < 400
+    row = json.loads((tmp_path / "runs/compare-quickstart/comparison.json").read_text())["rows"][0]
+    assert row["spent"]["values"][0] <= 2e8 < row["spent"]["values"][0] + max(spent) and row["short"] == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_same_command_continues(tmp_path: Path) -> None:
+    settings = ("--arms", "obrs,on_policy", "--seeds", "1", "--jobs", "2", *TINY, "iterations=40")
+    process = start(*settings, cwd=tmp_path)
+    runs = [tmp_path / "runs" / "compare-quickstart" / f"{arm}-seed1" for arm in ("obrs", "on_policy")]
+    deadline = time.monotonic() + PATIENCE
+    while not all(len(lines(run)) > 2 for run in runs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, error
+    assert "the same command continues" in output and "Traceback" not in error
+    for run in runs:
+        saved = (run / "checkpoints" / "last").resolve().name
+        assert saved == f"step-{lines(run)[-1]['iteration']}"  # nothing was lost, and nobody goes on
+    code, _, error = compare(*settings, cwd=tmp_path)
+    assert code == 0, error
+    assert [len(lines(run)) for run in runs] == [41, 41]
+
+
+def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
+    settings = ("rollout_model.path=nowhere", "--arms", "obrs", "--seeds", "1")
+    code, _, error = compare(*settings, *TINY, cwd=tmp_path)
+    assert code == 2
+    assert "1 of 1 runs failed" in error and "obrs, seed 1" in error and "nowhere" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--arms", "obsr"), "did you mean 'obrs'?"),
+        (("--arms", "obrs,obrs"), "obrs were given twice"),
+        (("--unit", "hours"), "unit 'hours' was given; budgets are in sequences, tokens, flops"),
+        (("--arms", "obrs", "--baseline", "tis"), "baseline 'tis' is not among the arms obrs"),
+        (("--budget", "-1"), "it must be above 0"),
+        (("--accuracy", "70"), "it is a share"),
+        (("--arms", "obrs,tool"), "arm 'tool' has task"),
+    ],
+)
+def test_bad_questions_are_refused_before_anything_runs(
+    arguments, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["compare", "quickstart", *arguments, *TINY])
+    assert isinstance(result.exception, ConfigError) and words in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_without_arms_cannot_be_compared(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: quickstart\n")
+    with pytest.raises(ConfigError, match="has no arms"):
+        resolve_arms(str(recipe), [], [1], [])
+
+
+def test_jobs_are_the_commands_that_a_user_would_type(tmp_path: Path) -> None:
+    configs = with_budget(resolve_arms("quickstart", ["none", "obrs"], [3, 4], ["batch.prompts=4"]), 100)
+    jobs = make_jobs("quickstart", configs, ["batch.prompts=4"], tmp_path)
+    assert [(job.arm, job.seed) for job in jobs] == [("none", 3), ("obrs", 3), ("none", 4), ("obrs", 4)]
+    run = str(tmp_path / "none-seed3")
+    expected = ("train", "quickstart", "--arm", "none", "--run", run, "batch.prompts=4")
+    assert jobs[0].arguments == (*expected, "seed=3", "threads=1", "iterations=4")  # 4 x 32 sequences
+    (tmp_path / "none-seed3" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+        make_jobs("quickstart", configs, ["batch.prompts=4"], tmp_path)
