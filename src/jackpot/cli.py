@@ -22,7 +22,7 @@ from jackpot.launch.compare import Plan, run_arms
 from jackpot.launch.local import launch
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
-from jackpot.models.starters import make_starters
+from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
 from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
 from jackpot.telemetry import RunFolder, run_config
 
@@ -134,14 +134,16 @@ def diagnose(
 
 @app.command()
 def starter(
-    folder: Annotated[Path, typer.Argument(help="Where to write the folders policy and rollout_model.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write a folder for each model.")],
     seed: Annotated[int, typer.Option(min=0, help="Of weights and examples; 0 is what the package carries.")] = 0,
+    study: Annotated[bool, typer.Option("--study", help="Make the three models of benchmarks/study.yaml.")] = False,
 ) -> None:
-    """Make the two starter models again from nothing."""
+    """Make the two starter models again from nothing, or those of the study, which the package does not carry."""
     console = Console()
+    specs = STUDY_STARTERS if study else STARTERS
     with starter_progress(console) as progress:
-        make_starters(folder, seed, progress)
-    console.print(f"Wrote {folder / 'policy'} and {folder / 'rollout_model'}", soft_wrap=True)
+        make_starters(folder, specs, seed, progress)
+    console.print(f"Wrote {', '.join(str(folder / name) for name in specs)}", soft_wrap=True)
 
 
 def main() -> None:

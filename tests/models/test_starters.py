@@ -16,6 +16,7 @@ from jackpot.models import starters
 from jackpot.models.starters import (
     CHARACTERS,
     STARTERS,
+    STUDY_STARTERS,
     Mixture,
     make_starter,
     make_starters,
@@ -28,11 +29,9 @@ from jackpot.tasks.arithmetic import Arithmetic
 NAMES = sorted(STARTERS)
 
 
-@pytest.fixture
-def three_steps(monkeypatch):
-    """Every starter with three steps of supervision: a second instead of a minute."""
-    short = {name: replace(spec, steps=3, batch_size=4) for name, spec in STARTERS.items()}
-    monkeypatch.setattr(starters, "STARTERS", short)
+# Three steps of supervision: a second instead of a minute.
+SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in STARTERS.items()}
+SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUDY_STARTERS.items()}
 
 
 def greedy_answer(model: Qwen3ForCausalLM, prompt: str) -> str:
@@ -132,33 +131,33 @@ def test_a_mixture_writes_each_kind_as_often_as_it_says():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_making_a_starter_twice_gives_the_same_weights(name, three_steps):
+def test_making_a_starter_twice_gives_the_same_weights(name):
     torch.manual_seed(1)
-    first = make_starter(name, seed=7).state_dict()
+    first = make_starter(name, SHORT[name], seed=7).state_dict()
     torch.manual_seed(2)
-    second = make_starter(name, seed=7).state_dict()
-    other = make_starter(name, seed=8).state_dict()
+    second = make_starter(name, SHORT[name], seed=7).state_dict()
+    other = make_starter(name, SHORT[name], seed=8).state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone(three_steps):
+def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         torch.manual_seed(3)
         expected = torch.rand(4)
         torch.manual_seed(3)
-        make_starter("rollout_model")
+        make_starter("rollout_model", SHORT["rollout_model"])
         assert torch.equal(torch.rand(4), expected)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
 
-def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_path, three_steps):
+def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_path):
     seen = []
-    make_starters(tmp_path, seed=0, progress=lambda *report: seen.append(report))
+    make_starters(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
     assert [report[:3] for report in seen] == [(name, step, 3) for name in STARTERS for step in (1, 2, 3)]
     assert all(0.0 < loss < 20.0 for *_, loss in seen)
     for name in STARTERS:
@@ -169,16 +168,29 @@ def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_pa
         assert model_settings(tmp_path / name) == model_settings(starter_path(name))
 
 
+def parameters(folder: Path) -> int:
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_the_studys_policy_is_five_times_as_large_as_its_two_writers_and_reads_the_same_tokens(tmp_path):
+    make_starters(tmp_path, SHORT_STUDY)
+    sizes = {folder.name: parameters(folder) for folder in tmp_path.iterdir()}
+    assert set(sizes) == {"policy", "close", "far"}
+    assert sizes["close"] == sizes["far"] <= sizes["policy"] / 5
+    tokenizers = {AutoTokenizer.from_pretrained(tmp_path / name).backend_tokenizer.to_str() for name in sizes}
+    assert tokenizers == {make_tokenizer().backend_tokenizer.to_str()}
+
+
 def model_settings(folder: Path) -> dict[str, object]:
     settings = json.loads((folder / "config.json").read_text())
     settings.pop("transformers_version")
     return settings
 
 
-def test_supervision_lowers_the_loss(monkeypatch):
+def test_supervision_lowers_the_loss():
     losses = []
-    monkeypatch.setitem(STARTERS, "rollout_model", replace(STARTERS["rollout_model"], steps=60, batch_size=32))
-    make_starter("rollout_model", progress=lambda _name, _step, _steps, loss: losses.append(loss))
+    spec = replace(STARTERS["rollout_model"], steps=60, batch_size=32)
+    make_starter("rollout_model", spec, progress=lambda _name, _step, _steps, loss: losses.append(loss))
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -199,4 +211,4 @@ def test_an_unknown_starter_is_refused_with_a_guess():
     with pytest.raises(ModelError, match="did you mean 'policy'"):
         starter_path("polciy")
     with pytest.raises(ModelError, match="Valid: policy, rollout_model"):
-        make_starter("base")
+        starter_path("base")

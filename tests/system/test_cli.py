@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from engines.reference import save_tiny_model
 from jackpot import cli
 from jackpot.models.load import load_model, load_tokenizer
-from jackpot.models.starters import starter_path
+from jackpot.models.starters import STARTERS, STUDY_STARTERS, starter_path
 from runs import SMALL, metrics, run, small_config, weights
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
@@ -192,3 +193,16 @@ def test_the_starters_are_what_the_recipe_loads() -> None:
     for role in ("policy", "rollout_model"):
         assert load_model(f"starter:{role}", torch.float32).config.head_dim >= 32
         assert (starter_path(role) / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "names"), [([], {"policy", "rollout_model"}), (["--study"], {"policy", "close", "far"})]
+)
+def test_starter_makes_the_models_of_the_package_or_of_the_study(options, names, tmp_path: Path, monkeypatch) -> None:
+    for specs in (STARTERS, STUDY_STARTERS):
+        for name, spec in specs.items():
+            monkeypatch.setitem(specs, name, replace(spec, steps=2, batch_size=2))
+    result = CliRunner().invoke(cli.app, ["starter", str(tmp_path), *options], env={"COLUMNS": "300"})
+    assert result.exit_code == 0, result.output
+    assert {folder.name for folder in tmp_path.iterdir()} == names
+    assert all(str(tmp_path / name) in result.output for name in names)

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from jackpot.models.starters import STUDY_STARTERS
 from jackpot.recipes import load_recipe, recipe_names, resolve
 from runs import run
 
-ARMS = [(recipe, arm) for recipe in recipe_names() for arm in load_recipe(recipe)["arms"]]
+# Not a recipe of the package: its models are made first. Here the starters stand in for them.
+STUDY = str(Path(__file__).parents[2] / "benchmarks" / "study.yaml")
+STAND_INS = {
+    "runs/study/models/policy": "starter:policy",
+    "runs/study/models/close": "starter:rollout_model",
+}
+ARMS = [(recipe, arm) for recipe in [*recipe_names(), STUDY] for arm in load_recipe(recipe)["arms"]]
 
 
 @pytest.mark.parametrize(("recipe", "arm"), ARMS)
@@ -17,9 +24,18 @@ def test_every_arm_resolves(recipe: str, arm: str) -> None:
     assert config.description and config.iterations * config.batch.steps_per_iteration >= 100
 
 
+def test_the_studys_models_are_those_that_the_starter_command_makes() -> None:
+    paths = {arm: resolve(STUDY, arm, []).policy.path for arm in load_recipe(STUDY)["arms"]}
+    assert {Path(path).name for path in STAND_INS} < set(STUDY_STARTERS)
+    assert paths.pop("small_on_policy") == "runs/study/models/close"
+    assert set(paths.values()) == {"runs/study/models/policy"}
+
+
 def small(recipe: str, arm: str) -> list[str]:
     """Overrides that keep the regime (steps, epochs, models, objective) and shrink the batch."""
-    batch = resolve(recipe, arm, []).batch
+    config = resolve(recipe, arm, [])
+    batch = config.batch
+    paths = {"policy": config.policy.path, "rollout_model": config.rollout_model and config.rollout_model.path}
     steps = batch.steps_per_iteration // batch.epochs
     prompts = max(4, math.ceil(steps / 4))
     return [
@@ -30,6 +46,7 @@ def small(recipe: str, arm: str) -> list[str]:
         "evaluation.every=2",
         "evaluation.problems=8",
         "threads=1",
+        *(f"{role}.path={STAND_INS[path]}" for role, path in paths.items() if path in STAND_INS),
     ]
 
 

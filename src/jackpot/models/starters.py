@@ -1,4 +1,4 @@
-"""The two tiny models that the package carries, and how they are made again from nothing. Layer 3.
+"""The two tiny models that the package carries, those of the study, and how both are made from nothing. Layer 3.
 
 `policy` and `rollout_model` are Qwen3 models that add small numbers. Both are supervised to convergence on a
 *mixture*: correct solutions, solutions with wrong steps, and bare guesses. The skill is there and hidden under bad
@@ -7,7 +7,7 @@ the smaller model's text is off-policy for the larger one.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +78,45 @@ STARTERS: dict[str, StarterSpec] = {
 }
 
 
+# The models of benchmarks/study.yaml: a policy and two writers of a sixth of its size, one close to it and one far.
+# They are made when they are needed and are not in the package.
+STUDY_STARTERS: dict[str, StarterSpec] = {
+    "policy": StarterSpec(
+        hidden_size=128,
+        intermediate_size=320,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
+        steps=800,
+    ),
+    "close": StarterSpec(
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
+        steps=1600,  # half as many leave three times the KL to the policy
+        learning_rate=5e-3,
+    ),
+    "far": StarterSpec(  # its mistakes are of a kind that the policy never makes
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mixture=Mixture(correct=0.25, faulty=0.60, guess=0.15, offsets=(-20, -2, 2, 20), fault_rate=0.7),
+        steps=1000,
+        learning_rate=5e-3,
+    ),
+}
+
+
 def starter_path(name: str) -> Path:
     """The folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
-    _spec(name)
+    if name not in STARTERS:
+        raise ModelError(unknown_name("starter", name, STARTERS))
     return Path(__file__).parent / "starter_weights" / name
 
 
@@ -99,19 +135,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_starters(folder: Path, seed: int = 0, progress: Progress | None = None) -> None:
-    """Make every starter from nothing and save it as `folder/<name>`. Takes about a minute each on one thread.
+def make_starters(
+    folder: Path, specs: Mapping[str, StarterSpec], seed: int = 0, progress: Progress | None = None
+) -> None:
+    """Make every starter of `specs` from nothing and save it as `folder/<name>`: a minute or two each on one thread.
 
     The same seed on the same machine and library versions gives the same bytes; elsewhere, the same accuracy.
     """
-    for name in STARTERS:
-        make_starter(name, seed, progress).save_pretrained(folder / name)
+    for name, spec in specs.items():
+        make_starter(name, spec, seed, progress).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
 
 
-def make_starter(name: str, seed: int = 0, progress: Progress | None = None) -> Qwen3ForCausalLM:
-    """Supervise one starter on its mixture, on one thread and without touching the caller's random state."""
-    spec = _spec(name)
+def make_starter(name: str, spec: StarterSpec, seed: int = 0, progress: Progress | None = None) -> Qwen3ForCausalLM:
+    """Supervise one starter on its mixture, on one thread and without touching the caller's random state.
+
+    `name` is what `progress` is told.
+    """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
@@ -134,12 +174,6 @@ def write_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Ran
         text += "+".join(map(str, (total, *operands[position:])))
         text += "=" if position < len(operands) else f"#{total}"
     return text
-
-
-def _spec(name: str) -> StarterSpec:
-    if name not in STARTERS:
-        raise ModelError(unknown_name("starter", name, STARTERS))
-    return STARTERS[name]
 
 
 def _model_config(spec: StarterSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
