@@ -27,9 +27,7 @@ class Family:
     pair: Callable[[Tensor, float, Generator], tuple[Tensor, Tensor]]  # Zipf's log-probs, gap: log p_inf, log p_target
 
 
-def states_of(
-    family: Family, gap: float, count: int, seed: int, part: int = 0, vocabulary: int = VOCABULARY
-) -> States:
+def states_of(family: Family, gap: float, count: int, seed: int, part: int = 0, vocabulary: int = VOCABULARY) -> States:
     """`count` states of a family at one gap. The same arguments give the same states, another `part` gives others;
     gaps differ in nothing else."""
     generator = Generator().manual_seed(stream_key(seed, "simulate", family.name, part))

@@ -1,4 +1,4 @@
-"""The identity a(x) min(w(x), c1) = min(Z rho, c1): rejection and its weight are truncated importance sampling on Z rho.
+"""a(x) min(w(x), c1) = min(Z rho, c1): rejection with its weight is truncated importance sampling on Z rho.
 
 Layer 6, pure. It holds for every lam and every c1 of at least 1, because lam Z <= 1.
 """

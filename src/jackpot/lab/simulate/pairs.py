@@ -19,7 +19,7 @@ from jackpot.errors import ConfigError
 from jackpot.evaluate import Evaluation, evaluate
 from jackpot.lab.simulate.states import RECIPE_LAM, States
 from jackpot.lab.simulate.survey import Survey, point, share_below, survey
-from jackpot.lab.simulate.topk import TopK
+from jackpot.lab.simulate.topk import RECIPE_K, TopK
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import check_lengths, check_vocabulary, load_tokenizers, pick_device
 from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
@@ -31,7 +31,6 @@ from jackpot.types import Prompt, Rollout, Version
 
 MOST_STATES = 4_096  # whole distributions that are compared; more say no more
 PROMPTS = 256
-RECIPE_K = 20
 _FORWARD_TOKENS = 8_192  # in one forward pass, padding included
 _CHUNK_ELEMENTS = 2**21  # of [tokens, V] in float64: 16 MiB a tensor
 
@@ -211,5 +210,3 @@ def _advice(acceptance: float, kl: float, after: float) -> str:
     if acceptance >= 0.5:
         return f"a gap that OBRS is meant for: {facts}; keep joint training on, so that it closes"
     return f"a gap that is too large: {facts}; take a closer model, or distil the policy into this one first"
-
-

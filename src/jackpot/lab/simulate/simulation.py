@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from jackpot.lab.simulate.families import FAMILIES, Family, states_of
 from jackpot.lab.simulate.identity import Identity, identity
 from jackpot.lab.simulate.states import LAMS, States, joined_states, measure
-from jackpot.lab.simulate.survey import Curve, Ratios, Survey, point, ratios, survey
+from jackpot.lab.simulate.survey import Curve, Ratios, Survey, curve, point, ratios, survey
 from jackpot.lab.simulate.theorems import (
     BudgetCurve,
     Contraction,
@@ -64,7 +62,7 @@ def simulate_families(seed: int) -> Views:
     curves, surveys, texts = [], [], []
     for family in FAMILIES:
         points = [point(measure(states_of(family, gap, SWEEP_STATES, seed))) for gap in family.gaps]
-        curves.append(Curve(name=family.name, points=tuple(points)))
+        curves.append(curve(family.name, points))
         gap = min(zip(points, family.gaps, strict=True), key=lambda pair: abs(pair[0].kl - EXAMPLE_KL))[1]
         surveys.append(survey(family.name, _chunks(family, gap, seed), EXAMPLE_STATES))
         texts.append(f"{family.text}; here the gap is {gap:.3g}")
@@ -95,9 +93,7 @@ def views(seed: int, curves: Sequence[Curve], surveys: Sequence[Survey], texts: 
             for one, text in zip(surveys, texts, strict=True)
         ),
         theorems=Theorems(
-            contractions=tuple(
-                contraction(one.name, middle) for one, middle in zip(surveys, middles, strict=True)
-            ),
+            contractions=tuple(contraction(one.name, middle) for one, middle in zip(surveys, middles, strict=True)),
             derivative=check_derivative(joined_states(small)),
             budgets=budgets,
             optimality=best,

@@ -53,9 +53,12 @@ def divergence(first: Tensor, second: Tensor) -> Tensor:
 
 
 def rejected_divergence(states: States, lam: float | Tensor) -> Tensor:
-    """KL(target || p~) at each state, [N]; inf where nothing is ever accepted. A tensor `lam` is [N, 1]."""
+    """KL(target || p~) at each state, [N]; inf where nothing is ever accepted. A tensor `lam` is [N, 1].
+
+    Rounding leaves up to 1e-13 on either side of 0 where p~ is the target; below 0 it is cut.
+    """
     after = divergence(states.target, obrs.post_rejection(states.rollout, states.target, lam))
-    return torch.where(after.isnan(), torch.inf, after)
+    return torch.where(after.isnan(), torch.inf, after.clamp(min=0.0))
 
 
 def measure(states: States) -> StateNumbers:

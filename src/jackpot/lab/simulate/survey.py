@@ -3,6 +3,7 @@
 A source is a pair with a name: a made-up family at one gap, two real models, or the models of a checkpoint.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from jackpot.ops import obrs
 KEPT = 16  # states that are kept whole, for ratios, theorems and the identity
 _TOKENS = 12  # of a kept state in the picture of ratios, from either model
 _LOW_ACCEPTANCE = 0.5
+MARKS = (0.01, 0.1, 1.0)  # nats
+HIGH_ACCEPTANCE = 0.95  # the paper's figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +52,30 @@ class Point:
     acceptance_low: float  # quantiles of 10 and 90 % over the states, at lam = 1
     acceptance_high: float
     kl_after: tuple[float, ...]  # at LAMS
+    log_acceptance: float  # mean of -log Z at lam = 1: the KL falls by no more than that, whatever the rule
+
+    @property
+    def factor(self) -> float:
+        """KL before over KL after at lam = 1, inf where nothing is left."""
+        after = self.kl_after[RECIPE_LAM]
+        return self.kl / after if after > 0.0 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A curve read off at one KL, interpolated; None where the curve does not reach."""
+
+    kl: float
+    acceptance: float | None  # at lam = 1
+    factor: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
     name: str
     points: tuple[Point, ...]  # by KL
+    marks: tuple[Mark, ...]  # at MARKS
+    kl_at_high_acceptance: float | None  # where the acceptance passes HIGH_ACCEPTANCE on its way down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +134,37 @@ def point(numbers: StateNumbers) -> Point:
         acceptance_low=float(at_one.quantile(0.1)),
         acceptance_high=float(at_one.quantile(0.9)),
         kl_after=tuple(numbers.kl_after.mean(0).tolist()),
+        log_acceptance=float(-at_one.log().mean()),
     )
+
+
+def curve(name: str, points: Sequence[Point]) -> Curve:
+    """The points in the order of their KL, and what can be read off between them."""
+    points = sorted(points, key=lambda one: one.kl)
+    logs = [math.log(one.kl) for one in points]
+    acceptance = [one.acceptance[RECIPE_LAM] for one in points]
+    factors = [math.log(one.factor) if one.factor < math.inf else math.nan for one in points]
+    marks = []
+    for kl in MARKS:
+        at, factor = (_read_off(logs, values, math.log(kl)) for values in (acceptance, factors))
+        marks.append(Mark(kl=kl, acceptance=at, factor=None if factor is None else math.exp(factor)))
+    high = _read_off([-value for value in acceptance], logs, -HIGH_ACCEPTANCE)
+    return Curve(
+        name=name,
+        points=tuple(points),
+        marks=tuple(marks),
+        kl_at_high_acceptance=None if high is None else math.exp(high),
+    )
+
+
+def _read_off(x: Sequence[float], y: Sequence[float], at: float) -> float | None:
+    """y at the first place where x, which rises on the whole, passes `at`; None where it does not."""
+    for left in range(len(x) - 1):
+        if x[left] <= at <= x[left + 1]:
+            share = (at - x[left]) / (x[left + 1] - x[left]) if x[left + 1] > x[left] else 0.0
+            value = y[left] + share * (y[left + 1] - y[left])
+            return value if math.isfinite(value) else None
+    return None
 
 
 def binned(name: str, numbers: StateNumbers, bins: int = 14, least: int = 8, smallest: float = 1e-5) -> Curve:
@@ -124,11 +175,11 @@ def binned(name: str, numbers: StateNumbers, bins: int = 14, least: int = 8, sma
     logs = numbers.kl.clamp(min=smallest).log()
     usable = (numbers.kl > smallest) & numbers.kl.isfinite()
     if not usable.any():
-        return Curve(name=name, points=())
+        return curve(name, [])
     low, high = logs[usable].min(), logs[usable].max()
     place = ((logs - low) / (high - low).clamp(min=1e-9) * bins).floor().clamp(max=bins - 1)
     groups = [usable & (place == number) for number in range(bins)]
-    return Curve(name=name, points=tuple(point(_some(numbers, rows)) for rows in groups if rows.sum() >= least))
+    return curve(name, [point(_some(numbers, rows)) for rows in groups if rows.sum() >= least])
 
 
 def share_below(numbers: StateNumbers) -> float:

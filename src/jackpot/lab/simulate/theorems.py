@@ -11,6 +11,7 @@ P = P_target(rho <= lam):
 Theorem 3.4: one lam gives a budget, and no other rule that accepts as much comes closer to the target.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,8 @@ _SPREADS = (0.01, 0.1, 1.0)  # of the logarithm, for rules near OBRS
 _POWERS = (0.25, 1.0, 4.0)  # of a uniform number, for rules that have nothing to do with OBRS
 _GRID = 60
 _LEAST_GAP = 1e-3  # relative, between two rho, to put a difference quotient between them
-_STEP = 1e-5
+_STEP = 1e-5  # of log lam
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +49,10 @@ class Contraction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DerivativeCheck:
-    """The derivative against difference quotients, between the kinks of G."""
+    """lam G'(lam) = dG / dlog lam against difference quotients, between the kinks of G."""
 
     places: int
-    error: float  # the largest |derivative - quotient| / max(1, |quotient|)
+    error: float  # the largest |lam G' - quotient|, nats
     printed_error: float  # the same with the derivative as printed
     rises: int  # places strictly inside (min rho, max rho) where G does not fall
     moves: int  # places outside where G moves by more than 1e-12
@@ -67,7 +69,8 @@ class BudgetCurve:
     obrs: tuple[float, ...]
     root: tuple[float, ...]  # a = min(1, sqrt(rho) / c)
     bound: tuple[float, ...]  # max(0, KL before + log budget): no rule at all comes below it
-    best_other: tuple[float, ...]  # the smallest KL of the other rules at BUDGETS
+    at: tuple[float, ...]  # BUDGETS
+    best_other: tuple[float, ...]  # the smallest KL of the other rules there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,8 @@ class Optimality:
     budgets: tuple[float, ...]
     budget_error: float  # the largest |Z(lam_for_budget) - budget|
     alternatives: int
-    smallest_margin: float  # the smallest KL of another rule minus that of OBRS; above 0 if the theorem holds
+    better: int  # alternatives whose KL is below that of OBRS by more than 1e-12
+    smallest_margin: float  # the smallest KL of another rule minus that of OBRS
     median_margin: float
 
 
@@ -85,7 +89,7 @@ def contraction(name: str, state: States) -> Contraction:
     rollout, target = state.rollout[:1], state.target[:1]
     low, high = rho_range(state)
     first, last = max(float(low[0]) / 5, 1e-6), min(float(high[0]) * 5, 1e6)
-    lams = torch.logspace(_log10(first), _log10(last), _GRID, dtype=torch.float64)
+    lams = torch.logspace(math.log10(first), math.log10(last), _GRID, dtype=torch.float64)
     many = _repeated(state, _GRID)
     z = obrs.exact_z(many.rollout, many.target, lams[:, None])
     mass = _target_mass_up_to(many, lams)
@@ -110,18 +114,16 @@ def check_derivative(states: States) -> DerivativeCheck:
         state = states.pick(torch.tensor([row]))
         lams, inside = _between_kinks(state, float(low[row]), float(high[row]))
         many = _repeated(state, len(lams))
-        step = _STEP * lams
-        ahead = rejected_divergence(many, (lams + step)[:, None])
-        behind = rejected_divergence(many, (lams - step)[:, None])
+        ahead = rejected_divergence(many, lams[:, None] * math.exp(_STEP))
+        behind = rejected_divergence(many, lams[:, None] * math.exp(-_STEP))
         here = rejected_divergence(many, lams[:, None])
-        quotient = (ahead - behind) / (2.0 * step)
+        quotient = (ahead - behind) / (2.0 * _STEP)
         z, mass = obrs.exact_z(many.rollout, many.target, lams[:, None]), _target_mass_up_to(many, lams)
-        scale = quotient.abs().clamp(min=1.0)
-        errors.append(float(((_derivative(mass, lams, z) - quotient).abs() / scale).max()))
-        printed.append(float(((_printed_derivative(mass, lams, z) - quotient).abs() / scale).max()))
+        errors.append(float((lams * _derivative(mass, lams, z) - quotient).abs().max()))
+        printed.append(float((lams * _printed_derivative(mass, lams, z) - quotient).abs().max()))
         rises += int((inside & (ahead >= behind)).sum())
-        moves += int((~inside & ((ahead - behind).abs() > 1e-12)).sum())
-        above += int((here > divergence(state.target, state.rollout) + 1e-12).sum())
+        moves += int((~inside & ((ahead - behind).abs() > _ROUNDING)).sum())
+        above += int((here > divergence(state.target, state.rollout) + _ROUNDING).sum())
         places += len(lams)
     return DerivativeCheck(
         places=places, error=max(errors), printed_error=max(printed), rises=rises, moves=moves, above_before=above
@@ -170,11 +172,14 @@ def optimality(names: list[str], states: States, seed: int) -> tuple[Optimality,
         budgets=BUDGETS,
         budget_error=float(torch.stack(errors).max()),
         alternatives=every.numel(),
+        better=int((every < -_ROUNDING).sum()),
         smallest_margin=float(every.min()),
         median_margin=float(every.median()),
     )
     best_of = torch.stack(best, dim=1)  # [N, budgets]
-    curves = tuple(_budget_curve(name, states.pick(torch.tensor([row])), best_of[row]) for row, name in enumerate(names))
+    curves = tuple(
+        _budget_curve(name, states.pick(torch.tensor([row])), best_of[row]) for row, name in enumerate(names)
+    )
     return result, curves
 
 
@@ -186,9 +191,7 @@ def _other_rules(states: States, obrs_lam: Tensor, budget: float, seed: int) -> 
     far = [
         power * torch.rand(shape, generator=generator, dtype=torch.float64).clamp(min=1e-12).log() for power in _POWERS
     ]
-    return far + [
-        near + spread * torch.randn(shape, generator=generator, dtype=torch.float64) for spread in _SPREADS
-    ]
+    return far + [near + spread * torch.randn(shape, generator=generator, dtype=torch.float64) for spread in _SPREADS]
 
 
 def _rule_kl(states: States, log_weights: Tensor, budget: float) -> Tensor:
@@ -211,6 +214,7 @@ def _budget_curve(name: str, state: States, best_other: Tensor) -> BudgetCurve:
         obrs=tuple(float(_obrs_kl(state, budget)) for budget in budgets),
         root=tuple(float(_rule_kl(state, root, budget)) for budget in budgets),
         bound=tuple(max(0.0, float(before + torch.tensor(budget).log())) for budget in budgets),
+        at=BUDGETS,
         best_other=tuple(best_other.tolist()),
     )
 
@@ -245,7 +249,3 @@ def _between_kinks(state: States, low: float, high: float) -> tuple[Tensor, Tens
 
 def _repeated(state: States, times: int) -> States:
     return state.pick(torch.zeros(times, dtype=torch.int64))
-
-
-def _log10(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).log10())

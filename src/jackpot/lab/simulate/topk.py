@@ -13,6 +13,7 @@ from jackpot.lab.simulate.states import RECIPE_LAM, StateNumbers, States
 from jackpot.ops import obrs
 
 KS = (5, 10, 20, 40, 80, 160)
+RECIPE_K = 20  # the paper's and ours
 _LOW_QUANTILE = 0.01
 
 

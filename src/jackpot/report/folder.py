@@ -1,0 +1,39 @@
+"""A folder with everything that was found: one page, one picture for each section, all numbers. Layer 6."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jackpot.files import write_whole
+from jackpot.report.charts import Section, Table
+from jackpot.report.page import write_page
+from jackpot.report.png import write_png
+
+
+def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Section], numbers: Any) -> list[Path]:
+    """Write NAME.html, KEY.png for every section with a chart, and NAME.json; the files in that order.
+
+    Args:
+        numbers: dicts, lists, strings and numbers; what is not finite becomes null.
+    """
+    page = folder / f"{name}.html"
+    write_page(page, title, list(sections.values()))
+    written = [page]
+    for key, section in sections.items():
+        if charts := [item for item in section.items if not isinstance(item, Table)]:
+            written.append(folder / f"{key}.png")
+            write_png(written[-1], charts)
+    written.append(folder / f"{name}.json")
+    write_whole(written[-1], (json.dumps(_plain(numbers), indent=1, allow_nan=False) + "\n").encode())
+    return written
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can have it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
