@@ -13,15 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from jackpot.config import Config
-from jackpot.console import (
-    live_progress,
-    show_answers,
-    show_diagnosis,
-    show_plan,
-    show_result,
-    show_tables,
-    starter_progress,
-)
+from jackpot.console import live_progress, show_answers, show_diagnosis, show_plan, show_result, starter_progress
+from jackpot.console_tables import show_tables
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.diagnose import diagnose as diagnosis_of
 from jackpot.lab.simulate.models import simulate_candidates, simulate_run

@@ -1,7 +1,7 @@
 """What a person sees: the plan, live progress, the table at the end. Layer 7."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.lab.diagnose import Diagnosis, Finding
 from jackpot.launch.plan import Size
 from jackpot.launch.sample import Answer
-from jackpot.report.charts import Section
-from jackpot.report.charts import Table as PageTable
 from jackpot.trainer import Line, Listener
 from jackpot.types import Prompt, Role
 
@@ -140,28 +138,6 @@ def show_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
 def _limit(finding: Finding) -> str:
     return f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}"
-
-
-_MOST_ROWS = 16  # of a table in the terminal; longer ones are in the page only
-
-
-def show_tables(console: Console, sections: Iterable[Section]) -> None:
-    """The short tables of a page with the notes below them."""
-    for section in sections:
-        for item in section.items:
-            if isinstance(item, PageTable) and len(item.rows) <= _MOST_ROWS:
-                console.print(_page_table(item))
-                console.print(Text(item.note + "\n" if item.note else ""), highlight=False)
-
-
-def _page_table(item: PageTable) -> Table:
-    table = Table(title=Text(item.title), title_justify="left")
-    for place, column in enumerate(item.columns):
-        is_number = place > 0 and len(item.columns) > 2
-        table.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
-    for row in item.rows:
-        table.add_row(*map(Text, row))
-    return table
 
 
 @contextmanager

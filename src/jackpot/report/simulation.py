@@ -96,9 +96,8 @@ def _acceptance_chart(curves: Sequence[Curve], place: int) -> Chart:
             band = {"low": low, "high": _column(curve, lambda point: point.acceptance_high)}
         accepted = _column(curve, lambda point: point.acceptance[place])
         series.append(Series(name=curve.name, x=kl, y=accepted, number=order, style="both", **band))
-    guides = (Guide(text=f"{HIGH_ACCEPTANCE:.0%}", y=HIGH_ACCEPTANCE),)
-    if LAMS[place] > 1.0:
-        guides += (Guide(text="1 / lam", y=1.0 / LAMS[place]),)
+    limits = LAMS[place] > 1.0
+    guide = Guide(text="1 / lam", y=1.0 / LAMS[place]) if limits else Guide(text="0.95", y=HIGH_ACCEPTANCE)
     return Chart(
         title=f"lam = {LAMS[place]:g}",
         x_label=_BEFORE,
@@ -109,7 +108,7 @@ def _acceptance_chart(curves: Sequence[Curve], place: int) -> Chart:
         else "A smaller lam keeps more, a larger one rejects even where the models agree: Z is at most 1 / lam.",
         log_x=True,
         y_range=(0.0, 1.05),
-        guides=guides,
+        guides=(guide,),
     )
 
 

@@ -7,45 +7,37 @@ from jackpot.lab.simulate.topk import RECIPE_K, TopK
 from jackpot.report.charts import Chart, Section, Series, Table
 from jackpot.report.shown import DASHED, drawn, number
 
+_COLUMNS: tuple[tuple[str, Callable[[TopK], str]], ...] = (
+    ("fill-in", lambda row: "yes" if row.fill_in else "no"),
+    ("Z_k / Z", lambda row: number(row.z_share, ".4f")),
+    ("1 % below", lambda row: number(row.z_share_low, ".4f")),
+    ("width", lambda row: number(row.width, ".1e")),
+    ("captured", lambda row: number(row.captured, ".4f")),
+    ("kappa", lambda row: number(row.kappa, ".4f")),
+    ("error", lambda row: number(row.kappa_error, ".4f")),
+    ("Z / Z_k", lambda row: number(row.kappa_exact, ".4f")),
+)
+
 
 def topk_section(sources: Sequence[Source]) -> Section:
-    rows = [
-        (
-            source.name,
-            f"{row.k}",
-            "yes" if row.fill_in else "no",
-            number(row.z_share, ".4f"),
-            number(row.z_share_low, ".4f"),
-            number(row.width, ".2g"),
-            number(row.captured, ".4f"),
-            f"{row.kappa:.4f} +- {row.kappa_error:.4f}",
-            number(row.kappa_exact, ".4f"),
-            number(row.corrected, ".4f"),
-        )
-        for source in sources
-        for row in source.topk
-    ]
-    names = (
-        "source",
-        "k",
-        "fill-in",
-        "Z_k / Z",
-        "1 % below",
-        "bound width",
-        "captured",
-        "kappa",
-        "Z / Z_k",
-        "corrected",
-    )
-    usual = tuple(row for row in rows if row[1] == f"{RECIPE_K}")
+    """Of every source, at every k."""
+    names = tuple(name for name, _ in _COLUMNS)
+    usual = tuple(_row(source, row) for source in sources for row in source.topk if row.k == RECIPE_K)
     table = Table(
         title=f"Z from the top {RECIPE_K}",
-        columns=names,
+        columns=("source", *names),
         rows=usual,
-        note="kappa is what training computes from the tokens that were written, Z / Z_k what it estimates; corrected "
-        "is the mean of kappa Z_k over the mean of Z. It mends the mean, not the single state.",
+        note="kappa, with its standard error, is what training computes from the tokens that were written; Z / Z_k is "
+        "what it estimates. It mends the mean, not the single state.",
     )
-    every = Table(title="Z from the top k", columns=names, rows=tuple(rows))
+    every = Table(
+        title="Z from the top k",
+        columns=("source", *names, "k", "corrected"),
+        rows=tuple(
+            (*_row(source, row), str(row.k), number(row.corrected, ".4f")) for source in sources for row in source.topk
+        ),
+        note="corrected: the mean of kappa Z_k over the mean of Z.",
+    )
     outside = sum(row.outside for source in sources for row in source.topk)
     vocabulary = sources[0].vocabulary if sources else 0
     return Section(
@@ -53,8 +45,12 @@ def topk_section(sources: Sequence[Source]) -> Section:
         intro=f"Appendix C.3 at lam = 1 over a vocabulary of {vocabulary:,}; k is never more than that. The fill-in "
         f"asks the rollout model for its probability of the policy's top k. The exact Z lies outside the bounds at "
         f"{outside} states. " + " ".join(f"{source.name}: {source.text}." for source in sources),
-        items=(*topk_charts([source.name for source in sources], [source.topk for source in sources]), table, every),
+        items=(table, *_topk_charts([source.name for source in sources], [source.topk for source in sources]), every),
     )
+
+
+def _row(source: Source, row: TopK) -> tuple[str, ...]:
+    return (source.name, *(read(row) for _, read in _COLUMNS))
 
 
 _TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
@@ -77,7 +73,7 @@ _TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
 )
 
 
-def topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopK]]) -> tuple[Chart, ...]:
+def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopK]]) -> tuple[Chart, ...]:
     """Over k: solid with the fill-in, dashed without."""
     charts = []
     for title, label, read, note in _TOPK_CHARTS:

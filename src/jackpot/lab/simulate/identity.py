@@ -20,7 +20,7 @@ _DRAWN_TOKENS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdentityCurve:
-    """Some tokens of one state at one lam, by rho."""
+    """Some tokens of one state at one lam, evenly over log rho."""
 
     lam: float
     z: float
@@ -77,8 +77,10 @@ def _deviation(states: States, z: Tensor, lam: float, cap: float) -> float:
 def _curve(state: States, lam: float) -> IdentityCurve:
     possible = _possible(state)
     rollout, target = state.rollout[possible], state.target[possible]
-    order = (target - rollout).argsort()
-    rows = order[torch.linspace(0, len(order) - 1, min(_DRAWN_TOKENS, len(order))).round().long()]
+    log_rho, order = (target - rollout).sort()
+    share = torch.linspace(0.0, 1.0, _DRAWN_TOKENS, dtype=torch.float64)
+    places = torch.searchsorted(log_rho, log_rho[0] + share * (log_rho[-1] - log_rho[0])).clamp(max=len(order) - 1)
+    rows = order[places.unique()]
     rollout, target = rollout[rows], target[rows]
     z = obrs.exact_z(state.rollout, state.target, lam)
     accept = obrs.acceptance(rollout, target, lam)

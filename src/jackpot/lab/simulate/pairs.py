@@ -204,7 +204,7 @@ def _recipe_row(rows: Sequence[TopK]) -> TopK:
 
 def _advice(acceptance: float, kl: float, after: float) -> str:
     """What the numbers say of a pair. The limits are rules of thumb, not theorems."""
-    facts = f"of 100 tokens {100 * acceptance:.1f} are kept, and the KL falls from {kl:.3g} to {after:.3g} nats a token"
+    facts = f"of 100 tokens {100 * acceptance:.1f} are kept, and the KL falls from {kl:.4f} to {after:.4f} nats a token"
     if acceptance >= 0.98:
         return f"a small gap: {facts}; OBRS has little to correct, and truncated importance sampling does as well"
     if acceptance >= 0.5:

@@ -26,7 +26,8 @@ ALTERNATIVES = 400  # rules of each kind, for each state and budget
 SMALL = 64  # entries of a state in the search for a better rule
 _SPREADS = (0.01, 0.1, 1.0)  # of the logarithm, for rules near OBRS
 _POWERS = (0.25, 1.0, 4.0)  # of a uniform number, for rules that have nothing to do with OBRS
-_GRID = 60
+_GRID = 80
+_LEAST_LAM = 1e-9  # that is drawn
 _LEAST_GAP = 1e-3  # relative, between two rho, to put a difference quotient between them
 _STEP = 1e-5  # of log lam
 _ROUNDING = 1e-12
@@ -88,7 +89,7 @@ def contraction(name: str, state: States) -> Contraction:
     """Of the first of `states`."""
     rollout, target = state.rollout[:1], state.target[:1]
     low, high = rho_range(state)
-    first, last = max(float(low[0]) / 5, 1e-6), min(float(high[0]) * 5, 1e6)
+    first, last = max(float(low[0]) / 5, _LEAST_LAM), min(float(high[0]) * 5, 1.0 / _LEAST_LAM)
     lams = torch.logspace(math.log10(first), math.log10(last), _GRID, dtype=torch.float64)
     many = _repeated(state, _GRID)
     z = obrs.exact_z(many.rollout, many.target, lams[:, None])
