@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jackpot.lab.simulate.families import FAMILIES, Family, states_of
+import torch
+
+from jackpot.lab.simulate.families import FAMILIES, VOCABULARY, Family, states_of
 from jackpot.lab.simulate.identity import Identity, identity
 from jackpot.lab.simulate.states import LAMS, States, joined_states, measure
 from jackpot.lab.simulate.survey import Curve, Ratios, Survey, curve, point, ratios, survey
@@ -23,6 +25,7 @@ SWEEP_STATES = 32  # at each gap
 EXAMPLE_STATES = 128  # at the gap that top-k, ratios and theorems are shown at
 EXAMPLE_KL = 0.5  # nats
 _CHUNK = 32
+_SEARCHED_EVERY = 4  # of the kept states one in so many is searched for a better rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +60,16 @@ class Views:
     identity: Identity
 
 
-def simulate_families(seed: int) -> Views:
+def simulate_families(seed: int, vocabulary: int = VOCABULARY) -> Views:
     """All of it; the same seed gives the same numbers."""
     curves, surveys, texts = [], [], []
     for family in FAMILIES:
-        points = [point(measure(states_of(family, gap, SWEEP_STATES, seed))) for gap in family.gaps]
+        points = [
+            point(measure(states_of(family, gap, SWEEP_STATES, seed, vocabulary=vocabulary))) for gap in family.gaps
+        ]
         curves.append(curve(family.name, points))
         gap = min(zip(points, family.gaps, strict=True), key=lambda pair: abs(pair[0].kl - EXAMPLE_KL))[1]
-        surveys.append(survey(family.name, _chunks(family, gap, seed), EXAMPLE_STATES))
+        surveys.append(survey(family.name, _chunks(family, gap, seed, vocabulary), EXAMPLE_STATES))
         texts.append(f"{family.text}; here the gap is {gap:.3g}")
     return views(seed, curves, surveys, texts)
 
@@ -76,7 +81,10 @@ def views(seed: int, curves: Sequence[Curve], surveys: Sequence[Survey], texts: 
     """
     middles = [_middle(one) for one in surveys]
     small = [shortened(one.kept) for one in surveys]
-    best, budgets = optimality([one.name for one in surveys], joined_states([*map(shortened, middles), *small]), seed)
+    searched = [part.pick(torch.arange(0, len(part), _SEARCHED_EVERY)) for part in small]
+    best, budgets = optimality(
+        [one.name for one in surveys], joined_states([*map(shortened, middles), *searched]), seed
+    )
     return Views(
         seed=seed,
         lams=LAMS,
@@ -103,11 +111,11 @@ def views(seed: int, curves: Sequence[Curve], surveys: Sequence[Survey], texts: 
 
 
 def _middle(one: Survey) -> States:
-    """The kept state with the median KL: the one that is drawn."""
-    order = measure(one.kept).kl.argsort()
-    return one.kept.pick(order[len(order) // 2].reshape(1))
+    """The kept state whose KL is nearest to the mean of all: the one that is drawn."""
+    distance = (measure(one.kept).kl - one.numbers.kl.mean()).abs()
+    return one.kept.pick(distance.argmin().reshape(1))
 
 
-def _chunks(family: Family, gap: float, seed: int) -> Iterator[States]:
+def _chunks(family: Family, gap: float, seed: int, vocabulary: int) -> Iterator[States]:
     for part in range(EXAMPLE_STATES // _CHUNK):
-        yield states_of(family, gap, _CHUNK, seed, part=part)
+        yield states_of(family, gap, _CHUNK, seed, part=part, vocabulary=vocabulary)
