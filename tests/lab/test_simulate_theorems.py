@@ -137,7 +137,7 @@ def test_no_other_rule_with_the_same_budget_comes_closer() -> None:
     for one in curves:
         for ours, root, bound in zip(one.obrs, one.root, one.bound, strict=True):
             assert bound - 1e-12 <= ours <= root + 1e-12 and ours <= one.kl_before + 1e-12
-        at = dict(zip([round(budget, 2) for budget in one.budget], one.obrs, strict=True))
+        at = dict(zip([round(budget, 3) for budget in one.budget], one.obrs, strict=True))
         assert all(best >= at[budget] - 1e-12 for budget, best in zip(one.at, one.best_other, strict=True))
         assert list(one.obrs) == sorted(one.obrs)
 

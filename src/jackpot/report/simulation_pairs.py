@@ -11,7 +11,7 @@ from jackpot.report.simulation import view_sections
 
 _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
     ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
-    ("accuracy", "accuracy of what it writes", lambda one: f"{one.accuracy:.1%}"),
+    ("right", "accuracy of what it writes", lambda one: f"{one.accuracy:.1%}"),
     ("policy", "accuracy of the policy", lambda one: f"{one.policy_accuracy:.1%}"),
     ("KL(r||p)", "KL(rollout model || policy), nats a token", lambda one: number(one.kl_rollout_policy, ".4f")),
     ("KL(p||r)", "KL(policy || rollout model)", lambda one: number(one.kl_policy_rollout, ".4f")),
@@ -35,14 +35,14 @@ def pair_sections(found: PairViews) -> dict[str, Section]:
         rows=tuple((one.name, one.advice) for one in found.candidates),
         note="The limits between small, right and too large (Z of 0.98 and 0.5) are rules of thumb.",
     )
+    states = ", ".join(f"{one.states:,}" for one in found.candidates)
     sections = {
         "before": Section(
             title="Before you train" if not found.training else "Over training",
-            intro=f"Each rollout model wrote {first.responses} responses to held-out prompts, {first.mean_tokens:.1f} "
-            f"tokens long on average; both models' whole distributions were compared at {first.states:,} of these "
-            "tokens. Among models that are cheap enough the one with the smallest KL and enough right answers is the "
-            "one to train with.",
-            items=(table, advice),
+            intro=f"Each rollout model wrote {first.responses} responses to held-out prompts, and both models' whole "
+            f"distributions were compared at these tokens ({states}). Among models that are cheap enough the one with "
+            "the smallest KL and enough right answers is the one to train with.",
+            items=(table,) if found.training else (table, advice),
         )
     }
     if found.training:
@@ -61,12 +61,13 @@ def _side_by_side(found: PairViews) -> Table:
 
 
 def _over_iterations(found: PairViews) -> Table:
-    """A row for each checkpoint."""
+    """A row for each checkpoint; what the top k leave open has charts of its own."""
+    rows = [row for row in _ROWS if row[0] not in ("size", "captured", "width")]
     return Table(
         title="The rollout model at each checkpoint",
-        columns=("iteration", *(name for name, _, _ in _ROWS)),
-        rows=tuple((str(one.iteration), *(read(one.measured) for _, _, read in _ROWS)) for one in found.training),
-        note="; ".join(f"{name}: {text}" for name, text, _ in _ROWS) + ".",
+        columns=("iter.", *(name for name, _, _ in rows)),
+        rows=tuple((str(one.iteration), *(read(one.measured) for _, _, read in rows)) for one in found.training),
+        note="; ".join(f"{name}: {text}" for name, text, _ in rows) + ".",
     )
 
 
@@ -81,14 +82,15 @@ def _training_section(found: PairViews) -> Section:
             number(row.z_share_low, ".4f"),
             number(row.width, ".1e"),
             number(row.captured, ".5f"),
-            f"{row.kappa:.4f} +- {row.kappa_error:.4f}",
+            number(row.kappa, ".4f"),
+            number(row.kappa_error, ".4f"),
             number(row.kappa_exact, ".5f"),
         )
         for stage in stages
         for row in stage.topk
         if row.fill_in
     )
-    columns = ("iteration", "k", "Z_k / Z", "1 % below", "bound width", "captured", "kappa", "Z / Z_k")
+    columns = ("iteration", "k", "Z_k / Z", "1 % below", "width", "captured", "kappa", "error", "Z / Z_k")
     return Section(
         title="Top-k, bounds and kappa over training",
         intro="Appendix C.3 at every checkpoint that the run kept: the rollout model of that iteration wrote, and the "

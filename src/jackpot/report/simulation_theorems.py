@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jackpot.lab.simulate.identity import CAPS, DRAWN_CAP, OUTSIDE_CAP, Identity
 from jackpot.lab.simulate.simulation import Theorems
-from jackpot.lab.simulate.theorems import BudgetCurve, Contraction
+from jackpot.lab.simulate.theorems import RULES, BudgetCurve, Contraction
 from jackpot.report.charts import Chart, Guide, Section, Series, Table
 from jackpot.report.shown import DASHED, GREY, SMALLEST_RATIO, drawn, number
 
@@ -86,7 +86,7 @@ def _budget_chart(one: BudgetCurve) -> Chart:
         series=(
             Series(name="OBRS", x=one.budget, y=drawn(one.obrs)),
             Series(name="a ~ sqrt(rho)", x=one.budget, y=drawn(one.root), number=1),
-            Series(name="best of 2,400 random rules", x=one.at, y=drawn(one.best_other), number=2, style="points"),
+            Series(name=f"best of {RULES:,} random rules", x=one.at, y=drawn(one.best_other), number=2, style="points"),
             Series(name="no rule comes below", x=one.budget, y=drawn(one.bound), number=GREY + DASHED),
         ),
         note="Every other rule lies on or above OBRS at the same accepted share.",

@@ -26,6 +26,7 @@ ALTERNATIVES = 400  # rules of each kind, for each state and budget
 SMALL = 64  # entries of a state in the search for a better rule
 _SPREADS = (0.01, 0.1, 1.0)  # of the logarithm, for rules near OBRS
 _POWERS = (0.25, 1.0, 4.0)  # of a uniform number, for rules that have nothing to do with OBRS
+RULES = ALTERNATIVES * (len(_SPREADS) + len(_POWERS))  # for each state and budget
 _GRID = 80
 _LEAST_LAM = 1e-9  # that is drawn
 _LEAST_GAP = 1e-3  # relative, between two rho, to put a difference quotient between them
@@ -205,7 +206,7 @@ def _rule_kl(states: States, log_weights: Tensor, budget: float) -> Tensor:
 
 
 def _budget_curve(name: str, state: States, best_other: Tensor) -> BudgetCurve:
-    budgets = [0.05 * step for step in range(1, 20)] + [0.99]
+    budgets = [0.025 * step for step in range(1, 40)] + [0.99]
     before = divergence(state.target, state.rollout)
     root = 0.5 * (state.target - state.rollout)[:, None]
     return BudgetCurve(
