@@ -13,7 +13,7 @@ from engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prom
 from jackpot.errors import CheckpointError, ConfigError
 from jackpot.lab.simulate import pairs
 from jackpot.lab.simulate.models import simulate_candidates, simulate_run
-from jackpot.lab.simulate.pairs import Bench, pair_states
+from jackpot.lab.simulate.pairs import Bench, advice, pair_states
 from jackpot.models.load import load_tokenizer
 from jackpot.models.starters import starter_path
 from jackpot.recipes import resolve
@@ -87,6 +87,7 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     assert found.kl_rollout_policy == pytest.approx((q * (rollout - target)).sum(1).mean(), **near)
     assert found.kl_after == pytest.approx((p * (target - np.log(kept / z[:, None]))).sum(1).mean(), **near)
     assert found.acceptance == pytest.approx(z.mean(), **near) and found.low_acceptance == (z < 0.5).mean()
+    assert found.acceptance_spread == pytest.approx(z.std(), **near)
     ratios = np.array(
         [
             (at[range(len(ids)), ids] - by[range(len(ids)), ids]).sum()
@@ -119,6 +120,19 @@ def test_a_model_that_knows_nothing_is_too_far_away(tmp_path: Path) -> None:
     load_tokenizer("starter:policy").save_pretrained(tmp_path)
     [far] = simulate_candidates(small_config(), [str(tmp_path)], prompts=6, seed=0).candidates
     assert far.acceptance < 0.5 and far.low_acceptance > 0.5 and far.advice.startswith("a gap that is too large")
+
+
+def test_advice_tells_the_kinds_of_gap_apart() -> None:
+    cases = {
+        (0.995, 0.001, 0.0009): "a small gap",
+        (0.91, 0.1, 0.04): "a gap that OBRS is meant for",
+        (0.91, 0.2, 0.16): "a gap that rejection hardly closes",
+        (0.3, 3.0, 0.5): "a gap that is too large",
+    }
+    for (acceptance, kl, after), kind in cases.items():
+        text = advice(acceptance, kl, after)
+        assert text.startswith(kind) and f"{100 * acceptance:.1f} are kept" in text
+        assert f"{kl:.4f} to {after:.4f}" in text
 
 
 def test_without_candidates_the_recipes_rollout_model_is_measured_and_the_same_seed_gives_the_same() -> None:

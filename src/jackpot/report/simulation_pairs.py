@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jackpot.lab.simulate.models import PairViews, Stage
-from jackpot.lab.simulate.pairs import Candidate
+from jackpot.lab.simulate.pairs import LARGE_GAP, LEFT_OVER, SMALL_GAP, Candidate
 from jackpot.lab.simulate.topk import TopK
 from jackpot.report.charts import Chart, Section, Series, Table
 from jackpot.report.shown import DASHED, drawn, number
@@ -17,6 +17,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
     ("KL(p||r)", "KL(policy || rollout model)", lambda one: number(one.kl_policy_rollout, ".4f")),
     ("after", "KL(policy || what OBRS keeps), lam = 1", lambda one: number(one.kl_after, ".4f")),
     ("Z", "expected acceptance Z, lam = 1", lambda one: number(one.acceptance, ".4f")),
+    ("sd", "standard deviation of Z over states", lambda one: number(one.acceptance_spread, ".4f")),
     ("Z < 0.5", "states where Z is below 0.5", lambda one: f"{one.low_acceptance:.1%}"),
     ("captured", "p_rollout captured by the top k", lambda one: number(one.captured, ".5f")),
     ("width", "width of the bounds on Z", lambda one: number(one.width, ".1e")),
@@ -33,7 +34,8 @@ def pair_sections(found: PairViews) -> dict[str, Section]:
         title="In words",
         columns=("rollout model", "what the numbers say"),
         rows=tuple((one.name, one.advice) for one in found.candidates),
-        note="The limits between small, right and too large (Z of 0.98 and 0.5) are rules of thumb.",
+        note=f"Rules of thumb: Z of {SMALL_GAP} and more is a small gap, below {LARGE_GAP} a large one; rejection hardly "
+        f"closes a gap of which it leaves more than {LEFT_OVER:.0%}.",
     )
     states = ", ".join(f"{one.states:,}" for one in found.candidates)
     sections = {

@@ -31,6 +31,8 @@ from jackpot.types import Prompt, Rollout, Version
 
 MOST_STATES = 4_096  # whole distributions that are compared; more say no more
 PROMPTS = 256
+SMALL_GAP, LARGE_GAP = 0.98, 0.5  # mean Z at lam = 1
+LEFT_OVER = 0.6  # of the KL
 _FORWARD_TOKENS = 8_192  # in one forward pass, padding included
 _CHUNK_ELEMENTS = 2**21  # of [tokens, V] in float64: 16 MiB a tensor
 
@@ -51,6 +53,7 @@ class Candidate:
     kl_rollout_policy: float
     kl_after: float  # KL(policy || what OBRS keeps) at lam = 1
     acceptance: float  # mean Z at lam = 1
+    acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
     k: int  # RECIPE_K, or the vocabulary where that is smaller
     captured: float  # p_inf of the two top-k sets, with the fill-in
@@ -187,13 +190,14 @@ def _candidate(
         kl_rollout_policy=means.reverse_kl,
         kl_after=after,
         acceptance=acceptance,
+        acceptance_spread=float(found.numbers.acceptance[:, RECIPE_LAM].std(correction=0)),
         low_acceptance=share_below(found.numbers),
         k=topk.k,
         captured=topk.captured,
         width=topk.width,
         sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
         sequence_ess=float(sequences["mismatch/sequence_ess"].value),
-        advice=_advice(acceptance, means.kl, after),
+        advice=advice(acceptance, means.kl, after),
     )
 
 
@@ -202,11 +206,13 @@ def _recipe_row(rows: Sequence[TopK]) -> TopK:
     return max((row for row in rows if row.fill_in and row.k <= RECIPE_K), key=lambda row: row.k, default=rows[0])
 
 
-def _advice(acceptance: float, kl: float, after: float) -> str:
-    """What the numbers say of a pair. The limits are rules of thumb, not theorems."""
+def advice(acceptance: float, kl: float, after: float) -> str:
+    """What mean Z and the KL before and after OBRS say of a pair. The limits are rules of thumb, not theorems."""
     facts = f"of 100 tokens {100 * acceptance:.1f} are kept, and the KL falls from {kl:.4f} to {after:.4f} nats a token"
-    if acceptance >= 0.98:
+    if acceptance >= SMALL_GAP:
         return f"a small gap: {facts}; OBRS has little to correct, and truncated importance sampling does as well"
-    if acceptance >= 0.5:
-        return f"a gap that OBRS is meant for: {facts}; keep joint training on, so that it closes"
-    return f"a gap that is too large: {facts}; take a closer model, or distil the policy into this one first"
+    if acceptance < LARGE_GAP:
+        return f"a gap that is too large: {facts}; take a closer model, or distil the policy into this one first"
+    if after > LEFT_OVER * kl:
+        return f"a gap that rejection hardly closes: {facts}; this model lacks what the policy writes, so distil more"
+    return f"a gap that OBRS is meant for: {facts}; keep joint training on, so that it does not grow"
