@@ -142,6 +142,21 @@ def test_no_other_rule_with_the_same_budget_comes_closer() -> None:
         assert list(one.obrs) == sorted(one.obrs)
 
 
+def test_the_rule_that_obrs_is_drawn_beside_accepts_by_the_root_of_rho() -> None:
+    state = states("noise", count=1, vocabulary=20)
+    p_inf, p_target = (part[0].exp().numpy() for part in (state.rollout, state.target))
+    _, [found] = optimality(["noise"], state, seed=0)
+    for budget, root in zip(found.budget, found.root, strict=True):
+        scales = np.geomspace(1e-3, 1e4, 200_001)
+        low, high = 0, len(scales) - 1
+        while high - low > 1:  # the acceptance grows with the scale
+            middle = (low + high) // 2
+            accepted = (p_inf * np.minimum(1.0, scales[middle] * np.sqrt(p_target / p_inf))).sum()
+            low, high = (middle, high) if accepted < budget else (low, middle)
+        kept = p_inf * np.minimum(1.0, scales[low] * np.sqrt(p_target / p_inf))
+        assert root == pytest.approx((p_target * np.log(p_target / kept * kept.sum())).sum(), abs=1e-3)
+
+
 def test_the_search_finds_better_rules_where_obrs_is_given_the_wrong_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search itself works: against OBRS that keeps too much, many rules are closer."""
     right = obrs.lam_for_budget

@@ -34,8 +34,8 @@ def pair_sections(found: PairViews) -> dict[str, Section]:
         title="In words",
         columns=("rollout model", "what the numbers say"),
         rows=tuple((one.name, one.advice) for one in found.candidates),
-        note=f"Rules of thumb: Z of {SMALL_GAP} and more is a small gap, below {LARGE_GAP} a large one; rejection hardly "
-        f"closes a gap of which it leaves more than {LEFT_OVER:.0%}.",
+        note=f"Rules of thumb: Z of {SMALL_GAP} and more is a small gap, below {LARGE_GAP} a large one; rejection "
+        f"hardly closes a gap of which it leaves more than {LEFT_OVER:.0%}.",
     )
     states = ", ".join(f"{one.states:,}" for one in found.candidates)
     sections = {

@@ -46,19 +46,16 @@ def identity(states: States, drawn: int) -> Identity:
     Args:
         drawn: the state whose curves are given.
     """
-    deviation = outside = largest = 0.0
-    for lam in IDENTITY_LAMS:
-        z = obrs.exact_z(states.rollout, states.target, lam)
-        largest = max(largest, float((lam * z).max()))
-        deviation = max(deviation, *(_deviation(states, z, lam, cap) for cap in CAPS))
-        outside = max(outside, _deviation(states, z, lam, OUTSIDE_CAP))
+    zs = {lam: obrs.exact_z(states.rollout, states.target, lam) for lam in IDENTITY_LAMS}
+    inside = [_deviation(states, z, lam, cap) for lam, z in zs.items() for cap in CAPS]
+    outside = [_deviation(states, z, lam, OUTSIDE_CAP) for lam, z in zs.items()]
     tokens = int(_possible(states).sum())
     return Identity(
         tokens=tokens,
         comparisons=tokens * len(IDENTITY_LAMS) * len(CAPS),
-        deviation=deviation,
-        largest_lam_z=largest,
-        outside_deviation=outside,
+        deviation=float(torch.stack(inside).max()),
+        largest_lam_z=float(torch.stack([lam * z.max() for lam, z in zs.items()]).max()),
+        outside_deviation=float(torch.stack(outside).max()),
         curves=tuple(_curve(states.pick(torch.tensor([drawn])), lam) for lam in IDENTITY_LAMS),
     )
 
@@ -67,11 +64,11 @@ def _possible(states: States) -> Tensor:
     return (states.rollout > -torch.inf) & (states.target > -torch.inf)
 
 
-def _deviation(states: States, z: Tensor, lam: float, cap: float) -> float:
+def _deviation(states: States, z: Tensor, lam: float, cap: float) -> Tensor:
     left = obrs.acceptance(states.rollout, states.target, lam)
     left = left * obrs.weight(states.rollout, states.target, z[:, None], lam).clamp(max=cap)
     right = (z[:, None] * states.rho).clamp(max=cap)
-    return float(torch.where(_possible(states), (left - right).abs(), 0.0).max())
+    return torch.where(_possible(states), (left - right).abs(), 0.0).max()
 
 
 def _curve(state: States, lam: float) -> IdentityCurve:
