@@ -37,7 +37,7 @@ LAYERS = [
         "sampler",
     },
     {"launch", "adapters", "lab", "report"},
-    {"recipes", "cli", "console", "console_compare"},
+    {"recipes", "cli", "console", "console_compare", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}

@@ -114,6 +114,18 @@ class Checkpoints:
             )
         return None, []
 
+    def whole(self) -> tuple[list[Path], list[CorruptCheckpoint]]:
+        """Every checkpoint that is what was written, oldest first, and those that are not. Changes nothing."""
+        found: list[Path] = []
+        corrupt: list[CorruptCheckpoint] = []
+        for folder in self._steps():
+            try:
+                _verify(folder)
+                found.append(folder)
+            except CorruptCheckpoint as error:
+                corrupt.append(error)
+        return found, corrupt
+
     def set_aside(self, folder: Path) -> None:
         """Take a corrupt checkpoint out of the count, under a name that tells."""
         names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())

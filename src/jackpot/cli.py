@@ -15,15 +15,22 @@ from rich.markup import escape
 from jackpot.config import Config
 from jackpot.console import live_progress, show_answers, show_diagnosis, show_plan, show_result, starter_progress
 from jackpot.console_compare import arms_progress, show_comparison
-from jackpot.errors import JackpotError
+from jackpot.console_tables import show_tables
+from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
 from jackpot.lab.diagnose import diagnose as diagnosis_of
+from jackpot.lab.simulate.models import simulate_candidates, simulate_run
+from jackpot.lab.simulate.pairs import PROMPTS
+from jackpot.lab.simulate.simulation import simulate_families
 from jackpot.launch.compare import Plan, run_arms
 from jackpot.launch.local import launch
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
 from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
+from jackpot.report.folder import write_folder
+from jackpot.report.simulation import view_sections
+from jackpot.report.simulation_pairs import pair_sections
 from jackpot.telemetry import RunFolder, run_config
 
 app = typer.Typer(
@@ -130,6 +137,51 @@ def diagnose(
         show_diagnosis(Console(), found)
     if found.verdict == "sick":
         raise typer.Exit(1)
+
+
+@app.command()
+def simulate(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe, whose two models are measured; none: made-up distributions.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value.")] = None,
+    arm: Annotated[str | None, typer.Option(help="One of the recipe's arms.")] = None,
+    rollout_model: Annotated[
+        list[str] | None,
+        typer.Option(help="A candidate in place of rollout_model.path; give it again for each further one."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="A run in place of a recipe: measured at every checkpoint.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that each rollout model answers.")] = PROMPTS,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Default runs/simulate, runs/simulate-RECIPE, RUN/simulate.")] = None,
+) -> None:
+    """Show what OBRS does to a gap between two models, without training.
+
+    Three views of the paper's Figure 2, both theorems, Z from the top k, and, of real models, how far apart they are:
+    that is how to choose a rollout model.
+    """
+    if run and (recipe or rollout_model or arm):
+        raise ConfigError("--run measures the models of a run; leave out the recipe, its arm and --rollout-model")
+    if not recipe and (rollout_model or arm):
+        raise ConfigError("--rollout-model and --arm need a recipe, whose policy and task are taken")
+    console = Console()
+    if recipe or run:
+        with console.status("measuring both models"):
+            if run:
+                found = simulate_run(run, prompts, seed)
+            else:
+                found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
+        sections = pair_sections(found)
+    else:
+        with console.status("simulating"):
+            found = simulate_families(seed)
+        sections = view_sections(found)
+    name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))
+    folder = out or (run / "simulate" if run else Path("runs") / name)
+    title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
+    files = write_folder(folder, "simulate", title, sections, asdict(found))
+    show_tables(console, sections.values())
+    console.print(f"Wrote {', '.join(file.name for file in files)} to {folder}", soft_wrap=True, highlight=False)
 
 
 @app.command()

@@ -1,0 +1,31 @@
+"""The tables of a page in the terminal. Layer 7."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from jackpot.report.charts import Section, Table
+
+_MOST_ROWS = 16  # longer tables are in the page only
+
+
+def show_tables(console: Console, sections: Iterable[Section]) -> None:
+    """The short tables of a page with the notes below them."""
+    for section in sections:
+        for item in section.items:
+            if isinstance(item, Table) and len(item.rows) <= _MOST_ROWS:
+                console.print(_terminal_table(item))
+                console.print(Text(item.note + "\n" if item.note else ""), highlight=False)
+
+
+def _terminal_table(item: Table) -> TerminalTable:
+    """The first column is what the row is about; numbers stand on the right, and a single second column is text."""
+    table = TerminalTable(title=Text(item.title), title_justify="left")
+    for place, column in enumerate(item.columns):
+        is_number = place > 0 and len(item.columns) > 2
+        table.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
+    for row in item.rows:
+        table.add_row(*map(Text, row))
+    return table

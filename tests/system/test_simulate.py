@@ -1,0 +1,131 @@
+"""`jackpot simulate`: what a user types, what is printed and what lies in the folder."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jackpot import cli
+from jackpot.lab.simulate import simulation
+from runs import SMALL, run, small_config
+
+PICTURES = ("ratios", "acceptance", "kl", "theorems", "topk", "identity")
+
+
+def simulate(*arguments: str) -> str:
+    """What the command prints, in one line of single spaces."""
+    result = CliRunner().invoke(cli.app, ["simulate", *arguments], env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+def numbers(folder: Path) -> dict:
+    return json.loads((folder / "simulate.json").read_text())
+
+
+def assert_pictures(folder: Path, *names: str) -> None:
+    """There is a page, and each picture is a PNG with something to see."""
+    assert sorted(path.stem for path in folder.glob("*.png")) == sorted(names)
+    for name in names:
+        content = (folder / f"{name}.png").read_bytes()
+        width, height = struct.unpack(">II", content[16:24])
+        assert content.startswith(b"\x89PNG") and width > 700 and height > 500 and len(content) > 10_000
+    assert "Plotly" in (folder / "simulate.html").read_text()
+
+
+def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulation, "EXAMPLE_STATES", 32)
+    monkeypatch.setattr(simulation, "SWEEP_STATES", 4)
+    printed = simulate("--seed", "3")
+    folder = tmp_path / "runs" / "simulate"
+    assert_pictures(folder, *PICTURES)
+    for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is kept", "other rules"):
+        assert text in printed
+    assert f"Wrote simulate.html, {', '.join(f'{name}.png' for name in PICTURES)}, simulate.json to " in printed
+    found = numbers(folder)
+    assert found["seed"] == 3 and found["theorems"]["optimality"]["better"] == 0
+    assert found["identity"]["deviation"] < 1e-11
+    for curve in found["curves"]:
+        for mark in curve["marks"]:
+            if mark["acceptance"] is not None:
+                assert f"{mark['acceptance']:.3f}" in printed
+
+
+def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    candidates = ("--rollout-model", "starter:rollout_model", "--rollout-model", "starter:policy")
+    printed = simulate("quickstart", *SMALL, *candidates, "--prompts", "8")
+    folder = tmp_path / "runs" / "simulate-quickstart"
+    assert_pictures(folder, *PICTURES)
+    found = numbers(folder)["candidates"]
+    assert [one["name"] for one in found] == ["starter:rollout_model", "starter:policy"]
+    for one in found:
+        for text in (
+            one["name"],
+            f"{one['kl_rollout_policy']:.4f}",
+            f"{one['acceptance']:.4f}",
+            f"{one['accuracy']:.1%}",
+        ):
+            assert text in printed
+    assert "a gap that OBRS is meant for" in printed and "a small gap" in printed
+    assert "starter:rollout_model" in (folder / "simulate.html").read_text()
+
+
+def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    simulate("quickstart", "--arm", "tis", "--prompts", "4")
+    [candidate] = numbers(tmp_path / "runs" / "simulate-quickstart-tis")["candidates"]
+    assert candidate["name"] == "starter:rollout_model" and candidate["responses"] == 4
+    simulate("quickstart", "--prompts", "4", "--out", "here")
+    assert_pictures(tmp_path / "here", *PICTURES)
+    assert numbers(tmp_path / "here")["candidates"] == [candidate]
+
+
+def test_so_few_states_that_no_curve_can_be_drawn_leave_empty_charts(tmp_path: Path) -> None:
+    simulate("quickstart", "sampling.max_new_tokens=1", "--prompts", "1", "--out", str(tmp_path / "few"))
+    assert_pictures(tmp_path / "few", *PICTURES)
+    found = numbers(tmp_path / "few")
+    assert found["candidates"][0]["states"] == 1 and found["views"]["curves"][0]["points"] == []
+
+
+def test_a_run_is_shown_over_training(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(small_config("checkpoint.keep=9"), Path("trained"))
+    printed = simulate("--run", "trained", "--prompts", "4")
+    assert_pictures(tmp_path / "trained" / "simulate", *PICTURES, "training")
+    found = numbers(tmp_path / "trained" / "simulate")["training"]
+    assert [stage["iteration"] for stage in found] == [0, 2, 4]
+    for stage in found:
+        assert f"{stage['measured']['kl_policy_rollout']:.4f}" in printed
+        assert {(row["k"], row["fill_in"]) for row in stage["topk"]} == {
+            (k, fill_in) for k in (5, 10, 20, 32) for fill_in in (True, False)
+        }
+
+
+BAD_INPUT = {
+    "a run and a recipe": (["quickstart", "--run", "runs/x"], ["--run", "leave out the recipe"]),
+    "candidates without a policy": (["--rollout-model", "starter:policy"], ["--rollout-model", "need a recipe"]),
+    "no rollout model": (["quickstart", "--arm", "on_policy"], ["writes for itself", "--rollout-model PATH"]),
+    "an unknown recipe": (["quickstrat"], ["did you mean 'quickstart'"]),
+    "an unknown key": (["quickstart", "batch.promts=3"], ["did you mean 'batch.prompts'"]),
+    "a missing model": (["quickstart", "--rollout-model", "nowhere"], ["nowhere", "save_pretrained"]),
+    "no run there": (["--run", "nowhere"], ["nowhere", "not a run folder"]),
+    "a truncated engine": (["quickstart", "sampling.top_k=5"], ["top_k 5", "sampling.top_k=0"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_says_what_to_do_and_writes_nothing(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    arguments, expected = BAD_INPUT[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["jackpot", "simulate", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    errors = capsys.readouterr().err
+    assert exit_info.value.code == 2 and "Traceback" not in errors
+    assert all(text in errors for text in expected), errors
+    assert not list(tmp_path.iterdir())
