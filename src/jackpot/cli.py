@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from jackpot.config import Config
 from jackpot.console import live_progress, show_answers, show_diagnosis, show_plan, show_result, starter_progress
-from jackpot.console_compare import arms_progress, show_comparison
-from jackpot.console_tables import show_tables
+from jackpot.console_compare import arms_progress
+from jackpot.console_tables import show_files, show_tables
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
 from jackpot.lab.diagnose import diagnose as diagnosis_of
@@ -28,6 +28,7 @@ from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
 from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
+from jackpot.report.comparison import comparison_sections
 from jackpot.report.folder import write_folder
 from jackpot.report.simulation import view_sections
 from jackpot.report.simulation_pairs import pair_sections
@@ -103,11 +104,14 @@ def compare(
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
     plan = Plan(unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed)
     try:
-        found = run_arms(recipe, configs, given, where, plan, jobs, arms_progress(console))
+        found, runs = run_arms(recipe, configs, given, where, plan, jobs, arms_progress(console))
     except KeyboardInterrupt:
         console.print("Stopped, with checkpoints; the same command continues.")
         raise typer.Exit(130) from None
-    show_comparison(console, found, where)
+    sections = comparison_sections(found, runs)
+    files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
+    show_tables(console, sections.values())
+    show_files(console, files)
 
 
 @app.command()
@@ -181,7 +185,7 @@ def simulate(
     title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
     files = write_folder(folder, "simulate", title, sections, asdict(found))
     show_tables(console, sections.values())
-    console.print(f"Wrote {', '.join(file.name for file in files)} to {folder}", soft_wrap=True, highlight=False)
+    show_files(console, files)
 
 
 @app.command()

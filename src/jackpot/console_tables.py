@@ -1,6 +1,7 @@
 """The tables of a page in the terminal. Layer 7."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as TerminalTable
@@ -18,6 +19,12 @@ def show_tables(console: Console, sections: Iterable[Section]) -> None:
             if isinstance(item, Table) and len(item.rows) <= _MOST_ROWS:
                 console.print(_terminal_table(item))
                 console.print(Text(item.note + "\n" if item.note else ""), highlight=False)
+
+
+def show_files(console: Console, files: Sequence[Path]) -> None:
+    """What was written; all of it into one folder."""
+    names = ", ".join(file.name for file in files)
+    console.print(f"Wrote {names} to {files[0].parent}", soft_wrap=True, highlight=False)
 
 
 def _terminal_table(item: Table) -> TerminalTable:

@@ -56,7 +56,14 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
     folder, output = compared
     for name in ("obrs-seed1", "obrs-seed2", "on_policy-seed1", "on_policy-seed2"):
         assert [line["iteration"] for line in lines(folder / name)] == [0, 1, 2]
-    for text in ("32 sequences written", "minus obrs", "rollout FLOPs", "processor seconds", "comparison.html"):
+    for text in (
+        "32 sequences written",
+        "minus obrs",
+        "rollout FLOPs",
+        "processor seconds",
+        "comparison.html",
+        "comparison.png",
+    ):
         assert text in output
     found = json.loads((folder / "comparison.json").read_text())
     after = [
@@ -105,7 +112,7 @@ def test_what_has_collapsed_is_stopped_and_dated(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "compare-quickstart" / "on_policy-seed1"
     reached = lines(run)[-1]["iteration"]
     assert reached < 500 and (run / "checkpoints" / "last").exists()
-    date = re.search(r"on_policy has collapsed, seed 1: 0\.0% right at iteration (\d+), after", output)
+    date = re.search(r"collapsed, seed 1: 0\.0% right at iteration (\d+), after", output)
     assert date and int(date[1]) < reached
     code, output, _ = compare("--arms", "on_policy", "--seeds", "1", *TINY, *settings, cwd=tmp_path)
     assert code == 0 and "collapsed" in output and lines(run)[-1]["iteration"] == reached  # it is not taken up again

@@ -1,8 +1,7 @@
 """Run arms, judge them on the way, and lay them side by side. Layer 6."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from jackpot.config import Config
@@ -12,9 +11,6 @@ from jackpot.lab.collapse import collapse_of
 from jackpot.lab.comparison import UNITS, Comparison, Unit, compare, spent_on
 from jackpot.lab.summary import RunSummary, points_of, summarize
 from jackpot.launch.arms import Job, Judge, Lines, Listener, jobs_at_once, make_jobs, run_jobs, with_budget
-from jackpot.report.comparison import comparison_charts, comparison_section
-from jackpot.report.page import write_page
-from jackpot.report.png import write_png
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +32,8 @@ def run_arms(
     plan: Plan,
     at_once: int | None,
     listen: Listener,
-) -> Comparison:
-    """Run or continue every arm and seed, and write into `folder` what came out: summaries.jsonl, comparison.json,
-    comparison.png and comparison.html.
+) -> tuple[Comparison, list[RunSummary]]:
+    """Run or continue every arm and seed, and lay them side by side. Writes summaries.jsonl into `folder`.
 
     Args:
         recipe, overrides: as the user typed them.
@@ -62,9 +57,8 @@ def run_arms(
             f"  {listed}"
         )
     runs = [summarize(job.folder, job.arm) for job in jobs]
-    comparison = compare(runs, plan.unit, plan.budget, plan.accuracy, plan.baseline)
-    _write(folder, recipe, comparison, runs)
-    return comparison
+    write_whole(folder / "summaries.jsonl", "".join(f"{run.to_json()}\n" for run in runs).encode())
+    return compare(runs, plan.unit, plan.budget, plan.accuracy, plan.baseline), runs
 
 
 def check_plan(plan: Plan, arms: Sequence[str]) -> None:
@@ -93,10 +87,3 @@ def _judge(configs: Mapping[tuple[str, int], Config], plan: Plan) -> Judge:
         return None
 
     return judge
-
-
-def _write(folder: Path, recipe: str, comparison: Comparison, runs: Sequence[RunSummary]) -> None:
-    write_whole(folder / "summaries.jsonl", "".join(f"{run.to_json()}\n" for run in runs).encode())
-    write_whole(folder / "comparison.json", json.dumps(asdict(comparison), indent=2, allow_nan=False).encode() + b"\n")
-    write_png(folder / "comparison.png", comparison_charts(comparison, runs))
-    write_page(folder / "comparison.html", f"Arms of {recipe}", [comparison_section(comparison, runs)])

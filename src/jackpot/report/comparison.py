@@ -7,6 +7,7 @@ from jackpot.lab.comparison import UNITS, Comparison, spent_on
 from jackpot.lab.summary import Point, RunSummary
 from jackpot.report.bands import BAND, band
 from jackpot.report.charts import Chart, Guide, Section, Series
+from jackpot.report.comparison_tables import comparison_tables
 
 _BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "processor seconds of training"}
 
@@ -35,9 +36,13 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     return (*accuracy, *others)
 
 
-def comparison_section(comparison: Comparison, runs: Sequence[RunSummary]) -> Section:
+def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
+    """By the name of the picture of each."""
     intro = f"{BAND} A run that has collapsed was stopped, and counts on with its last accuracy."
-    return Section(title="Arms", intro=intro, items=comparison_charts(comparison, runs))
+    return {
+        "numbers": Section(title="The arms", intro="", items=comparison_tables(comparison)),
+        "comparison": Section(title="On the way", intro=intro, items=comparison_charts(comparison, runs)),
+    }
 
 
 def _chart(view: _View, runs: Sequence[RunSummary], spent: str, label: str, guides: tuple[Guide, ...]) -> Chart:
