@@ -140,6 +140,9 @@ def test_without_candidates_the_recipes_rollout_model_is_measured_and_the_same_s
     assert [one.name for one in found.candidates] == ["starter:rollout_model"]
     assert found == simulate_candidates(small_config(), [], prompts=5, seed=1)
     assert found.candidates != simulate_candidates(small_config(), [], prompts=5, seed=2).candidates
+    benches = [Bench(small_config(), "starter:policy", ["starter:rollout_model"], 5, seed) for seed in (1, 2)]
+    first, second = ({prompt.uid for prompt in bench.prompts} for bench in benches)
+    assert len(first) == len(second) == 5 and first != second
 
 
 def test_no_more_than_the_most_states_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

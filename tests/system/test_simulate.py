@@ -1,6 +1,7 @@
 """`jackpot simulate`: what a user types, what is printed and what lies in the folder."""
 
 import json
+import math
 import struct
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from jackpot import cli
 from jackpot.lab.simulate import simulation
+from jackpot.report.folder import write_folder
 from runs import SMALL, run, small_config
 
 PICTURES = ("ratios", "acceptance", "kl", "theorems", "topk", "identity")
@@ -83,6 +85,13 @@ def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, mon
     simulate("quickstart", "--prompts", "4", "--out", "here")
     assert_pictures(tmp_path / "here", *PICTURES)
     assert numbers(tmp_path / "here")["candidates"] == [candidate]
+
+
+def test_what_is_not_finite_is_null_in_the_folder(tmp_path: Path) -> None:
+    given = {"a": math.nan, "b": [math.inf, 1.5, ({"c": -math.inf}, "d", None, True, 3)]}
+    written = write_folder(tmp_path, "simulate", "nothing", {}, given)
+    assert [path.name for path in written] == ["simulate.html", "simulate.json"]
+    assert numbers(tmp_path) == {"a": None, "b": [None, 1.5, [{"c": None}, "d", None, True, 3]]}
 
 
 def test_so_few_states_that_no_curve_can_be_drawn_leave_empty_charts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config import Config
 from jackpot.config_engines import TransformersEngineConfig
+from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError
 from jackpot.evaluate import Evaluation, evaluate
 from jackpot.lab.simulate.states import RECIPE_LAM, States
@@ -82,7 +83,7 @@ class Bench:
                 f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
                 f"this compares distributions over the whole vocabulary; use sampling.top_p=1.0 sampling.top_k=0"
             )
-        self._config, self._seed, self.prompts = config, seed, prompts
+        self._config, self._seed = config, seed
         paths = {"policy": policy} | {f"rollout model {path}": path for path in writers}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
         outlines = {role: load_outline(path) for role, path in paths.items()}
@@ -90,13 +91,13 @@ class Bench:
         self._task: Task = make_task(config.task, self._tokenizer)
         check_lengths(config, outlines, self._task)
         self._device = pick_device(config)
-        self._prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
+        self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
 
     def measure(self, name: str, policy: str, writer: str) -> tuple[Candidate, Survey]:
         """The models in two folders, on what the second one writes."""
         written = self._answers(writer)
         with closing(self._engine(policy)) as engine:
-            alone = evaluate(engine, self._task, self._tokenizer, self._prompts, self._config.sampling, self._seed)
+            alone = evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed)
             scores = engine.score(written.rollouts, self._config.sampling.temperature)
         chosen = _first(written.rollouts, MOST_STATES)
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
@@ -107,9 +108,9 @@ class Bench:
 
     def _answers(self, path: str) -> Evaluation:
         with closing(self._engine(path)) as engine:
-            return evaluate(engine, self._task, self._tokenizer, self._prompts, self._config.sampling, self._seed)
+            return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed)
 
-    def _engine(self, path: str):
+    def _engine(self, path: str) -> Engine:
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # servers hold one model of their own
         return make_engine(settings, path, self._device, Version(0, 0))
 
