@@ -56,6 +56,7 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     y_range: tuple[float, float] | None = None
+    x_names: tuple[str, ...] = ()  # of the places 0, 1, 2, ... where x counts things that have names
     guides: tuple[Guide, ...] = ()
 
 

@@ -171,9 +171,10 @@ class _Drawer:
             rows = {band: line for band, line in rows.items() if line.numbers}
             if rows:
                 yield _heatmap(f"{base} by position{_suffix(arm, self._arms)}", base, rows)
+        bands = {band: metric for band, metric in bands.items() if metric in self._names}
         drawn = []
         for number, arm in enumerate(self._arms):
-            points = [(_start(band) + 1, _newest(self._of[metric][number])) for band, metric in bands.items()]
+            points = [(place, _newest(self._of[metric][number])) for place, metric in enumerate(bands.values())]
             points = [(x, rounded(y)) for x, y in points if y is not None]
             if points:
                 x, y = map(list, zip(*points, strict=True))
@@ -181,10 +182,10 @@ class _Drawer:
                 drawn.append(Series(name=arm.name, x=x, y=y, number=colour, style="both", group=arm.name))
         yield Chart(
             title=f"{base} over the position, newest tenth of the iterations",
-            x_label="first position of the band, counted from 1",
+            x_label="position",
             y_label="",
             series=tuple(drawn),
-            log_x=True,
+            x_names=tuple(bands),
         )
 
 

@@ -46,6 +46,8 @@ def _draw_chart(panel: Axes, chart: Chart) -> None:
     for guide in chart.guides:
         draw, at = (panel.axhline, guide.y) if guide.x is None else (panel.axvline, guide.x)
         draw(at, color="#555555", linewidth=0.8, linestyle=":", label=guide.text)
+    if chart.x_names:
+        panel.set_xticks(range(len(chart.x_names)), chart.x_names)
     if chart.log_x:
         panel.set_xscale("log")
     if chart.log_y:

@@ -1,7 +1,7 @@
 """Saved rollouts as data for the page's token inspector: whole responses, packed by saved iteration. Layer 6.
 
-A pack is JSON of columns, all tokens of the chosen responses behind each other, compressed; the page unpacks one when it is
-looked at. Numbers have four significant digits, top-k probabilities three.
+A pack is JSON of columns, all tokens of the chosen responses behind each other, compressed; the page unpacks one when
+it is looked at. Numbers have four significant digits, top-k probabilities three.
 """
 
 import base64

@@ -1,7 +1,7 @@
 """What token ids read like. Layer 6.
 
-The saved rollouts have the text of the tokens that occur in them; those that stand in a top-k only come from the tokenizer's
-own file, where it is on this machine.
+The saved rollouts have the text of the tokens that occur in them; those that stand in a top-k only come from the
+tokenizer's own file, where it is on this machine.
 """
 
 import contextlib

@@ -41,16 +41,24 @@ function ink() {
 function layout(item) {
   const { front, line, limit, card } = ink();
   const axis = (label, log) => ({ title: { text: label, font: { size: 11 }, standoff: 6 }, type: log ? "log" : "linear",
-    automargin: true, zeroline: false, gridcolor: line, linecolor: line, hoverformat: ".4g", exponentformat: "power",
-    minor: { showgrid: false } });
+    automargin: true, zeroline: false, gridcolor: line, linecolor: line, hoverformat: ".4g", tickformat: log ? "~g" : undefined,
+    exponentformat: "power", minor: { showgrid: false } });
   const made = {
     font: { color: front, size: 11, family: "inherit" }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { t: 8, r: 8, b: 36, l: 44 }, hovermode: item.kind === "chart" && !isCloud(item) ? "x unified" : "closest",
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: front } },
     xaxis: axis(item.x_label, item.log_x), yaxis: axis(item.y_label, item.log_y), showlegend: false, shapes: [],
   };
-  if (item.kind === "heatmap") Object.assign(made.yaxis, { type: "category", showgrid: false });
-  if (item.kind === "heatmap") made.xaxis.showgrid = false;
+  if (item.kind === "heatmap") {
+    Object.assign(made.yaxis, { type: "category", showgrid: false });
+    made.xaxis.showgrid = false;
+    made.plot_bgcolor = line; // where there is no value
+  }
+  if (item.log_x) made.xaxis.dtick = decades(item, "x");
+  if (item.log_y) made.yaxis.dtick = decades(item, "y");
+  if (item.x_names && item.x_names.length) {
+    Object.assign(made.xaxis, { tickvals: item.x_names.map((_, i) => i), ticktext: item.x_names, range: [-0.3, item.x_names.length - 0.7] });
+  }
   if (item.y_range) made.yaxis.range = item.log_y ? item.y_range.map(Math.log10) : item.y_range;
   for (const guide of item.guides || []) {
     const across = guide.x === null;
@@ -60,6 +68,15 @@ function layout(item) {
       label: { text: guide.text, font: { size: 10, color: limit }, textposition: "start", yanchor: "bottom" } });
   }
   return made;
+}
+
+// The step of a logarithmic axis: few labels, and none between the powers of ten where there are many of those.
+function decades(item, axis) {
+  const columns = axis === "x" ? ["x"] : ["y", "low", "high"];
+  const values = item.series.flatMap((one) => columns.flatMap((name) => (one[name] === null ? [] : NUMBERS[one[name]])))
+    .filter((one) => one > 0).map(Math.log10);
+  const width = values.reduce((a, b) => Math.max(a, b), -Infinity) - values.reduce((a, b) => Math.min(a, b), Infinity);
+  return width < 1.5 ? "D2" : Math.ceil(width / 6);
 }
 
 function isCloud(item) { return item.series.every((one) => one.style === "points"); }
@@ -80,9 +97,14 @@ function band(series, x, low, high) {
     line: { width: 0 }, hoverinfo: "skip", connectgaps: false };
 }
 
+// On black, a quarter of the way to white.
+function lighter(colour) {
+  return `#${[1, 3, 5].map((at) => Math.round(parseInt(colour.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
+}
+
 function heat(item) {
   const values = item.values.map((row) => NUMBERS[row]), scale = { colorscale: "Cividis", z: values };
-  const bar = { title: { text: item.value_label, side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, len: 1 };
+  const bar = { title: { text: item.title.includes(item.value_label) ? "" : item.value_label, side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, len: 1 };
   if (item.log_values) {
     scale.z = values.map((row) => row.map((one) => (one > 0 ? Math.log10(one) : null)));
     const least = Math.floor(Math.min(...scale.z.flat().filter((one) => one !== null)));
@@ -97,15 +119,15 @@ function heat(item) {
 
 function traces(item) {
   if (item.kind === "heatmap") return heat(item);
-  const bands = [], lines = [];
+  const bands = [], lines = [], toned = (colour) => (DARK.matches ? lighter(colour) : colour);
   const modes = { line: "lines", points: "markers", both: "lines+markers" };
   for (const series of item.series) {
     if (hiddenGroups.has(series.group)) continue;
     const [x, y, low, high] = ["x", "y", "low", "high"].map((name) => (series[name] === null ? null : NUMBERS[series[name]]));
     if (low && high) bands.push(band(series, x, low, high));
     lines.push({ x, y, type: "scatter", mode: modes[series.style], name: series.name.replace(/</g, "&lt;"),
-      line: { color: series.colour, dash: series.dash, width: 1.8 },
-      marker: { color: series.colour, size: 5, opacity: series.style === "points" ? 0.7 : 1 },
+      line: { color: toned(series.colour), dash: series.dash, width: 1.8 },
+      marker: { color: toned(series.colour), size: 5, opacity: series.style === "points" ? 0.7 : 1 },
       customdata: low && high ? x.map((_, i) => [low[i], high[i]]) : undefined,
       hovertemplate: low && high ? "%{y} <i>(%{customdata[0]:.3g} to %{customdata[1]:.3g})</i>" : undefined });
   }
@@ -126,12 +148,12 @@ const seen = new IntersectionObserver((entries) => {
 }, { rootMargin: "400px" });
 
 function redraw() {
-  for (const place of document.querySelectorAll(".chart")) if (place.drawn) draw(place);
+  for (const place of document.querySelectorAll(".plot")) if (place.drawn) draw(place);
 }
 
 function swatch(colour, dash) {
   const made = element("span", `swatch ${dash}`);
-  made.style.color = colour;
+  made.style.setProperty("--colour", colour);
   return made;
 }
 
@@ -158,7 +180,7 @@ function table(item) {
 }
 
 function chart(item) {
-  const made = element("figure", item.kind), place = element("div", "chart");
+  const made = element("figure", item.kind), place = element("div", "plot");
   place.item = item;
   place.setAttribute("role", "img");
   place.setAttribute("aria-label", [item.title, item.note].filter(Boolean).join(". "));
