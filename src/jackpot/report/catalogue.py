@@ -23,12 +23,13 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Fan:
-    """Quantiles: a line with a band."""
+    """Quantiles: of one arm a line with a band, of several three lines each."""
 
     title: str
     middle: str
     low: str
     high: str
+    ends: tuple[str, str]  # what low and high are called
     note: str
 
 
@@ -99,6 +100,7 @@ PARTS = (
                 "mismatch/ratio_p50",
                 "mismatch/ratio_p1",
                 "mismatch/ratio_p99",
+                ("1st percentile", "99th percentile"),
                 "The whole should stay around 1. A lower edge that falls: the policy has given up tokens that the "
                 "rollout model keeps writing.",
             ),
@@ -107,6 +109,7 @@ PARTS = (
                 "mismatch/ratio_p50",
                 "mismatch/ratio_p0.1",
                 "mismatch/ratio_p99.9",
+                ("0.1th percentile", "99.9th percentile"),
                 "The tails that a plain importance weight would have to live with.",
             ),
             Spread("ratio"),

@@ -133,12 +133,15 @@ class _Drawer:
         if not set(names) <= set(self._names):
             return
         self._drawn |= set(names)
-        middle, low, high = ({one.group: one for one in self._series(name)} for name in names)
-        drawn = [
-            replace(one, low=_at(low[group], one.x), high=_at(high[group], one.x))
-            for group, one in middle.items()
-            if group in low and group in high
-        ]
+        if len(self._arms) > 1:  # bands over bands could not be told apart
+            labels = ("median", *entry.ends)
+            lines = [
+                self._series(name, label, place) for place, (name, label) in enumerate(zip(names, labels, strict=True))
+            ]
+            drawn = [replace(one, low=None, high=None) for part in lines for one in part]
+        else:
+            middle, low, high = (next(self._series(name)) for name in names)
+            drawn = [replace(middle, low=_at(low, middle.x), high=_at(high, middle.x))]
         yield self._chart(entry.title, drawn, metric=names[0], note=entry.note)
 
     def _against(self, entry: Against) -> Iterator[Chart]:

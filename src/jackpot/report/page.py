@@ -15,6 +15,7 @@ from jackpot.report.charts import Chart, Section, Table
 from jackpot.report.tokens import Tokens, packed
 
 _ASSETS = Path(__file__).parent / "assets"
+_INSPECTOR = ("colours.js", "inspector_rows.js", "inspector_panel.js", "inspector.js")
 _PLACE = re.compile(r"@@([A-Z]+)@@")
 
 
@@ -37,7 +38,7 @@ def write_page(
     packs = {"numbers": packed(numbers.lists)}
     inspector = scripts = ""
     if tokens and tokens.index["runs"]:
-        inspector, scripts = _asset("inspector.html"), _asset("colours.js") + _asset("inspector.js")
+        inspector, scripts = _asset("inspector.html"), "\n".join(map(_asset, _INSPECTOR))
         data["tokens"] = dict(tokens.index)
         packs |= tokens.packs
     parts = {
