@@ -42,12 +42,12 @@ def read_columns(saved: Saved, columns: Sequence[str] | None = None, rows: Seque
         UnreadableRollouts: it is damaged behind its footer, lacks a column, or is gone by now.
     """
     try:
+        if missing := set(columns or ()) - set(pq.read_schema(saved.path).names):
+            raise UnreadableRollouts(_why(saved.path, f"it has no column {', '.join(sorted(missing))}"))
         table = pq.read_table(saved.path, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise UnreadableRollouts(_why(saved.path, error)) from error
-    if missing := set(columns or ()) - set(table.column_names):
-        raise UnreadableRollouts(_why(saved.path, f"it has no column {', '.join(sorted(missing))}"))
-    return table if rows is None else table.take(rows)
+    return table if rows is None else table.take(pa.array(rows, pa.int64()))
 
 
 def flat(table: pa.Table, column: str) -> np.ndarray:
