@@ -16,7 +16,6 @@ from jackpot.report.lines import Line, mean_line, thin
 from jackpot.report.runs import Arm, arms_of, differing, find_runs, read_runs
 from jackpot.report.summary import summary_section
 from report.folders import run_folder
-from runs import run, small_config
 
 
 def lines(*values: Any, metric: str = "a/b") -> list[dict[str, Any]]:
@@ -83,15 +82,6 @@ def test_arms_of_one_name_are_told_apart_by_what_differs(tmp_path: Path) -> None
     run_folder(tmp_path / "x-seed1", lines(1.0), "seed=1")
     run_folder(tmp_path / "x-seed2", lines(1.0), "seed=2", "batch.prompts=8")
     assert [arm.name for arm in arms(tmp_path)] == ["x (batch.prompts=4)", "x (batch.prompts=8)"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two arms that have trained; one with two seeds."""
-    folder = tmp_path_factory.mktemp("runs")
-    for arm, seed in (("obrs", 0), ("obrs", 1), ("none", 0)):
-        run(small_config(f"seed={seed}", arm=arm), folder / f"{arm}-seed{seed}")
-    return folder
 
 
 def drawn_numbers(sections: list[Section]) -> list[list[float]]:
