@@ -71,7 +71,7 @@ def test_the_page_opens_with_the_summary_and_draws_what_comes_into_view(report: 
     expect(chart.locator(".scatterlayer .trace path.js-line")).to_have_count(2 + 1)  # two lines and a band
     heatmap = page.locator('figure[data-name="obrs/acceptance by position: obrs"]')
     expect(heatmap.locator(".heatmaplayer image")).to_have_count(1)
-    expect(heatmap.locator(".ytick").first).to_have_text("0")
+    expect(heatmap.locator(".ytick text").first).to_have_text("0")
 
 
 def test_arms_can_be_switched_off_and_charts_found(report: Path, open_page: Open) -> None:
