@@ -1,17 +1,22 @@
 """A real Chromium that may not load anything, and pages to open in it."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from jackpot.report.build import write_report
 from report.folders import run_folder, save_tokens
 from runs import run, small_config
 
-Open = Callable[..., Page]
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Request
+
+Open = Callable[..., Any]  # gives a Page
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +24,8 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         pytest.skip("no chromium on this machine; apt-get install chromium")
-    with sync_playwright() as playwright:
+    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()

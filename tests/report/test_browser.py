@@ -1,13 +1,14 @@
 """The page in a real Chromium, as somebody reads it. `make test-browser` fetches the browser where it can."""
 
+from __future__ import annotations
+
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import pytest
-from playwright.sync_api import Locator, Page, expect
 
 from jackpot.report.build import write_report
 from jackpot.report.charts import Chart, Heatmap, Section, Series
@@ -15,7 +16,11 @@ from jackpot.report.page import write_page
 from report.conftest import ODD, Open
 from report.folders import run_folder, write_lines
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
 pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 FIELDS = {
     "rollout": "rollout_log_probs",
     "rescored": "rollout_model_log_probs",

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from jackpot.files import write_whole
 from jackpot.report.charts import Chart, Section, Table
 from jackpot.report.tokens import Tokens, packed
@@ -33,6 +31,8 @@ def write_page(
         tokens: for the token inspector; without it the page has none.
         reload_every: seconds after which the page looks for a newer one in its place, again and again.
     """
+    from plotly.offline import get_plotlyjs  # the other commands start without it
+
     numbers = _Numbers()
     data = {"sections": [_section(section, numbers) for section in sections], "reloadEvery": reload_every}
     packs = {"numbers": packed(numbers.lists)}
