@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test test-all test-vllm test-vllm-here soak lint clean
+.PHONY: train test test-all test-browser chromium test-vllm test-vllm-here soak lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -18,8 +18,18 @@ test: $(VENV)/ready
 # Where the peers cannot be had, their recorded answers serve and the live test says that it was skipped.
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
+	-$(MAKE) --no-print-directory chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm'
 	$(MAKE) --no-print-directory test-vllm
+
+test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/report $(ARGS)
+
+chromium:  # without it the tests of the page say that they were skipped
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
+	then :; elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
+	then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	else echo "no chromium, and no right to install one: tests of the report's page are skipped"; fi
 
 test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \

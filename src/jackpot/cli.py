@@ -2,8 +2,9 @@
 
 import json
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from jackpot.config import Config
-from jackpot.console import live_progress, show_answers, show_diagnosis, show_plan, show_result, starter_progress
+from jackpot.console import (
+    live_progress,
+    show_answers,
+    show_diagnosis,
+    show_plan,
+    show_report,
+    show_result,
+    starter_progress,
+)
 from jackpot.console_compare import arms_progress
 from jackpot.console_tables import show_files, show_tables
 from jackpot.errors import ConfigError, JackpotError
@@ -28,10 +37,13 @@ from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
 from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
+from jackpot.report.build import watch as watch_runs
+from jackpot.report.build import write_report
 from jackpot.report.comparison import comparison_sections
 from jackpot.report.folder import write_folder
 from jackpot.report.simulation import view_sections
 from jackpot.report.simulation_pairs import pair_sections
+from jackpot.report.tokens import MAX_TOKENS
 from jackpot.telemetry import RunFolder, run_config
 
 app = typer.Typer(
@@ -141,6 +153,25 @@ def diagnose(
         show_diagnosis(Console(), found)
     if found.verdict == "sick":
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; default report.html in or beside the run folders.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Saved tokens in the page.")] = MAX_TOKENS,
+    watch: Annotated[bool, typer.Option("--watch", help="Write it again while a run goes on; Ctrl-C ends.")] = False,
+    every: Annotated[float, typer.Option(min=1.0, help="With --watch: seconds between two looks.")] = 10.0,
+) -> None:
+    """Write one HTML file about runs, finished or going on: every metric with arms overlaid, and every saved token."""
+    tell = partial(show_report, Console())
+    if not watch:
+        tell(write_report(runs, out, max_tokens))
+        return
+    with suppress(KeyboardInterrupt):
+        watch_runs(runs, out, max_tokens, every, tell)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.lab.diagnose import Diagnosis, Finding
 from jackpot.launch.plan import Size
 from jackpot.launch.sample import Answer
+from jackpot.report.build import Report
 from jackpot.trainer import Line, Listener
 from jackpot.types import Prompt, Role
 
@@ -118,6 +119,16 @@ def show_answers(console: Console, problems: Sequence[tuple[Prompt, Sequence[Ans
             when = "after" if answer.after else "before"
             table.add_row(answer.role.replace("_", " "), when, Text(answer.response), verdict)
         console.print(table)
+
+
+def show_report(console: Console, report: Report) -> None:
+    """Where the page is, how large, and what it lacks."""
+    size = report.path.stat().st_size / 2**20
+    going = f", {len(report.unfinished)} of them not finished" if report.unfinished else ""
+    runs = "1 run" if report.runs == 1 else f"{report.runs} runs"
+    console.print(f"Wrote {report.path} ({size:.1f} MiB): {runs}{going}", soft_wrap=True, highlight=False, markup=False)
+    for sentence in report.unreadable:
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
 
 
 def show_diagnosis(console: Console, diagnosis: Diagnosis) -> None:

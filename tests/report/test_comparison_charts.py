@@ -59,7 +59,7 @@ def test_a_line_is_the_mean_over_seeds_and_few_seeds_have_a_band_from_lowest_to_
     found = series("Policy by sequences written", RUNS)["obrs"]
     assert list(found.x) == [0, 1, 2, 3]
     assert found.y == pytest.approx([0.3, 0.4, 0.7, 0.8])
-    assert (found.low, found.high) == ([0.2, 0.4, 0.6, 0.8], [0.4, 0.4, 0.8, 0.8])
+    assert (found.low, found.high) == ((0.2, 0.4, 0.6, 0.8), (0.4, 0.4, 0.8, 0.8))
 
 
 def test_the_same_arm_over_flops_and_processor_seconds() -> None:
@@ -78,6 +78,6 @@ def test_a_collapsed_run_counts_on_with_its_last_accuracy_and_a_short_one_does_n
 def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
     values = [1.0, 2.0, 4.0, 8.0, 9.0]
     mean, low, high = band([[value, None] for value in values])
-    assert mean == [statistics.fmean(values), None]
-    assert low == [pytest.approx(mean[0] - statistics.stdev(values)), None]
-    assert high == [pytest.approx(mean[0] + statistics.stdev(values)), None]
+    assert mean == (statistics.fmean(values), None)
+    assert low == (pytest.approx(mean[0] - statistics.stdev(values)), None)
+    assert high == (pytest.approx(mean[0] + statistics.stdev(values)), None)

@@ -1,21 +1,31 @@
 """Several seeds of one arm as a line with a band. Layer 6, pure."""
 
-import statistics
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
-FEW = 5  # seeds; fewer have no standard deviation worth drawing
+FEW = 5  # below so many seeds the band is from the least to the greatest
 
-BAND = f"Lines are means over seeds; bands are from the lowest to the highest, with {FEW} seeds and more ± 1 sd."
+Number = float | None
 
 
-def band(columns: Sequence[Sequence[float | None]]) -> tuple[list[float | None], ...]:
+def middle_and_band(values: Sequence[float], members: int) -> tuple[Number, Number, Number]:
+    """Mean, low and high of the values that some of so many seeds have at one place: from least to greatest of a few
+    seeds, else one standard deviation of the sample to both sides. None where there are none."""
+    if not values:
+        return None, None, None
+    middle = fmean(values)
+    if members < FEW or len(values) < 2:
+        return middle, min(values), max(values)
+    spread = stdev(values)
+    return middle, middle - spread, middle + spread
+
+
+def band(columns: Sequence[Sequence[Number]]) -> tuple[tuple[Number, ...], ...]:
     """Mean, low and high of values [seed][x], at each x over the seeds that have one there."""
-    means, lows, highs = [], [], []
-    for values in zip(*columns, strict=True):
-        known = [value for value in values if value is not None]
-        mean = statistics.fmean(known) if known else None
-        spread = statistics.stdev(known) if len(known) >= FEW else None
-        means.append(mean)
-        lows.append(mean - spread if spread is not None else min(known, default=None))
-        highs.append(mean + spread if spread is not None else max(known, default=None))
-    return means, lows, highs
+    rows = [[value for value in values if value is not None] for values in zip(*columns, strict=True)]
+    return tuple(zip(*(middle_and_band(row, len(columns)) for row in rows), strict=True))
+
+
+def band_words(members: int) -> str:
+    """What the band is around the mean of so many seeds."""
+    return "from the least to the greatest" if members < FEW else "one standard deviation to both sides"

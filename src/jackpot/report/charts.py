@@ -26,6 +26,7 @@ class Series:
     high: Numbers | None = None
     number: int = 0  # chooses colour and dash; the same thing has the same number in every chart
     style: Literal["line", "points", "both"] = "line"
+    group: str = ""  # what the page's own legend switches on and off in all charts at once
 
     @property
     def colour(self) -> str:
@@ -55,6 +56,7 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     y_range: tuple[float, float] | None = None
+    x_names: tuple[str, ...] = ()  # of the places 0, 1, 2, ... where x counts things that have names
     guides: tuple[Guide, ...] = ()
 
 
@@ -68,6 +70,7 @@ class Heatmap:
     values: Sequence[Numbers]  # [y][x]
     value_label: str
     note: str = ""
+    log_values: bool = False  # of positive values: the colours go by their logarithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jackpot.lab.comparison import UNITS, Comparison, spent_on
 from jackpot.lab.summary import Point, RunSummary
-from jackpot.report.bands import BAND, band
+from jackpot.report.bands import band, band_words
 from jackpot.report.charts import Chart, Guide, Section, Series
 from jackpot.report.comparison_tables import comparison_tables
 
@@ -38,7 +38,11 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
     """By the name of the picture of each."""
-    intro = f"{BAND} A run that has collapsed was stopped, and counts on with its last accuracy."
+    seeds = max(len(row.seeds) for row in comparison.rows)
+    intro = (
+        f"Lines are means over seeds, bands go {band_words(seeds)}. "
+        "A run that has collapsed was stopped, and counts on with its last accuracy."
+    )
     return {
         "numbers": Section(title="The arms", intro="", items=comparison_tables(comparison)),
         "comparison": Section(title="On the way", intro=intro, items=comparison_charts(comparison, runs)),

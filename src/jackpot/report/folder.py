@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jackpot.files import write_whole
-from jackpot.report.charts import Chart, Heatmap, Section, Table
+from jackpot.report.charts import Section, Table
 from jackpot.report.page import write_page
 from jackpot.report.png import write_png
 
@@ -25,23 +24,10 @@ def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Sec
     for key, section in sections.items():
         if charts := [item for item in section.items if not isinstance(item, Table)]:
             written.append(folder / f"{key}.png")
-            write_png(written[-1], [_with_axes(chart) for chart in charts])
+            write_png(written[-1], charts)
     written.append(folder / f"{name}.json")
     write_whole(written[-1], (json.dumps(_plain(numbers), indent=1, allow_nan=False) + "\n").encode())
     return written
-
-
-def _with_axes(chart: Chart | Heatmap) -> Chart | Heatmap:
-    """matplotlib cannot lay out a logarithmic axis on which nothing stands: such a one becomes linear."""
-    if isinstance(chart, Heatmap):
-        return chart
-    stands = [_any_positive(values) for values in zip(*((one.x, one.y) for one in chart.series), strict=True)]
-    has_x, has_y = stands or [False, False]
-    return replace(chart, log_x=chart.log_x and has_x, log_y=chart.log_y and has_y)
-
-
-def _any_positive(columns: Iterable[Iterable[float | None]]) -> bool:
-    return any(value is not None and value > 0.0 for column in columns for value in column)
 
 
 def _plain(value: Any) -> Any:

@@ -1,15 +1,16 @@
 """Charts as a PNG file, by matplotlib. Layer 6."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from jackpot.files import whole_file
 from jackpot.report.charts import Chart, Heatmap, Numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 _STYLES = {"line": {}, "points": {"linestyle": "none", "marker": "."}, "both": {"marker": "o", "markersize": 3}}
@@ -17,13 +18,16 @@ _STYLES = {"line": {}, "points": {"linestyle": "none", "marker": "."}, "both": {
 
 def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -> None:
     """Draw charts side by side, at most `columns` in a row; 150 dots an inch, 5 x 3.8 inches each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the other commands start without it
+    from matplotlib.figure import Figure
+
     columns = min(columns, len(charts))
     rows = math.ceil(len(charts) / columns)
     figure = Figure(figsize=(5.0 * columns, 3.8 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, chart in zip(panels, charts, strict=False):
-        _draw_heatmap(panel, chart) if isinstance(chart, Heatmap) else _draw_chart(panel, chart)
+        _draw_heatmap(panel, chart) if isinstance(chart, Heatmap) else _draw_chart(panel, _with_axes(chart))
         panel.set_title(chart.title, fontsize=10)
         panel.set_xlabel(chart.x_label, fontsize=9)
         panel.set_ylabel(chart.y_label, fontsize=9)
@@ -35,7 +39,7 @@ def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -
         figure.savefig(partial, format="png")
 
 
-def _draw_chart(panel: Axes, chart: Chart) -> None:
+def _draw_chart(panel: "Axes", chart: Chart) -> None:
     for series in chart.series:
         x, y = _floats(series.x), _floats(series.y)
         look = {"linestyle": _DASHES[series.dash]} | _STYLES[series.style]
@@ -46,6 +50,8 @@ def _draw_chart(panel: Axes, chart: Chart) -> None:
     for guide in chart.guides:
         draw, at = (panel.axhline, guide.y) if guide.x is None else (panel.axvline, guide.x)
         draw(at, color="#555555", linewidth=0.8, linestyle=":", label=guide.text)
+    if chart.x_names:
+        panel.set_xticks(range(len(chart.x_names)), chart.x_names)
     if chart.log_x:
         panel.set_xscale("log")
     if chart.log_y:
@@ -57,12 +63,23 @@ def _draw_chart(panel: Axes, chart: Chart) -> None:
         panel.legend(fontsize=7, framealpha=0.7)
 
 
-def _draw_heatmap(panel: Axes, chart: Heatmap) -> None:
+def _draw_heatmap(panel: "Axes", chart: Heatmap) -> None:
     values = [_floats(row) for row in chart.values]
     edges = range(len(chart.y))
     drawn = panel.pcolormesh(_floats(chart.x), list(edges), values, cmap="cividis", shading="nearest")
     panel.set_yticks(list(edges), chart.y)
     panel.figure.colorbar(drawn, ax=panel).set_label(chart.value_label, fontsize=8)
+
+
+def _with_axes(chart: Chart) -> Chart:
+    """matplotlib cannot lay out a logarithmic axis on which nothing stands: such a one becomes linear."""
+    stands = [_any_positive(values) for values in zip(*((one.x, one.y) for one in chart.series), strict=True)]
+    has_x, has_y = stands or [False, False]
+    return replace(chart, log_x=chart.log_x and has_x, log_y=chart.log_y and has_y)
+
+
+def _any_positive(columns: Iterable[Iterable[float | None]]) -> bool:
+    return any(value is not None and value > 0.0 for column in columns for value in column)
 
 
 def _floats(numbers: Numbers) -> list[float]:

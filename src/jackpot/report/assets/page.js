@@ -1,107 +1,311 @@
 "use strict";
-// Draws the sections of the page. Charts are drawn when they come into view.
+// Draws the sections of the page: charts when they come into view, tables at once.
 
 const DARK = window.matchMedia("(prefers-color-scheme: dark)");
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const hiddenGroups = new Set();
+const charts = [];
+let NUMBERS = [];
 
-function element(tag, text, className) {
+function element(tag, className, text) {
   const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
   if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
   return made;
 }
 
-function axis(label, log) {
-  return { title: { text: label }, type: log ? "log" : "linear", automargin: true, zeroline: false };
+// What page.py packed: JSON, compressed, in base64.
+async function unpack(name) {
+  const bytes = Uint8Array.from(atob(document.getElementById(`pack-${name}`).textContent), (one) => one.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+// The part of the address behind # keeps what the reader has chosen.
+function state() { return new URLSearchParams(location.hash.slice(1)); }
+
+function remember(changes) {
+  const now = state();
+  for (const [name, value] of Object.entries(changes)) {
+    if (value === "" || value === null || value === undefined) now.delete(name); else now.set(name, value);
+  }
+  const text = now.toString();
+  history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
+}
+
+function ink() {
+  return DARK.matches ? { front: "#c9ced6", line: "#2c3037", limit: "#f0a469", card: "#1a1d22" } :
+    { front: "#4a4e56", line: "#ececea", limit: "#9a3d00", card: "#ffffff" };
 }
 
 function layout(item) {
-  const front = DARK.matches ? "#e6e6e6" : "#1b1b1b", line = DARK.matches ? "#3a3d44" : "#d9d9d9";
+  const { front, line, limit, card } = ink();
+  const axis = (label, log) => ({ title: { text: label, font: { size: 11 }, standoff: 6 }, type: log ? "log" : "linear",
+    automargin: true, zeroline: false, gridcolor: line, linecolor: line, hoverformat: ".4g", tickformat: log ? "~g" : undefined,
+    exponentformat: "power", minor: { showgrid: false } });
   const made = {
-    title: { text: item.title, font: { size: 14 } },
-    font: { color: front, size: 11 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { t: 40, r: 10, b: 45, l: 55 }, height: 320, hovermode: "x unified",
-    xaxis: { ...axis(item.x_label, item.log_x), gridcolor: line },
-    yaxis: { ...axis(item.y_label, item.log_y), gridcolor: line },
-    legend: { orientation: "h", y: -0.25 }, shapes: [], annotations: [],
+    font: { color: front, size: 11, family: "inherit" }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { t: 8, r: 8, b: 36, l: 44 }, hovermode: item.kind === "chart" && !isCloud(item) ? "x unified" : "closest",
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: front } },
+    xaxis: axis(item.x_label, item.log_x), yaxis: axis(item.y_label, item.log_y), showlegend: false, shapes: [],
   };
+  if (item.kind === "heatmap") {
+    Object.assign(made.yaxis, { type: "category", showgrid: false });
+    made.xaxis.showgrid = false;
+    made.plot_bgcolor = line; // where there is no value
+  }
+  if (item.log_x) made.xaxis.dtick = decades(item, "x");
+  if (item.log_y) made.yaxis.dtick = decades(item, "y");
+  if (item.x_names && item.x_names.length) {
+    Object.assign(made.xaxis, { tickvals: item.x_names.map((_, i) => i), ticktext: item.x_names, range: [-0.3, item.x_names.length - 0.7] });
+  }
   if (item.y_range) made.yaxis.range = item.log_y ? item.y_range.map(Math.log10) : item.y_range;
   for (const guide of item.guides || []) {
     const across = guide.x === null;
     const place = across ? { x0: 0, x1: 1, xref: "paper", y0: guide.y, y1: guide.y } :
       { y0: 0, y1: 1, yref: "paper", x0: guide.x, x1: guide.x };
-    made.shapes.push({ type: "line", ...place, line: { color: front, width: 1, dash: "dot" },
-      label: { text: guide.text, font: { size: 10 }, textposition: "end" } });
+    made.shapes.push({ type: "line", ...place, line: { color: limit, width: 1, dash: "dot" },
+      label: { text: guide.text, font: { size: 10, color: limit }, textposition: "start", yanchor: "bottom" } });
   }
   return made;
 }
 
-function traces(item) {
-  if (item.kind === "heatmap") {
-    return [{ type: "heatmap", x: item.x, y: item.y, z: item.values, colorscale: "Cividis",
-      colorbar: { title: { text: item.value_label, side: "right" } } }];
-  }
-  const drawn = [];
-  for (const series of item.series) {
-    if (series.low && series.high) {
-      const edge = { x: series.x, type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip",
-        showlegend: false, legendgroup: series.name };
-      drawn.push({ ...edge, y: series.low });
-      drawn.push({ ...edge, y: series.high, fill: "tonexty", fillcolor: series.colour + "2e" });
-    }
-    const modes = { line: "lines", points: "markers", both: "lines+markers" };
-    drawn.push({ x: series.x, y: series.y, type: "scatter", mode: modes[series.style], name: series.name,
-      legendgroup: series.name, line: { color: series.colour, dash: series.dash, width: 2 },
-      marker: { color: series.colour, size: 5 } });
-  }
-  return drawn;
+// The step of a logarithmic axis: few labels, and none between the powers of ten where there are many of those.
+function decades(item, axis) {
+  const columns = axis === "x" ? ["x"] : ["y", "low", "high"];
+  const values = item.series.flatMap((one) => columns.flatMap((name) => (one[name] === null ? [] : NUMBERS[one[name]])))
+    .filter((one) => one > 0).map(Math.log10);
+  const width = values.reduce((a, b) => Math.max(a, b), -Infinity) - values.reduce((a, b) => Math.min(a, b), Infinity);
+  return width < 1.5 ? "D2" : Math.ceil(width / 6);
 }
 
-function draw(place, item) {
-  Plotly.react(place, traces(item), layout(item), { displaylogo: false, responsive: true });
+function isCloud(item) { return item.series.every((one) => one.style === "points"); }
+
+// A band as closed polygons, one for each stretch without a gap.
+function band(series, x, low, high) {
+  const xs = [], ys = [];
+  for (let begin = 0; begin < x.length; begin++) {
+    let end = begin;
+    while (end < x.length && low[end] !== null && high[end] !== null) end++;
+    if (end === begin) continue;
+    for (let i = begin; i < end; i++) { xs.push(x[i]); ys.push(high[i]); }
+    for (let i = end - 1; i >= begin; i--) { xs.push(x[i]); ys.push(low[i]); }
+    xs.push(null); ys.push(null);
+    begin = end;
+  }
+  return { x: xs, y: ys, type: "scatter", mode: "lines", fill: "toself", fillcolor: series.colour + "2b",
+    line: { width: 0 }, hoverinfo: "skip", connectgaps: false };
+}
+
+// On black, a quarter of the way to white.
+function lighter(colour) {
+  return `#${[1, 3, 5].map((at) => Math.round(parseInt(colour.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
+}
+
+function heat(item) {
+  const values = item.values.map((row) => NUMBERS[row]), scale = { colorscale: "Cividis", z: values };
+  const bar = { title: { text: item.title.includes(item.value_label) ? "" : item.value_label, side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, len: 1 };
+  if (item.log_values) {
+    scale.z = values.map((row) => row.map((one) => (one > 0 ? Math.log10(one) : null)));
+    const least = Math.floor(Math.min(...scale.z.flat().filter((one) => one !== null)));
+    bar.tickvals = Array.from({ length: 1 - least }, (_, i) => least + i);
+    bar.ticktext = bar.tickvals.map((power) => String(Number((10 ** power).toPrecision(1))));
+    scale.zmin = least;
+    scale.zmax = 0;
+  }
+  return [{ type: "heatmap", x: NUMBERS[item.x], y: item.y, ...scale, customdata: values, colorbar: bar,
+    hovertemplate: `${item.x_label} %{x}<br>${item.y_label} %{y}<br>%{customdata:.4g}<extra></extra>`, hoverongaps: false }];
+}
+
+function traces(item) {
+  if (item.kind === "heatmap") return heat(item);
+  const bands = [], lines = [], toned = (colour) => (DARK.matches ? lighter(colour) : colour);
+  const modes = { line: "lines", points: "markers", both: "lines+markers" };
+  for (const series of item.series) {
+    if (hiddenGroups.has(series.group)) continue;
+    const [x, y, low, high] = ["x", "y", "low", "high"].map((name) => (series[name] === null ? null : NUMBERS[series[name]]));
+    if (low && high) bands.push(band(series, x, low, high));
+    lines.push({ x, y, type: "scatter", mode: modes[series.style], name: series.name.replace(/</g, "&lt;"),
+      line: { color: toned(series.colour), dash: series.dash, width: 1.8 },
+      marker: { color: toned(series.colour), size: 5, opacity: series.style === "points" ? 0.7 : 1 },
+      customdata: low && high ? x.map((_, i) => [low[i], high[i]]) : undefined,
+      hovertemplate: low && high ? "%{y} <i>(%{customdata[0]:.3g} to %{customdata[1]:.3g})</i>" : undefined });
+  }
+  return [...bands, ...lines];
+}
+
+function draw(place) {
+  const item = place.item;
+  Plotly.react(place, traces(item), layout(item),
+    { displaylogo: false, responsive: true, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
+  place.drawn = true;
 }
 
 const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) {
-    if (entry.isIntersecting) { draw(entry.target, entry.target.item); seen.unobserve(entry.target); entry.target.drawn = true; }
+    if (entry.isIntersecting) { seen.unobserve(entry.target); draw(entry.target); }
   }
-}, { rootMargin: "300px" });
+}, { rootMargin: "400px" });
+
+function redraw() {
+  for (const place of document.querySelectorAll(".plot")) if (place.drawn) draw(place);
+}
+
+function swatch(colour, dash) {
+  const made = element("span", `swatch ${dash}`);
+  made.style.setProperty("--colour", colour);
+  return made;
+}
 
 function table(item) {
-  const made = element("figure", undefined, "table"), body = element("table");
-  made.append(element("figcaption", item.title), body);
+  const made = element("figure", "table"), body = element("table"), scroll = element("div", "scroll");
+  made.append(element("figcaption", "", item.title), scroll);
+  scroll.append(body);
+  const isNumber = item.columns.map((_, i) => item.rows.every((row) => /^(-|[-+]?[\d.,]+( ?%|e[-+]?\d+)?( of \d+)?)$/.test(row[i])));
   const head = body.createTHead().insertRow();
-  for (const name of item.columns) head.append(element("th", name));
+  for (const [i, name] of item.columns.entries()) {
+    const cell = element("th", isNumber[i] ? "number" : "", name);
+    cell.scope = "col";
+    head.append(cell);
+  }
   const rows = body.createTBody();
   for (const cells of item.rows) {
     const row = rows.insertRow();
-    for (const cell of cells) row.insertCell().textContent = cell;
+    for (const [i, text] of cells.entries()) {
+      const verdict = item.columns[i] === "verdict" && text.length < 20;
+      row.append(element("td", isNumber[i] ? "number" : verdict ? `verdict ${text}` : "", text));
+    }
   }
   return made;
 }
 
 function chart(item) {
-  const made = element("figure"), place = element("div", undefined, "chart");
+  const made = element("figure", item.kind), place = element("div", "plot");
   place.item = item;
-  made.append(place);
-  seen.observe(place);
+  place.setAttribute("role", "img");
+  place.setAttribute("aria-label", [item.title, item.note].filter(Boolean).join(". "));
+  made.append(element("figcaption", "", item.title), place);
+  const byGroup = GROUPS.length > 1 && (item.series || []).every((one) => one.name === one.group);
+  const isAlone = (item.series || []).length < 2 && (!item.series || !item.series[0] || item.series[0].name === item.series[0].group);
+  if (!byGroup && !isAlone) {
+    const legend = element("div", "legend");
+    for (const series of item.series || []) {
+      const entry = element("span");
+      entry.append(swatch(series.colour, series.dash), series.name);
+      legend.append(entry);
+    }
+    made.append(legend);
+  }
+  charts.push(place);
   return made;
 }
 
-for (const [number, section] of JSON.parse(document.getElementById("data").textContent).entries()) {
-  const made = element("section"), items = element("div", undefined, "items");
-  made.id = `section-${number}`;
-  made.append(element("h2", section.title), element("p", section.intro, "intro"), items);
-  for (const item of section.items) {
-    const figure = item.kind === "table" ? table(item) : chart(item);
-    if (item.note) figure.append(element("p", item.note, "note"));
-    items.append(figure);
+const GROUPS = [...new Map(DATA.sections.flatMap((section) => section.items).flatMap((item) => item.series || [])
+  .filter((series) => series.group && series.dash === "solid").map((series) => [series.group, series.colour]))];
+
+function groupButtons() {
+  const box = document.getElementById("groups");
+  box.hidden = GROUPS.length < 2;
+  for (const name of (state().get("hidden") || "").split("|").filter(Boolean)) hiddenGroups.add(name);
+  for (const [name, colour] of GROUPS) {
+    const button = element("button");
+    button.append(swatch(colour, "solid"), name);
+    button.setAttribute("aria-pressed", String(!hiddenGroups.has(name)));
+    button.addEventListener("click", () => {
+      if (!hiddenGroups.delete(name)) hiddenGroups.add(name);
+      button.setAttribute("aria-pressed", String(!hiddenGroups.has(name)));
+      remember({ hidden: [...hiddenGroups].join("|") });
+      redraw();
+    });
+    box.append(button);
   }
-  document.getElementById("sections").append(made);
-  const link = element("a", section.title);
-  link.href = `#${made.id}`;
-  document.getElementById("contents").append(link, " ");
 }
 
-DARK.addEventListener("change", () => {
-  for (const place of document.querySelectorAll(".chart")) if (place.drawn) draw(place, place.item);
+function addToContents(title, target) {
+  const link = element("a", "", title);
+  link.href = `#${target.id}`;
+  link.addEventListener("click", (event) => {
+    event.preventDefault(); // the part behind # is for what was chosen
+    target.scrollIntoView();
+    target.tabIndex = -1;
+    target.focus({ preventScroll: true });
+  });
+  document.getElementById("contents").append(link);
+  target.link = link;
+}
+
+function sections() {
+  for (const [number, section] of DATA.sections.entries()) {
+    const made = element("section"), items = element("div", "items");
+    made.id = `section-${number}`;
+    made.append(element("h2", "", section.title), element("p", "intro", section.intro), items);
+    for (const item of section.items) {
+      const figure = item.kind === "table" ? table(item) : chart(item);
+      figure.dataset.name = item.title.toLowerCase();
+      if (item.note) figure.append(element("p", "note", item.note));
+      items.append(figure);
+    }
+    document.getElementById("sections").append(made);
+    addToContents(section.title, made);
+  }
+  if (document.getElementById("tokens")) addToContents("Tokens", document.getElementById("tokens"));
+}
+
+// Marks the section that is being read.
+function followReading() {
+  const all = [...document.querySelectorAll("section")];
+  let asked = false;
+  const mark = () => {
+    asked = false;
+    const reading = all.filter((one) => !one.hidden && one.getBoundingClientRect().top < innerHeight / 3).pop() || all[0];
+    for (const one of all) if (one === reading) one.link.setAttribute("aria-current", "true"); else one.link.removeAttribute("aria-current");
+  };
+  addEventListener("scroll", () => { if (!asked) { asked = true; requestAnimationFrame(mark); } }, { passive: true });
+  if (all.length) mark();
+}
+
+function findCharts() {
+  const input = document.getElementById("wanted");
+  const show = () => {
+    const wanted = input.value.trim().toLowerCase();
+    for (const section of document.querySelectorAll("#sections section")) {
+      let any = false;
+      for (const figure of section.querySelectorAll("figure")) {
+        figure.hidden = !figure.dataset.name.includes(wanted);
+        any ||= !figure.hidden;
+      }
+      section.hidden = !any;
+    }
+    remember({ find: wanted });
+  };
+  input.value = state().get("find") || "";
+  input.addEventListener("input", show);
+  if (input.value) show();
+}
+
+// Under --watch: take the newer page in this one's place, but not while somebody is busy with this one.
+function watchRun() {
+  if (!DATA.reloadEvery) return;
+  const box = document.getElementById("reload"), loaded = Date.now();
+  let touched = 0;
+  document.getElementById("watch").hidden = false;
+  box.checked = state().get("reload") !== "off";
+  box.addEventListener("change", () => remember({ reload: box.checked ? "" : "off" }));
+  for (const kind of ["pointermove", "keydown", "scroll", "wheel"]) addEventListener(kind, () => { touched = Date.now(); }, { passive: true, capture: true });
+  setInterval(() => {
+    const age = (Date.now() - loaded) / 1000;
+    document.getElementById("age").textContent = `(${Math.round(age)} s old)`;
+    if (box.checked && age >= DATA.reloadEvery && Date.now() - touched > 3000) location.reload();
+  }, 1000);
+}
+
+DARK.addEventListener("change", redraw);
+groupButtons();
+sections();
+followReading();
+findCharts();
+watchRun();
+unpack("numbers").then((numbers) => {
+  NUMBERS = numbers;
+  for (const place of charts) seen.observe(place);
 });

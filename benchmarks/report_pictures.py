@@ -1,0 +1,46 @@
+"""The pictures of docs/report.md, from runs that are there: python benchmarks/report_pictures.py RUN ...
+
+The browser is Debian's chromium, or --chromium PATH.
+
+Those in the document are of the runs of docs/tutorial.md: python benchmarks/report_pictures.py runs/compare-quickstart
+"""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from jackpot.report.build import write_report
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--chromium", default=shutil.which("chromium"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        report = write_report(arguments.runs, Path(folder) / "report.html")
+        browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1240, "height": 780})
+        page.goto(report.path.as_uri())
+        page.get_by_role("link", name="Mismatch, before the correction").click()
+        page.wait_for_function("document.querySelectorAll('#section-3 .main-svg').length > 8")
+        page.screenshot(path=PICTURES / "report-curves.png")
+        page.get_by_role("link", name="Tokens", exact=True).click()
+        run = page.locator("#run option", has_text="obrs").first.inner_text()
+        page.get_by_label("Run", exact=True).select_option(label=run)
+        page.get_by_label("Rejected tokens").select_option("above 10 %")
+        page.get_by_role("radio", name="Ratio").click()
+        page.locator("#list").focus()
+        page.keyboard.press("n")
+        page.wait_for_selector("#detail .state.rejected")
+        page.screenshot(path=PICTURES / "report-tokens.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
