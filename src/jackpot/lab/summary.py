@@ -69,7 +69,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
     """The summary of a run folder, finished or not.
 
     Raises:
-        CheckpointError: no run there, or one without an evaluation yet.
+        CheckpointError: no run there, one without an evaluation yet, or one whose costs are not known.
     """
     config, folder = run_config(run), RunFolder(run)
     lines = folder.read("metrics.jsonl")
@@ -89,7 +89,16 @@ def summarize(run: Path, arm: str) -> RunSummary:
 
 
 def points_of(lines: Lines, config: Config) -> Iterable[Point]:
-    """One point for every evaluation."""
+    """One point for every evaluation.
+
+    Raises:
+        CheckpointError: the run was begun by a version that did not count FLOPs.
+    """
+    if any("flops/rollout" not in line for line in lines if line["iteration"] > 0):
+        raise CheckpointError(
+            "the run was begun by a version that did not write flops/rollout, so what it cost is not known; move its "
+            "folder away, and it is made anew"
+        )
     spent = dict.fromkeys(("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds"), 0.0)
     since: list[Mapping[str, Any]] = []
     for line in lines:
