@@ -1,7 +1,6 @@
-"""The study of docs/study.md: tune every arm alike, run what is reported, write the page. Continues where it was cut.
+"""Which correction helps: tune every arm alike, then run what is reported. Continues where it was cut.
 
-    python benchmarks/study.py            # everything that is not in docs/study/*.jsonl yet, then the page
-    python benchmarks/study.py --page     # the page alone, from those summaries
+    python benchmarks/study.py            # everything that is not in docs/study/*.jsonl yet
     python benchmarks/study.py --jobs 2 --stage tuning
 
 Summaries of finished runs are appended to docs/study/tuning.jsonl and docs/study/reported.jsonl, which are committed;
@@ -16,7 +15,7 @@ from pathlib import Path
 from jackpot.config import Config
 from jackpot.lab.collapse import collapse_of
 from jackpot.lab.summary import RunSummary, summarize
-from jackpot.launch.arms import Job, Lines, jobs_at_once, run_jobs
+from jackpot.launch.arms import FAILED, Job, Lines, jobs_at_once, run_jobs
 from jackpot.models.starters import STUDY_STARTERS, make_starters
 from jackpot.recipes import resolve
 
@@ -79,12 +78,12 @@ def run(stage: str, wanted: Sequence[tuple[Job, Config]], at_once: int | None) -
     missing = {job: config for job, config in wanted if (job.arm, job.seed) not in known}
     SUMMARIES.mkdir(parents=True, exist_ok=True)
 
-    def judge(job: Job, lines: Lines) -> str | None:
-        found = collapse_of(lines, [], missing[job])
+    def judge(job: Job, lines: Lines, events: Lines) -> str | None:
+        found = collapse_of(lines, events, missing[job])
         return f"collapsed: {found.why}" if found else None
 
     def listen(job: Job, lines: Lines, end: str) -> None:
-        if not end:
+        if not end or end == FAILED:
             return
         print(f"{stage}: {job.arm}, seed {job.seed}: {end}", flush=True)
         summary = summarize(job.folder, job.arm)
@@ -94,8 +93,8 @@ def run(stage: str, wanted: Sequence[tuple[Job, Config]], at_once: int | None) -
 
     if missing:
         failed = run_jobs(list(missing), at_once or jobs_at_once(missing.values()), judge, listen)
-        for job, words in failed.items():
-            raise SystemExit(f"{job.arm}, seed {job.seed} failed: {words}")
+        if failed:
+            raise SystemExit("\n".join(f"{job.arm}, seed {job.seed} failed: {words}" for job, words in failed.items()))
     return read(stage)
 
 
@@ -113,22 +112,17 @@ def best_factor(tuning: Sequence[RunSummary], cell: Cell) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--stage", choices=("tuning", "reported"), help="stop after it")
+    parser.add_argument("--stage", choices=("tuning",), help="stop after it")
     parser.add_argument("--jobs", type=int, help="runs at once; default as many as cores are free")
     options = parser.parse_args()
-    if not options.page:
-        if not all((RUNS / "models" / name).exists() for name in STUDY_STARTERS):
-            make_starters(RUNS / "models", STUDY_STARTERS)
-        grid = itertools.product(TUNING_SEEDS, cells(), FACTORS)
-        tuning = run("tuning", [make_job("tuning", cell, factor, seed) for seed, cell, factor in grid], options.jobs)
-        if options.stage == "tuning":
-            return
+    if not all((RUNS / "models" / name).exists() for name in STUDY_STARTERS):
+        make_starters(RUNS / "models", STUDY_STARTERS)
+    grid = itertools.product(TUNING_SEEDS, cells(), FACTORS)
+    tuning = run("tuning", [make_job("tuning", cell, factor, seed) for seed, cell, factor in grid], options.jobs)
+    if options.stage != "tuning":
         chosen = {cell: best_factor(tuning, cell) for cell in cells()}
         reported = [make_job("reported", cell, chosen[cell], seed) for seed in SEEDS for cell in cells()]
         run("reported", reported, options.jobs)
-        if options.stage == "reported":
-            return
 
 
 if __name__ == "__main__":

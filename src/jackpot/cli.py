@@ -31,6 +31,7 @@ from jackpot.lab.diagnose import diagnose as diagnosis_of
 from jackpot.lab.simulate.models import simulate_candidates, simulate_run
 from jackpot.lab.simulate.pairs import PROMPTS
 from jackpot.lab.simulate.simulation import simulate_families
+from jackpot.launch.arms import differing_arms
 from jackpot.launch.compare import Plan, run_arms
 from jackpot.launch.local import launch
 from jackpot.launch.plan import model_sizes
@@ -93,7 +94,9 @@ def _train(console: Console, config: Config, folder: Path) -> bool:
 def compare(
     recipe: RecipeArgument,
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings of all arms as key=value.")] = None,
-    arms: Annotated[str, typer.Option(help="Names, with commas between them; default all of the recipe's.")] = "",
+    arms: Annotated[
+        str, typer.Option(help="Names, with commas between them; default all that answer the same problems.")
+    ] = "",
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The lowest of them.")] = 1,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once; default as many as cores are free.")] = None,
@@ -113,12 +116,15 @@ def compare(
     """
     console, given = Console(), overrides or []
     configs = resolve_arms(recipe, split_names(arms), range(first_seed, first_seed + seeds), given)
+    if not arms and (different := differing_arms(configs)):
+        console.print(f"Left out, for they cannot be compared: {'; '.join(map(': '.join, different.items()))}")
+        configs = {key: config for key, config in configs.items() if key[0] not in different}
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
     plan = Plan(unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed)
     try:
         found, runs = run_arms(recipe, configs, given, where, plan, jobs, arms_progress(console))
     except KeyboardInterrupt:
-        console.print("Stopped, with checkpoints; the same command continues.")
+        console.print("Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
     sections = comparison_sections(found, runs)
     files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
@@ -186,9 +192,13 @@ def simulate(
         typer.Option(help="A candidate in place of rollout_model.path; give it again for each further one."),
     ] = None,
     run: Annotated[Path | None, typer.Option(help="A run in place of a recipe: measured at every checkpoint.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that each rollout model answers.")] = PROMPTS,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="Held-out prompts that each real rollout model answers.")
+    ] = PROMPTS,
     seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Default runs/simulate, runs/simulate-RECIPE, RUN/simulate.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Default runs/simulate, runs/simulate-RECIPE-ARM, RUN/simulate.")
+    ] = None,
 ) -> None:
     """Show what OBRS does to a gap between two models, without training.
 

@@ -9,14 +9,16 @@ from rich.text import Text
 
 from jackpot.report.charts import Section, Table
 
-_MOST_ROWS = 16  # longer tables are in the page only
+_MOST_ROWS = 40
 
 
 def show_tables(console: Console, sections: Iterable[Section]) -> None:
-    """The short tables of a page with the notes below them."""
+    """The tables of a page with the notes below them; of those too long for a terminal only that they are there."""
     for section in sections:
         for item in section.items:
-            if isinstance(item, Table) and len(item.rows) <= _MOST_ROWS:
+            if isinstance(item, Table) and len(item.rows) > _MOST_ROWS:
+                console.print(Text(f"{item.title}: {len(item.rows)} rows, in the page\n"), highlight=False)
+            elif isinstance(item, Table):
                 console.print(_terminal_table(item))
                 console.print(Text(item.note + "\n" if item.note else ""), highlight=False)
 

@@ -1,5 +1,7 @@
 """Arms side by side, against numpy on the same numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from jackpot.lab.collapse import Collapse
 from jackpot.lab.comparison import compare
 from jackpot.lab.summary import Point, RunSummary
 
-COLLAPSE = Collapse(iteration=20, accuracy=0.1, best=0.5, first_sign="", why="10.0% right")
+COLLAPSE = Collapse(iteration=20, accuracy=0.1, best=0.5, first_sign="KL", why="10.0% right")
 
 
 def summary(arm: str, seed: int, *accuracies: float, cost: float = 1.0, collapse: Collapse | None = None) -> RunSummary:
@@ -100,13 +102,14 @@ def test_a_collapsed_run_sets_neither_the_budget_nor_the_accuracy_and_keeps_its_
     found = compare([*RUNS, fallen])
     assert (found.budget, found.accuracy) == (300.0, 0.6)
     row = found.rows[-1]
-    assert row.after.values == (0.1,) and row.collapsed == ("seed 1: 10.0% right",) and row.short == 0
+    assert row.after.values == (0.1,) and row.collapsed == ("seed 1: 10.0% right; first sign: KL",) and row.short == 0
     assert row.after.deviation is None and row.difference.spread.error is None
 
 
 def test_a_run_that_ended_early_is_called_short() -> None:
     found = rows([*RUNS, summary("short", 1, 0.3, 0.4)], budget=300)
     assert found["short"].short == 1 and found["base"].short == 0
+    assert rows(RUNS, budget=305)["base"].short == 0  # another iteration of 10 sequences would not fit
 
 
 def test_bad_questions_are_refused() -> None:
@@ -115,3 +118,9 @@ def test_bad_questions_are_refused() -> None:
     with pytest.raises(ConfigError, match="no run was given"):
         compare([])
     assert compare(RUNS, baseline="other").baseline == "other"
+
+
+def test_a_policy_that_writes_for_itself_has_no_rollout_model_to_tell_of() -> None:
+    alone = summary("alone", 1, 0.3, 0.5)
+    alone = replace(alone, points=tuple(replace(point, rollout_model_accuracy=None) for point in alone.points))
+    assert rows([alone])["alone"].rollout_model_after is None

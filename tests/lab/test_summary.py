@@ -65,6 +65,7 @@ def test_a_real_run_is_summed_up_and_survives_as_text(tmp_path: Path) -> None:
     assert found.last.policy_accuracy == lines[2]["eval/policy_accuracy"]
     assert found.is_done and found.collapse is None
     assert found.settings["seed"] == 7 and found.environment["threads"] == 1
+    assert found.last.rollout_model_accuracy == lines[2]["eval/rollout_model_accuracy"]
     assert RunSummary.from_json(found.to_json()) == found
     assert json.loads(found.to_json())["points"][0]["iteration"] == 0
 

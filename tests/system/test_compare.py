@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from jackpot import cli
 from jackpot.errors import CheckpointError, ConfigError
-from jackpot.launch.arms import make_jobs, with_budget
+from jackpot.files import hold_lock
+from jackpot.launch.arms import differing_arms, make_jobs, with_budget
 from jackpot.recipes import resolve_arms
 from runs import SMALL
 
@@ -135,9 +138,7 @@ def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_same_command_continues(t
     settings = ("--arms", "obrs,on_policy", "--seeds", "1", "--jobs", "2", *TINY, "iterations=40")
     process = start(*settings, cwd=tmp_path)
     runs = [tmp_path / "runs" / "compare-quickstart" / f"{arm}-seed1" for arm in ("obrs", "on_policy")]
-    deadline = time.monotonic() + PATIENCE
-    while not all(len(lines(run)) > 2 for run in runs) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: all(len(lines(run)) > 2 for run in runs))
     process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, error
@@ -166,7 +167,9 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
         (("--arms", "obrs", "--baseline", "tis"), "baseline 'tis' is not among the arms obrs"),
         (("--budget", "-1"), "it must be above 0"),
         (("--accuracy", "70"), "it is a share"),
-        (("--arms", "obrs,tool"), "arm 'tool' has task"),
+        (("--arms", "obrs,tool"), "'tool': task is"),
+        (("--arms", "obrs", "seed=4"), "use --first-seed and --seeds"),
+        (("--arms", "obrs", "--budget", "100"), "the one follows from the other"),
     ],
 )
 def test_bad_questions_are_refused_before_anything_runs(
@@ -191,7 +194,70 @@ def test_jobs_are_the_commands_that_a_user_would_type(tmp_path: Path) -> None:
     assert [(job.arm, job.seed) for job in jobs] == [("none", 3), ("obrs", 3), ("none", 4), ("obrs", 4)]
     run = str(tmp_path / "none-seed3")
     expected = ("train", "quickstart", "--arm", "none", "--run", run, "batch.prompts=4")
-    assert jobs[0].arguments == (*expected, "seed=3", "threads=1", "iterations=4")  # 4 x 32 sequences
+    assert jobs[0].arguments == (*expected, "seed=3", "threads=1", "iterations=3")  # 96 sequences
+    with pytest.raises(ConfigError, match="less than one rollout batch of arm 'obrs', 32"):
+        with_budget(configs, 31)
     (tmp_path / "none-seed3" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
         make_jobs("quickstart", configs, ["batch.prompts=4"], tmp_path)
+
+
+def test_without_arms_all_that_can_be_compared_are(tmp_path: Path) -> None:
+    configs = resolve_arms("quickstart", [], [1], [])
+    assert list(differing_arms(configs)) == ["tool"]
+    nucleus = resolve_arms("quickstart", ["obrs"], [1], ["sampling.top_p=0.5"])
+    assert "sampling.top_p" in differing_arms(configs | {("nucleus", 1): nucleus["obrs", 1]})["nucleus"]
+
+
+def test_runs_whose_costs_nobody_counted_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    configs = resolve_arms("quickstart", ["obrs"], [1], [])
+    (tmp_path / "obrs-seed1").mkdir()
+    settings = json.loads(configs["obrs", 1].model_dump_json())
+    (tmp_path / "obrs-seed1" / "config.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "obrs-seed1" / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    with pytest.raises(CheckpointError, match=r"obrs-seed1 was begun by a version that did not write flops/rollout"):
+        make_jobs("quickstart", configs, [], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_a_guard_stopped_has_collapsed_and_the_others_go_on(tmp_path: Path) -> None:
+    """A learning rate that makes weights infinite: after one step that is not finite the guard stops the run."""
+    recipe = tmp_path / "mine.yaml"
+    arms = "{well: {}, broken: {policy: {optimizer: {learning_rate: 1.0e+30}}}}"
+    recipe.write_text(f"base: quickstart\narms: {arms}\n")
+    settings = ("--seeds", "1", *TINY, "iterations=4", "guard.max_non_finite_steps=1")
+    command = [JACKPOT, "compare", str(recipe), *settings]
+    for _ in range(2):  # the second time nothing is tried again
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert "stopped itself" in done.stdout
+    found = json.loads((tmp_path / "runs/compare-mine/comparison.json").read_text())
+    well, broken = found["rows"]
+    assert well["collapsed"] == [] and "stopped itself" in broken["collapsed"][0]
+
+
+@pytest.mark.slow
+def test_no_run_goes_on_alone_when_compare_is_killed(tmp_path: Path) -> None:
+    process = start("--arms", "obrs", "--seeds", "1", *TINY, "iterations=2000", cwd=tmp_path)
+    run = tmp_path / "runs" / "compare-quickstart" / "obrs-seed1"
+    wait_until(lambda: len(lines(run)) > 2)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    wait_until(lambda: (run / "checkpoints" / "last").exists() and not is_held(run))
+    assert (run / "checkpoints" / "last").resolve().name == f"step-{lines(run)[-1]['iteration']}"
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def is_held(run: Path) -> bool:
+    """Whether a process still works on the run."""
+    try:
+        hold_lock(run / ".lock").close()
+    except CheckpointError:
+        return True
+    return False

@@ -71,8 +71,7 @@ class ArmRow:
     seeds: tuple[int, ...]
     before: Spread
     after: Spread
-    rollout_model_before: Spread
-    rollout_model_after: Spread
+    rollout_model_after: Spread | None  # None where the policy writes for itself
     spent: Spread  # of the budget, by the evaluation that counts
     difference: Difference | None  # None for the baseline, or without a seed in common
     cost: Cost
@@ -155,19 +154,30 @@ def _row(
     difference = (
         Difference(spread=Spread(values=tuple(pairs)), higher=sum(pair > 0 for pair in pairs)) if pairs else None
     )
+    writers = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
     return ArmRow(
         arm=arm,
         seeds=tuple(at),
         before=Spread(values=tuple(run.points[0].policy_accuracy for run in runs)),
         after=Spread(values=tuple(point.policy_accuracy for point in at.values())),
-        rollout_model_before=Spread(values=tuple(run.points[0].rollout_model_accuracy for run in runs)),
-        rollout_model_after=Spread(values=tuple(point.rollout_model_accuracy for point in at.values())),
+        rollout_model_after=Spread(values=tuple(writers)) if writers else None,
         spent=Spread(values=tuple(spent_on(point, unit) for point in at.values())),
         difference=difference,
         cost=_cost(runs, accuracy),
-        collapsed=tuple(f"seed {run.seed}: {run.collapse.why}" for run in runs if run.collapse),
-        short=sum(run.collapse is None and spent_on(run.last, unit) < budget * (1.0 - 1e-9) for run in runs),
+        collapsed=tuple(_obituary(run) for run in runs if run.collapse),
+        short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
     )
+
+
+def _is_short(run: RunSummary, unit: Unit, budget: float) -> bool:
+    """Whether another iteration of the usual size would still have been within the budget."""
+    spent, iterations = spent_on(run.last, unit), max(1, run.last.iteration)
+    return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + 1e-9)
+
+
+def _obituary(run: RunSummary) -> str:
+    sign = f"; first sign: {run.collapse.first_sign}" if run.collapse.first_sign else ""
+    return f"seed {run.seed}: {run.collapse.why}{sign}"
 
 
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> Cost:

@@ -27,7 +27,7 @@ class Point:
     seconds: float  # of the clock, evaluations left out
     cpu_seconds: float  # of the processor, of the run's own process
     policy_accuracy: float
-    rollout_model_accuracy: float
+    rollout_model_accuracy: float | None  # None where the policy writes for itself
     acceptance: float | None  # mean of a(x) at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats a token
 
@@ -73,6 +73,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
     """
     config, folder = run_config(run), RunFolder(run)
     lines = folder.read("metrics.jsonl")
+    check_counted(run, lines)
     points = tuple(points_of(lines, config))
     if not points:
         raise CheckpointError(f"{run} has no evaluation yet; line 0 of metrics.jsonl is the first, so wait for it")
@@ -88,17 +89,21 @@ def summarize(run: Path, arm: str) -> RunSummary:
     )
 
 
-def points_of(lines: Lines, config: Config) -> Iterable[Point]:
-    """One point for every evaluation.
+def check_counted(run: Path, lines: Lines) -> None:
+    """Refuse a run whose costs nobody counted.
 
     Raises:
-        CheckpointError: the run was begun by a version that did not count FLOPs.
+        CheckpointError: it was begun by a version that did not.
     """
     if any("flops/rollout" not in line for line in lines if line["iteration"] > 0):
         raise CheckpointError(
-            "the run was begun by a version that did not write flops/rollout, so what it cost is not known; move its "
-            "folder away, and it is made anew"
+            f"{run} was begun by a version that did not write flops/rollout, so what it cost is not known; move it "
+            f"away, and it is made anew"
         )
+
+
+def points_of(lines: Lines, config: Config) -> Iterable[Point]:
+    """One point for every evaluation."""
     spent = dict.fromkeys(("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds"), 0.0)
     since: list[Mapping[str, Any]] = []
     for line in lines:
@@ -110,7 +115,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[Point]:
                 iteration=line["iteration"],
                 **spent,
                 policy_accuracy=line["eval/policy_accuracy"],
-                rollout_model_accuracy=line["eval/rollout_model_accuracy"],
+                rollout_model_accuracy=line["eval/rollout_model_accuracy"] if config.rollout_model else None,
                 acceptance=_mean(since, "obrs/acceptance"),
                 kl=_mean(since, "mismatch/kl_rollout_policy"),
             )

@@ -1,10 +1,10 @@
 """Many runs at once, each `jackpot train` in a process of its own, watched as they go. Layer 6."""
 
-import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +14,16 @@ from typing import Any
 
 from jackpot.config import Config
 from jackpot.errors import ConfigError
+from jackpot.lab.summary import check_counted
 from jackpot.launch.local import free_cores, pick_device, threads
 from jackpot.telemetry import RunFolder
 
 Lines = list[dict[str, Any]]
 POLL_SECONDS = 0.5
-_ENTRY = "from jackpot.cli import main; main()"
+FAILED = "failed"
+_ANSWERS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that change answers
+_ENDS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+_ENTRY = "from jackpot.launch.arms import end_with_parent; end_with_parent(); from jackpot.cli import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +42,7 @@ class Job:
         return f"{self.arm}, seed {self.seed}"
 
 
-Judge = Callable[[Job, Lines], str | None]  # why a run is to be stopped, asked at every evaluation; None: it is not
+Judge = Callable[[Job, Lines, Lines], str | None]  # of a run's lines and events: why it is to stop; None: it is not
 Listener = Callable[[Job, Lines, str], None]  # a run, its lines so far, and what is new: a line, an end, a stop
 
 
@@ -67,11 +71,18 @@ def make_jobs(
         ConfigError: arms that cannot be compared: they answer other problems.
         CheckpointError: the folder holds a run with other settings.
     """
-    _check_comparable(configs)
+    if different := differing_arms(configs):
+        listed = "; ".join(f"{arm!r}: {why}" for arm, why in different.items())
+        raise ConfigError(
+            f"accuracies compare only where all arms answer the same problems in the same way. {listed}. Leave "
+            f"those out, or set it for all"
+        )
     jobs = []
     for (arm, seed), config in sorted(configs.items(), key=lambda item: item[0][1]):
         name = f"{arm}-seed{seed}"
-        RunFolder(folder / name).check(config)
+        run = RunFolder(folder / name)
+        run.check(config)
+        check_counted(run.path, run.read("metrics.jsonl"))
         own = (f"seed={seed}", f"threads={config.threads}", f"iterations={config.iterations}")
         arguments = ("train", recipe, "--arm", arm, "--run", str(folder / name), *overrides, *own)
         log = folder / "logs" / f"{name}.log"
@@ -82,9 +93,18 @@ def make_jobs(
 
 
 def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> dict[tuple[str, int], Config]:
-    """The same runs, each with as many iterations as it takes to write so many sequences."""
+    """The same runs, each with as many iterations as so many sequences allow.
+
+    Raises:
+        ConfigError: fewer than one iteration of some arm.
+    """
+    most, arm = max((config.batch.rollouts, arm) for (arm, _), config in configs.items())
+    if sequences < most:
+        raise ConfigError(
+            f"a budget of {sequences:g} sequences is less than one rollout batch of arm {arm!r}, {most}; raise it"
+        )
     return {
-        key: config.model_copy(update={"iterations": math.ceil(sequences / config.batch.rollouts)})
+        key: config.model_copy(update={"iterations": int(sequences // config.batch.rollouts)})
         for key, config in configs.items()
     }
 
@@ -97,26 +117,21 @@ def jobs_at_once(configs: Iterable[Config]) -> int:
     return max(1, free_cores() // max(threads(config) for config in configs))
 
 
-def _check_comparable(configs: Mapping[tuple[str, int], Config]) -> None:
-    """The same problems, answered in the same way, in every arm."""
+def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
+    """The arms that answer other problems than the first one, or in another way, and how they differ."""
     (first, _), reference = next(iter(configs.items()))
     wanted = _examined(reference)
-    for (arm, _), config in configs.items():
-        for setting, value in _examined(config).items():
-            if value != wanted[setting]:
-                raise ConfigError(
-                    f"arm {arm!r} has {setting} {value}, arm {first!r} has {wanted[setting]}; accuracies compare only "
-                    f"where both answer the same problems in the same way: leave one out, or set {setting} for all"
-                )
+    return {
+        arm: f"{setting} is {value}, and {wanted[setting]} in {first!r}"
+        for (arm, _), config in configs.items()
+        for setting, value in _examined(config).items()
+        if value != wanted[setting]
+    }
 
 
 def _examined(config: Config) -> dict[str, Any]:
-    return {
-        "task": config.task,
-        "evaluation.problems": config.evaluation.problems,
-        "sampling.temperature": config.sampling.temperature,
-        "sampling.max_new_tokens": config.sampling.max_new_tokens,
-    }
+    sampling = {f"sampling.{name}": getattr(config.sampling, name) for name in _ANSWERS}
+    return {"task": config.task, "evaluation.problems": config.evaluation.problems} | sampling
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int, judge: Judge, listen: Listener) -> dict[Job, str]:
@@ -129,8 +144,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int, judge: Judge, listen: Listener) 
     """
     waiting: list[Job] = []
     for job in jobs:
-        lines = RunFolder(job.folder).read("metrics.jsonl")
-        if why := _is_done(job, lines, judge):
+        lines, events = _read(job)
+        if why := _is_done(job, lines, events, judge):
             listen(job, lines, why)
         else:
             waiting.append(job)
@@ -146,18 +161,34 @@ def run_jobs(jobs: Sequence[Job], at_once: int, judge: Judge, listen: Listener) 
                 _look(one, judge, listen)
                 if ended:
                     running.remove(one)
-                    if one.process.returncode and not one.stopped:
+                    end = one.stopped or _own_end(one)
+                    if end is None:
                         failed[one.job] = _last_words(one.job)
-                    listen(one.job, one.lines, one.stopped or ("failed" if one.process.returncode else "done"))
+                    listen(one.job, one.lines, end or FAILED)
     return failed
 
 
-def _is_done(job: Job, lines: Lines, judge: Judge) -> str | None:
+def _read(job: Job) -> tuple[Lines, Lines]:
+    """The lines and the events of a run."""
+    folder = RunFolder(job.folder)
+    return folder.read("metrics.jsonl"), folder.read("events.jsonl")
+
+
+def _is_done(job: Job, lines: Lines, events: Lines, judge: Judge) -> str | None:
     """Why a run need not go on."""
     if not lines:
         return None
     finished = lines[-1]["iteration"] >= job.iterations and (job.folder / "checkpoints" / "last").exists()
-    return "done before" if finished else judge(job, lines)
+    return "done before" if finished else judge(job, lines, events)
+
+
+def _own_end(one: _Running) -> str | None:
+    """How a run ended that nobody here stopped: by its last iteration or by a guard of its own; None: it failed."""
+    lines, events = _read(one.job)
+    if stopped := next((event for event in events if event["event"] == "stopped"), None):
+        return f"stopped itself: {stopped['why']}"
+    is_whole = bool(lines) and lines[-1]["iteration"] >= one.job.iterations
+    return "done" if is_whole and not one.process.returncode else None
 
 
 def _start(job: Job) -> _Running:
@@ -168,7 +199,7 @@ def _start(job: Job) -> _Running:
             [sys.executable, "-c", _ENTRY, *job.arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             start_new_session=True,
             env=os.environ | {"NO_COLOR": "1"},
         )
@@ -182,19 +213,32 @@ def _look(one: _Running, judge: Judge, listen: Listener) -> None:
     if state is None or one.seen == (state.st_size, state.st_mtime_ns):
         return
     one.seen = (state.st_size, state.st_mtime_ns)
-    one.lines = RunFolder(one.job.folder).read("metrics.jsonl")
+    one.lines, events = _read(one.job)
     listen(one.job, one.lines, "")
     newest = max((line["iteration"] for line in one.lines if line.get("eval/policy_accuracy") is not None), default=-1)
     if one.stopped is None and newest > one.evaluated:
         one.evaluated = newest
-        one.stopped = judge(one.job, one.lines)
+        one.stopped = judge(one.job, one.lines, events)
         if one.stopped is not None and one.process.poll() is None:
             one.process.send_signal(signal.SIGTERM)
 
 
+def end_with_parent() -> None:
+    """Get SIGTERM once when the process that began this run ends, however it does, so that no run goes on alone.
+
+    Standard input is a pipe from it on which nothing ever comes but the end.
+    """
+
+    def watch() -> None:
+        os.read(0, 1)  # not sys.stdin: its lock would be held when the interpreter ends
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _last_words(job: Job) -> str:
     text = job.log.read_text(errors="replace").strip()
-    return f"{text[-600:] or 'it said nothing'} (all of it in {job.log})"
+    return f"{text[-600:] or 'it ended before its time and said nothing'} (all of it in {job.log})"
 
 
 @contextmanager
@@ -204,11 +248,12 @@ def _stops_all(running: list[_Running]) -> Iterator[None]:
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in _ENDS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for one in running:
             if one.process.poll() is None and one.stopped is None:
                 one.process.send_signal(signal.SIGTERM)

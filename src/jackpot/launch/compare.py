@@ -47,6 +47,8 @@ def run_arms(
     """
     check_plan(plan, list(dict.fromkeys(arm for arm, _ in configs)))
     if plan.unit == "sequences" and plan.budget is not None:
+        if any(text.startswith("iterations=") for text in overrides):
+            raise ConfigError("iterations and a budget in sequences were both given; the one follows from the other")
         configs = with_budget(configs, plan.budget)
     jobs = make_jobs(recipe, configs, overrides, folder)
     failed = run_jobs(jobs, at_once or jobs_at_once(configs.values()), _judge(configs, plan), listen)
@@ -76,9 +78,9 @@ def check_plan(plan: Plan, arms: Sequence[str]) -> None:
 def _judge(configs: Mapping[tuple[str, int], Config], plan: Plan) -> Judge:
     """Stops what has collapsed, and what has used its budget. A budget in sequences is in the run's own iterations."""
 
-    def judge(job: Job, lines: Lines) -> str | None:
+    def judge(job: Job, lines: Lines, events: Lines) -> str | None:
         config = configs[job.arm, job.seed]
-        collapse = collapse_of(lines, [], config) if plan.stop_collapsed else None
+        collapse = collapse_of(lines, events, config) if plan.stop_collapsed else None
         if collapse:
             return f"collapsed: {collapse.why}"
         points = list(points_of(lines, config))

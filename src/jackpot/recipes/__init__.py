@@ -70,6 +70,8 @@ def resolve_arms(
     if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
         raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; name each once")
     changes = [{"threads": 1}, *map(parse_override, overrides)]
+    if any("seed" in change for change in changes):
+        raise ConfigError("seed was given, but every arm is run with several; use --first-seed and --seeds")
     return {(arm, seed): build_config(recipe, arm, [*changes, {"seed": seed}]) for seed in seeds for arm in wanted}
 
 

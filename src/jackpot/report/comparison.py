@@ -41,7 +41,7 @@ def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> d
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {band_words(seeds)}. "
-        "A run that has collapsed was stopped, and counts on with its last accuracy."
+        "Where a run was stopped because it had collapsed, it counts on with its last accuracy."
     )
     return {
         "numbers": Section(title="The arms", intro="", items=comparison_tables(comparison)),
@@ -66,11 +66,19 @@ def _chart(view: _View, runs: Sequence[RunSummary], spent: str, label: str, guid
 
 def _series(arm: str, number: int, runs: Sequence[RunSummary], view: _View, spent: str) -> Series:
     """At every evaluation: the mean of what the runs had spent, and of what they could do."""
-    iterations = sorted({point.iteration for run in runs for point in run.points})
+    going = [run.last.iteration for run in runs if run.collapse is None]
+    end = min(going) if going else max(run.last.iteration for run in runs)  # beyond it some seed is missing
+    iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
     columns = [[_at(run, iteration) for iteration in iterations] for run in runs]
-    x, _, _ = band([[spent_on(point, spent) if point else None for point in column] for column in columns])
+    x, _, _ = band([_spent(run, iterations, spent) for run in runs])
     mean, low, high = band([[view.value(point) if point else None for point in column] for column in columns])
     return Series(name=arm, x=x, y=mean, low=low, high=high, number=number)
+
+
+def _spent(run: RunSummary, iterations: Sequence[int], spent: str) -> list[float | None]:
+    """What the run itself had spent; one that was stopped spends no more, and has no say in what it would have."""
+    own = {point.iteration: spent_on(point, spent) for point in run.points}
+    return [own.get(iteration) for iteration in iterations]
 
 
 def _at(run: RunSummary, iteration: int) -> Point | None:

@@ -21,7 +21,7 @@ def _accuracies(comparison: Comparison) -> Table:
             percent(row.before),
             percent(row.after),
             *difference_cells(row.difference),
-            percent(row.rollout_model_after),
+            percent(row.rollout_model_after) if row.rollout_model_after else "-",
         )
         for row in comparison.rows
     )
@@ -47,7 +47,8 @@ def _costs(comparison: Comparison) -> Table:
         title=f"What it takes until {comparison.accuracy:.1%} of the policy's answers are right",
         columns=("arm", *_COSTS),
         rows=tuple((row.arm, *cost_cells(row.cost)) for row in comparison.rows),
-        note="Medians over all seeds; - where half of them or more never got there.",
+        note="Medians over all seeds; - where half of them or more never got there. Training FLOPs are those of policy "
+        "and rollout model.",
     )
 
 
