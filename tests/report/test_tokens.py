@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -208,3 +209,19 @@ def test_distributions_count_every_token_that_the_model_sampled(folder: Path) ->
         zeros = sum(value == 0.0 for _, value in tokens) / len(tokens)
         assert weight.y[0] == "0" and weight.values[0][place] == pytest.approx(zeros, rel=0.01) and zeros > 0
         assert sum(row[place] or 0.0 for row in weight.values) == pytest.approx(1.0, rel=0.01)
+
+
+def test_ratios_that_are_not_finite_are_in_no_row_and_are_counted_in_the_note(tmp_path: Path) -> None:
+    run_folder(tmp_path, [{"a/b": 1.0}])
+    path = save_tokens(tmp_path, 1, [WORDS])
+    table = pq.read_table(path)
+    old, rollout = [np.nan, -1.0, -1.0, 800.0, -1.0, -np.inf], [-1.0] * 6  # ratios nan, 1, 1, inf, 1, 0
+    for name, values in (("old_log_probs", old), ("rollout_log_probs", rollout)):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), pa.array([values], table.schema.field(name).type))
+    pq.write_table(table, path)
+    runs = read_runs(find_runs([tmp_path]))
+    heatmaps, _ = distributions(arms_of(runs), [(runs[0].name, saved) for saved in saved_files(tmp_path)[0]])
+    [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
+    assert {name: row for name, row in zip(ratio.y, ratio.values, strict=True) if row[0]} == {"0": [0.25], "1": [0.75]}
+    assert "2 of 6 tokens are left out" in ratio.note and "left out" not in weight.note
