@@ -11,6 +11,7 @@ from jackpot.errors import DataError
 from jackpot.report.build import NoMetricsYet, Report, watch, write_report
 from jackpot.report.charts import Chart, Section, Series, Table
 from jackpot.report.page import write_page
+from jackpot.report.runs import find_runs, read_runs
 from report.folders import run_folder, save_tokens, write_lines
 
 LINES = [{"obrs/acceptance": 0.9, "eval/policy_accuracy": 0.5}] * 5
@@ -32,8 +33,18 @@ def test_one_run_is_reported_in_its_folder_and_several_beside_theirs(tmp_path: P
     report = write_report([first, second])
     assert report.path == tmp_path / "runs" / "report.html" and report.runs == 2
     assert report.unfinished == ("deep/b",)
-    assert write_report([tmp_path / "runs"]).runs == 1  # those directly in the folder
     assert write_report([first], tmp_path / "x" / "y.html").path.read_text().startswith("<!doctype html>")
+
+
+def test_runs_at_any_depth_are_found_and_what_is_inside_a_run_is_not_one(tmp_path: Path) -> None:
+    for name in ("top", "compare-a/none-seed1", "compare-b/deep/none-seed1"):
+        run_folder(tmp_path / "runs" / name, LINES)
+    for name in ("top/checkpoints/copy", ".hidden/run", "compare-a/none-seed1/other"):
+        run_folder(tmp_path / "runs" / name, LINES)
+    (tmp_path / "runs" / "compare-a" / "circle").symlink_to(tmp_path / "runs")
+    runs = read_runs(find_runs([tmp_path / "runs"]))
+    assert [run.name for run in runs] == ["compare-a/none-seed1", "compare-b/deep/none-seed1", "top"]
+    assert write_report([tmp_path / "runs"]).runs == 3
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Runs whose settings are equal but for seed, threads and description are one arm.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,14 @@ class Arm:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among `paths` and directly in those that are not, each once, in that order.
+    """The run folders among `paths` and at any depth in those that are not, each once, in that order.
 
     Raises:
         DataError: a path that is no run folder and has none in it.
     """
     found: dict[Path, None] = {}
     for path in paths:
-        inside = sorted(config.parent for config in path.glob("*/config.yaml"))
-        folders = [path] if (path / "config.yaml").is_file() else inside
+        folders = [path] if _is_run(path) else sorted(_runs_below(path))
         if not folders:
             raise DataError(
                 f"{path} is not a run folder and has none in it: no config.yaml; give the folder that train printed, "
@@ -61,6 +60,19 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             )
         found |= dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders)
     return list(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Not those inside another run, in a hidden folder or behind a link to a folder of runs, which may be a circle."""
+    for parent, names, _ in os.walk(folder):
+        inside = [name for name in names if not name.startswith(".")]
+        runs = {name for name in inside if _is_run(Path(parent, name))}
+        yield from (Path(parent, name) for name in runs)
+        names[:] = [name for name in inside if name not in runs]
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
