@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jackpot.errors import DataError
@@ -68,7 +68,10 @@ def write_report(
     unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
     unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both read the same files
-    sections = [summary_section(arms, unreadable), *metric_sections(arms, spreads)]
+    summary = summary_section(arms, unreadable)
+    if tokens.left_out.rows:
+        summary = replace(summary, items=(*summary.items, tokens.left_out))
+    sections = [summary, *metric_sections(arms, spreads)]
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
     write_page(path, title, sections, tokens=tokens, reload_every=reload_every if unfinished else None)
     return Report(path=path, runs=len(runs), unfinished=unfinished, unreadable=tuple(unreadable))
