@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 from jackpot.config import Config
 from jackpot.errors import DataError
 from jackpot.telemetry import RunFolder, run_config
@@ -36,6 +41,13 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.iteration >= self.config.iterations
+
+    @property
+    def ended(self) -> bool:
+        """Finished, or stopped by a guard after its newest line and not taken up again since."""
+        since = self.lines[-1]["time"] if self.lines else 0.0
+        stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
+        return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +85,29 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         runs = {name for name in inside if _is_run(Path(parent, name))}
         yield from (Path(parent, name) for name in runs)
         names[:] = [name for name in inside if name not in runs]
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether no process holds the lock of a run. False where nobody can say: no lock file, or no such locks here.
+
+    The lock is shared for a moment, never written to: a run that began in just that moment would be refused.
+    """
+    if fcntl is None:
+        return False
+    try:
+        with (folder / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, is not there, or the file system has none
+        return False
+    return True
+
+
+def _taken_since(folder: Path, moment: float) -> bool:
+    """Who takes a lock writes into it, see `jackpot.files.hold_lock`."""
+    try:
+        return (folder / ".lock").stat().st_mtime > moment
+    except FileNotFoundError:
+        return False
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
