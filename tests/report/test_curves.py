@@ -137,6 +137,33 @@ def test_arms_have_one_colour_everywhere_and_limits_are_drawn(trained: Path) -> 
     ]
 
 
+def apart(one: str, other: str) -> int:
+    """The greatest difference of red, green and blue, of 255."""
+    return max(abs(int(one[at : at + 2], 16) - int(other[at : at + 2], 16)) for at in (1, 3, 5))
+
+
+def test_seventeen_arms_and_the_variants_of_each_look_different_in_every_chart(tmp_path: Path) -> None:
+    whole = {
+        "obrs/z": 0.9,
+        "obrs/kappa": 1.1,
+        "mismatch/kl_at_0": 0.1,
+        "mismatch/kl_at_1-3": 0.2,
+        "obrs/acceptance": 0.9,
+    }
+    whole |= dict.fromkeys((f"mismatch/kl_{part}" for part in ("at_0", "at_1-3", "positive", "negative")), 0.1)
+    for number in range(17):
+        run_folder(tmp_path / f"arm{number:02d}", [whole] * 3, f"batch.prompts={4 + 4 * number}")
+    drawn = [item for item in charts(metric_sections(arms(tmp_path), {})).values() if isinstance(item, Chart)]
+    by_arms = [item for item in drawn if len(item.series) == 17]
+    assert {one.style for item in by_arms for one in item.series} == {"line", "points", "both"}
+    for item in by_arms:
+        colours = [one.colour for one in item.series]
+        assert all(apart(one, other) > 30 for place, one in enumerate(colours) for other in colours[:place])
+    several = [item for item in drawn if len(item.series) == 34]
+    assert len(several) == 2  # acceptance and Z, the signs
+    assert all(len({(one.colour, one.dash) for one in item.series}) == 34 for item in several)
+
+
 def test_z_against_kappa_has_a_point_for_every_iteration(tmp_path: Path) -> None:
     run_folder(
         tmp_path / "a", [{"obrs/z": z, "obrs/kappa": kappa} for z, kappa in ((0.9, 1.1), (None, 1.0), (0.8, 1.2))]

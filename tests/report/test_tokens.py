@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
+from jackpot.report.build import write_report
 from jackpot.report.distributions import distributions
 from jackpot.report.runs import Run, arms_of, find_runs, read_runs
 from jackpot.report.saved import Saved, saved_files
-from jackpot.report.tokens import TOP, even_shares, inspector_data, packed, significant, spread_rows
+from jackpot.report.tokens import TOP, Tokens, even_shares, inspector_data, packed, significant, spread_rows
 from jackpot.report.words import readable
 from report import folders
 from report.folders import run_folder, save_tokens
@@ -100,9 +102,58 @@ def test_what_has_no_room_is_left_out_evenly_and_counted(tmp_path: Path) -> None
         (one["responses"], one["of_responses"], one["tokens"], one["of_tokens"])
         for one in tokens.index["runs"][0]["iterations"]
     ]
-    assert listed == [(5, 5, 30, 30), (22, 60, 132, 360), (22, 60, 132, 360)]
+    assert listed == [(5, 5, 30, 30), (23, 60, 138, 360), (22, 60, 132, 360)]  # all 300
+    assert tokens.left_out.rows == ()
     none, _ = inspector_data(of(tmp_path / "run"), max_tokens=0)
-    assert [one["responses"] for one in none.index["runs"][0]["iterations"]] == [0, 0, 0]
+    assert none.index["runs"] == [] and none.packs == {}
+    assert none.left_out.rows == (("run", "0 of 3", "0 of 125", "1 to 3"),)
+
+
+def listed(tokens: Tokens) -> dict[str, dict[int, int]]:
+    """Of each run: iteration to the number of its responses that are there."""
+    return {
+        run["name"]: {one["iteration"]: one["responses"] for one in run["iterations"]} for run in tokens.index["runs"]
+    }
+
+
+def test_long_responses_leave_fewer_iterations_and_whole_responses(tmp_path: Path) -> None:
+    for run in ("a", "b", "c"):
+        run_folder(tmp_path / run, [{"a/b": 1.0}])
+        for iteration in range(10, 80, 10):
+            save_tokens(tmp_path / run, iteration, [["x"] * 100] * 5)
+    # 400 tokens a run: no room for 4 responses at two iterations, so both ends have what fits
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=1200)
+    assert listed(tokens) == {run: {10: 2, 70: 2} for run in "abc"}
+    assert tokens.left_out.rows[0] == ("a", "2 of 7", "4 of 35", "20 to 60")
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=3600)  # 12 responses a run
+    assert listed(tokens) == {run: {10: 4, 40: 4, 70: 4} for run in "abc"}
+    assert tokens.left_out.rows[2] == ("c", "3 of 7", "12 of 35", "20 to 30, 50 to 60")
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=250)  # less than one response a run
+    assert listed(tokens) == {"a": {70: 1}, "b": {70: 1}}
+    assert [row[0] for row in tokens.left_out.rows] == ["a", "b", "c"] and "longer" not in tokens.left_out.note
+
+
+def test_a_response_longer_than_all_the_room_is_there_once_and_the_page_says_so(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        run_folder(tmp_path / run, [{"a/b": 1.0}])
+        save_tokens(tmp_path / run, 1, [["x"] * 100] * 2)
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=60)
+    assert listed(tokens) == {"a": {1: 1}}
+    assert tokens.left_out.rows == (("b", "0 of 1", "0 of 2", "1"),) and "100 tokens" in tokens.left_out.note
+    assert "100 tokens" in write_report([tmp_path], max_tokens=60).path.read_text()
+    alone, _ = inspector_data(of(tmp_path / "a"), max_tokens=60)
+    assert alone.left_out.rows == (("a", "1 of 1", "1 of 2", "none"),)
+
+
+def test_of_mixed_lengths_long_and_short_ones_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
+    run_folder(tmp_path, [{"a/b": 1.0}])
+    for iteration in (1, 2, 3):
+        save_tokens(tmp_path, iteration, [["x"] * (200 if row % 2 else 2) for row in range(64)])
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=6000)
+    lengths = [unpacked(tokens.packs[one["pack"]])["lengths"] for one in tokens.index["runs"][0]["iterations"]]
+    assert len(lengths) == 3 and sum(map(sum, lengths)) <= 6000
+    for of_iteration in lengths:
+        assert 0.35 <= sum(length == 200 for length in of_iteration) / len(of_iteration) <= 0.65
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.integers(0, 5000))
@@ -122,7 +173,9 @@ def test_chosen_rows_fit_and_come_in_order(lengths: list[int], budget: int) -> N
     rows = spread_rows(lengths, budget)
     assert rows == sorted(set(rows)) and sum(lengths[row] for row in rows) <= budget
     rest = budget - sum(lengths[row] for row in rows)
-    assert all(lengths[row] > rest for row in range(len(lengths)) if row not in rows)
+    others = [lengths[row] for row in range(len(lengths)) if row not in rows]
+    assert not others or max(others) > rest  # one that does not fit ended it
+    assert spread_rows(lengths, 0, max(lengths, default=0)) or not lengths
 
 
 def test_chosen_rows_come_from_all_over_the_file() -> None:
@@ -208,3 +261,19 @@ def test_distributions_count_every_token_that_the_model_sampled(folder: Path) ->
         zeros = sum(value == 0.0 for _, value in tokens) / len(tokens)
         assert weight.y[0] == "0" and weight.values[0][place] == pytest.approx(zeros, rel=0.01) and zeros > 0
         assert sum(row[place] or 0.0 for row in weight.values) == pytest.approx(1.0, rel=0.01)
+
+
+def test_ratios_that_are_not_finite_are_in_no_row_and_are_counted_in_the_note(tmp_path: Path) -> None:
+    run_folder(tmp_path, [{"a/b": 1.0}])
+    path = save_tokens(tmp_path, 1, [WORDS])
+    table = pq.read_table(path)
+    old, rollout = [np.nan, -1.0, -1.0, 800.0, -1.0, -np.inf], [-1.0] * 6  # ratios nan, 1, 1, inf, 1, 0
+    for name, values in (("old_log_probs", old), ("rollout_log_probs", rollout)):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), pa.array([values], table.schema.field(name).type))
+    pq.write_table(table, path)
+    runs = read_runs(find_runs([tmp_path]))
+    heatmaps, _ = distributions(arms_of(runs), [(runs[0].name, saved) for saved in saved_files(tmp_path)[0]])
+    [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
+    assert {name: row for name, row in zip(ratio.y, ratio.values, strict=True) if row[0]} == {"0": [0.25], "1": [0.75]}
+    assert "2 of 6 tokens are left out" in ratio.note and "left out" not in weight.note

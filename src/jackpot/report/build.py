@@ -3,19 +3,20 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jackpot.errors import DataError
 from jackpot.report.curves import metric_sections
 from jackpot.report.distributions import distributions
 from jackpot.report.page import write_page
-from jackpot.report.runs import arms_of, common_folder, find_runs, read_runs
+from jackpot.report.runs import arms_of, common_folder, find_runs, is_abandoned, read_runs
 from jackpot.report.saved import Saved, saved_files
 from jackpot.report.summary import summary_section
 from jackpot.report.tokens import MAX_TOKENS, inspector_data
 
 NAME = "report.html"
+PAUSE = 60.0  # seconds in which a run that nobody holds may be taken up again: the next process has to load first
 
 
 class NoMetricsYet(DataError):
@@ -27,6 +28,7 @@ class Report:
     path: Path
     runs: int
     unfinished: tuple[str, ...]  # names of runs
+    going: tuple[Path, ...]  # folders of those that may still write
     unreadable: tuple[str, ...]  # sentences about files that were left out
 
 
@@ -38,7 +40,7 @@ def write_report(
     Args:
         out: the file; without it report.html in the run folder, or in the folder where all of several are in.
         max_tokens: of saved rollouts in the page.
-        reload_every: seconds; the page of runs that are not finished looks for a newer one that often.
+        reload_every: seconds; the page of runs that have not ended looks for a newer one that often.
 
     Raises:
         DataError: no run there.
@@ -54,6 +56,7 @@ def write_report(
             f"training; wait for it, or use --watch"
         )
     unfinished = tuple(run.name for run in runs if not run.finished)
+    going = tuple(run.folder for run in runs if not run.ended)
     arms = arms_of(begun)
     in_order = [run for arm in arms for run in arm.runs]
     files: list[tuple[str, Saved]] = []
@@ -68,10 +71,13 @@ def write_report(
     unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
     unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both read the same files
-    sections = [summary_section(arms, unreadable), *metric_sections(arms, spreads)]
+    summary = summary_section(arms, unreadable)
+    if tokens.left_out.rows:
+        summary = replace(summary, items=(*summary.items, tokens.left_out))
+    sections = [summary, *metric_sections(arms, spreads)]
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
-    write_page(path, title, sections, tokens=tokens, reload_every=reload_every if unfinished else None)
-    return Report(path=path, runs=len(runs), unfinished=unfinished, unreadable=tuple(unreadable))
+    write_page(path, title, sections, tokens=tokens, reload_every=reload_every if going else None)
+    return Report(path=path, runs=len(runs), unfinished=unfinished, going=going, unreadable=tuple(unreadable))
 
 
 def watch(
@@ -82,22 +88,35 @@ def watch(
     tell: Callable[[Report], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the page again whenever the runs have written something, until all are finished.
+    """Write the page again whenever the runs have written something, until all have ended.
+
+    A run has ended when it is finished or has stopped itself, and when nobody has held its lock and nothing was written
+    at any look for `PAUSE` seconds: between two processes of one run nobody holds it.
 
     Args:
         every: seconds between two looks.
         tell: called after each time that the page was written.
+
+    Raises:
+        NoMetricsYet: all have ended, and none has written a metric.
     """
     before: list[tuple[str, int, int]] = []
+    going: tuple[Path, ...] = ()
+    quiet = 0.0  # seconds
     while True:
         now = _fingerprint(paths)
         if now != before:
+            before, going, quiet = now, tuple(find_runs(paths)), 0.0
             with contextlib.suppress(NoMetricsYet):
                 report = write_report(paths, out, max_tokens, reload_every=every)
+                going = report.going
                 tell(report)
-                if not report.unfinished:
+                if not going:
                     return
-            before = now
+        quiet = quiet + every if all(map(is_abandoned, going)) else 0.0
+        if quiet > PAUSE:
+            tell(write_report(paths, out, max_tokens))  # one that does not look for a newer one
+            return
         wait(every)
 
 

@@ -13,6 +13,8 @@ Numbers = Sequence[float | None]
 # Okabe and Ito's colours without black and yellow: told apart by colour-blind people, on white and on black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("solid", "dash", "dot")
+# Shades of each colour, for more things than colours: towards which grey level, by how much.
+SHADES = ((0, 0.0), (0, 0.45), (255, 0.5))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +27,15 @@ class Series:
     low: Numbers | None = None
     high: Numbers | None = None
     number: int = 0  # chooses colour and dash; the same thing has the same number in every chart
+    shade: int = 0  # of the colour: as it is, darker, lighter
     style: Literal["line", "points", "both"] = "line"
     group: str = ""  # what the page's own legend switches on and off in all charts at once
 
     @property
     def colour(self) -> str:
-        return COLOURS[self.number % len(COLOURS)]
+        colour, (level, part) = COLOURS[self.number % len(COLOURS)], SHADES[self.shade % len(SHADES)]
+        parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+        return "#" + "".join(f"{round(one + (level - one) * part):02X}" for one in parts)
 
     @property
     def dash(self) -> str:

@@ -78,7 +78,7 @@ class _Drawer:
                 y=[rounded(value) for value in line.y],
                 low=line.low and [rounded(value) for value in line.low],
                 high=line.high and [rounded(value) for value in line.high],
-                number=variant if alone else number % len(COLOURS) + variant * len(COLOURS),
+                **({"number": variant} if alone else _look(number, variant)),
                 style="both" if len(line.numbers) < 2 else "line",
                 group=arm.name,
             )
@@ -155,8 +155,7 @@ class _Drawer:
             pairs = pairs[:: max(1, math.ceil(len(pairs) / 400))]
             if pairs:
                 xs, ys = map(list, zip(*pairs, strict=True))
-                colour = number % len(COLOURS)
-                drawn.append(Series(name=arm.name, x=xs, y=ys, number=colour, style="points", group=arm.name))
+                drawn.append(Series(name=arm.name, x=xs, y=ys, style="points", group=arm.name, **_look(number)))
         guides, _ = _limits(entry.y)
         unity = Guide(text="kappa = 1", y=1.0)
         yield Chart(
@@ -182,8 +181,7 @@ class _Drawer:
             points = [(x, rounded(y)) for x, y in points if y is not None]
             if points:
                 x, y = map(list, zip(*points, strict=True))
-                colour = number % len(COLOURS)
-                drawn.append(Series(name=arm.name, x=x, y=y, number=colour, style="both", group=arm.name))
+                drawn.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, **_look(number)))
         yield Chart(
             title=f"{base} over the position, newest tenth of the iterations",
             x_label="position",
@@ -191,6 +189,11 @@ class _Drawer:
             series=tuple(drawn),
             x_names=tuple(bands),
         )
+
+
+def _look(arm: int, variant: int = 0) -> dict[str, int]:
+    """Arms beyond the colours take shades of them, so that clouds of points differ too; dashes are for variants."""
+    return {"number": arm % len(COLOURS) + variant * len(COLOURS), "shade": arm // len(COLOURS)}
 
 
 def _suffix(arm: Arm, arms: Sequence[Arm]) -> str:

@@ -81,7 +81,7 @@ def distributions(
         of_model = {name: values[sampled] for name, values in columns.items()}
         for key, column in COLUMNS.items():
             at = counts.setdefault((key, arm_of[run]), {})
-            at[saved.iteration] = at.get(saved.iteration, 0) + _counts(column, column.values(of_model))
+            at[saved.iteration] = at.get(saved.iteration, 0) + _counts(column, _values(column, of_model))
     suffixes = {arm.name: f": {arm.name}" if len(arms) > 1 else "" for arm in arms}
     heatmaps = {
         key: [_heatmap(key, counts[key, arm], suffix) for arm, suffix in suffixes.items() if (key, arm) in counts]
@@ -90,18 +90,30 @@ def distributions(
     return heatmaps, unreadable
 
 
+def _values(column: Column, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """[tokens]; what is too large for a number is infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return column.values(columns)
+
+
 def _counts(column: Column, values: np.ndarray) -> np.ndarray:
-    """[1 + bins]: how many are 0, and how many are nearest to each centre; what is beyond is in the outermost."""
-    positive = values[values > 0.0]
+    """[1 + bins + 1]: how many are 0, how many are nearest to each centre, and how many are not finite.
+
+    What is beyond the outermost centres is counted there.
+    """
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0.0]
     edges = np.concatenate(([-np.inf], (column.centres[1:] + column.centres[:-1]) / 2.0, [np.inf]))
     histogram, _ = np.histogram(np.log2(positive), edges)
-    return np.concatenate(([values.size - positive.size], histogram)).astype(float)
+    return np.concatenate(([finite.size - positive.size], histogram, [values.size - finite.size])).astype(float)
 
 
 def _heatmap(key: str, counts: dict[int, np.ndarray], suffix: str) -> Heatmap:
-    """Shares of each iteration's tokens; bins below and above all tokens are left out."""
+    """Shares of each iteration's finite values; bins below and above all of them are left out."""
     column, iterations = COLUMNS[key], sorted(counts)
-    shares = np.stack([counts[i] / max(counts[i].sum(), 1.0) for i in iterations], axis=1)  # [1 + bins, iterations]
+    whole = np.stack([counts[i] for i in iterations], axis=1)  # [1 + bins + 1, iterations]
+    shares = whole[:-1] / np.maximum(whole[:-1].sum(axis=0), 1.0)
+    strange = int(whole[-1].sum())
     centres = [f"{2.0**centre:.3g}" for centre in column.centres]
     names = ["0", f"{centres[0]} and less", *centres[1:-1], f"{centres[-1]} and more"]
     used = np.flatnonzero(shares[1:].any(axis=1)) + 1
@@ -114,6 +126,7 @@ def _heatmap(key: str, counts: dict[int, np.ndarray], suffix: str) -> Heatmap:
         y=[names[row] for row in rows],
         values=[[float(f"{share:.3g}") or None for share in shares[row]] for row in rows],
         value_label="share of tokens",
-        note="From the saved rollouts, all of their tokens; seeds are put together.",
+        note="From the saved rollouts, all of their tokens; seeds are put together."
+        + (f" {strange:,} of {int(whole.sum()):,} tokens are left out: their {key} is not finite." if strange else ""),
         log_values=True,
     )

@@ -28,9 +28,9 @@ def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, chart in zip(panels, charts, strict=False):
         _draw_heatmap(panel, chart) if isinstance(chart, Heatmap) else _draw_chart(panel, _with_axes(chart))
-        panel.set_title(chart.title, fontsize=10)
-        panel.set_xlabel(chart.x_label, fontsize=9)
-        panel.set_ylabel(chart.y_label, fontsize=9)
+        panel.set_title(_plain(chart.title), fontsize=10)
+        panel.set_xlabel(_plain(chart.x_label), fontsize=9)
+        panel.set_ylabel(_plain(chart.y_label), fontsize=9)
         panel.tick_params(labelsize=8)
     for panel in panels[len(charts) :]:
         panel.set_visible(False)
@@ -43,15 +43,15 @@ def _draw_chart(panel: "Axes", chart: Chart) -> None:
     for series in chart.series:
         x, y = _floats(series.x), _floats(series.y)
         look = {"linestyle": _DASHES[series.dash]} | _STYLES[series.style]
-        panel.plot(x, y, color=series.colour, label=series.name, linewidth=1.5, **look)
+        panel.plot(x, y, color=series.colour, label=_plain(series.name), linewidth=1.5, **look)
         if series.low is not None and series.high is not None:
             low, high = _floats(series.low), _floats(series.high)
             panel.fill_between(x, low, high, color=series.colour, alpha=0.18, linewidth=0)
     for guide in chart.guides:
         draw, at = (panel.axhline, guide.y) if guide.x is None else (panel.axvline, guide.x)
-        draw(at, color="#555555", linewidth=0.8, linestyle=":", label=guide.text)
+        draw(at, color="#555555", linewidth=0.8, linestyle=":", label=_plain(guide.text))
     if chart.x_names:
-        panel.set_xticks(range(len(chart.x_names)), chart.x_names)
+        panel.set_xticks(range(len(chart.x_names)), list(map(_plain, chart.x_names)))
     if chart.log_x:
         panel.set_xscale("log")
     if chart.log_y:
@@ -67,8 +67,13 @@ def _draw_heatmap(panel: "Axes", chart: Heatmap) -> None:
     values = [_floats(row) for row in chart.values]
     edges = range(len(chart.y))
     drawn = panel.pcolormesh(_floats(chart.x), list(edges), values, cmap="cividis", shading="nearest")
-    panel.set_yticks(list(edges), chart.y)
-    panel.figure.colorbar(drawn, ax=panel).set_label(chart.value_label, fontsize=8)
+    panel.set_yticks(list(edges), list(map(_plain, chart.y)))
+    panel.figure.colorbar(drawn, ax=panel).set_label(_plain(chart.value_label), fontsize=8)
+
+
+def _plain(text: str) -> str:
+    """matplotlib would read what stands between two dollar signs as mathematics, and raise where it is none."""
+    return text.replace("$", r"\$")
 
 
 def _with_axes(chart: Chart) -> Chart:

@@ -6,10 +6,15 @@ Runs whose settings are equal but for seed, threads and description are one arm.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from jackpot.config import Config
 from jackpot.errors import DataError
@@ -37,6 +42,13 @@ class Run:
     def finished(self) -> bool:
         return self.iteration >= self.config.iterations
 
+    @property
+    def ended(self) -> bool:
+        """Finished, or stopped by a guard after its newest line and not taken up again since."""
+        since = self.lines[-1]["time"] if self.lines else 0.0
+        stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
+        return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
@@ -45,15 +57,14 @@ class Arm:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among `paths` and directly in those that are not, each once, in that order.
+    """The run folders among `paths` and at any depth in those that are not, each once, in that order.
 
     Raises:
         DataError: a path that is no run folder and has none in it.
     """
     found: dict[Path, None] = {}
     for path in paths:
-        inside = sorted(config.parent for config in path.glob("*/config.yaml"))
-        folders = [path] if (path / "config.yaml").is_file() else inside
+        folders = [path] if _is_run(path) else sorted(_runs_below(path))
         if not folders:
             raise DataError(
                 f"{path} is not a run folder and has none in it: no config.yaml; give the folder that train printed, "
@@ -61,6 +72,42 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             )
         found |= dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders)
     return list(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Not those inside another run, in a hidden folder or behind a link to a folder of runs, which may be a circle."""
+    for parent, names, _ in os.walk(folder):
+        inside = [name for name in names if not name.startswith(".")]
+        runs = {name for name in inside if _is_run(Path(parent, name))}
+        yield from (Path(parent, name) for name in runs)
+        names[:] = [name for name in inside if name not in runs]
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether no process holds the lock of a run. False where nobody can say: no lock file, or no such locks here.
+
+    The lock is shared for a moment, never written to: a run that began in just that moment would be refused.
+    """
+    if fcntl is None:
+        return False
+    try:
+        with (folder / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, is not there, or the file system has none
+        return False
+    return True
+
+
+def _taken_since(folder: Path, moment: float) -> bool:
+    """Who takes a lock writes into it, see `jackpot.files.hold_lock`."""
+    try:
+        return (folder / ".lock").stat().st_mtime > moment
+    except FileNotFoundError:
+        return False
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
