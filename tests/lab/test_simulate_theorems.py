@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import minimize
 
 from jackpot.lab.simulate.families import FAMILIES, states_of
-from jackpot.lab.simulate.states import States, divergence, joined_states, rejected_divergence
+from jackpot.lab.simulate.states import States, divergence, joined, rejected_divergence
 from jackpot.lab.simulate.theorems import (
     BUDGETS,
     check_derivative,
@@ -129,7 +129,7 @@ def test_a_convex_solver_finds_no_better_rule(budget: float) -> None:
 
 
 def test_no_other_rule_with_the_same_budget_comes_closer() -> None:
-    small = joined_states([shortened(states(name)) for name in NAMES])
+    small = joined([shortened(states(name)) for name in NAMES])
     found, curves = optimality(NAMES, small, seed=0)
     assert found.states == 16 and found.alternatives == 16 * len(BUDGETS) * 6 * 400
     assert found.better == 0 and found.smallest_margin > -1e-12 and found.median_margin > 0.01

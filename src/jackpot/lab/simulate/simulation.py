@@ -7,7 +7,7 @@ import torch
 
 from jackpot.lab.simulate.families import FAMILIES, VOCABULARY, Family, states_of
 from jackpot.lab.simulate.identity import Identity, identity
-from jackpot.lab.simulate.states import LAMS, States, joined_states, measure
+from jackpot.lab.simulate.states import LAMS, States, joined, measure
 from jackpot.lab.simulate.survey import Curve, Ratios, Survey, curve, point, ratios, survey
 from jackpot.lab.simulate.theorems import (
     BudgetCurve,
@@ -82,9 +82,7 @@ def views(seed: int, curves: Sequence[Curve], surveys: Sequence[Survey], texts: 
     middles = [_middle(one) for one in surveys]
     small = [shortened(one.kept) for one in surveys]
     searched = [part.pick(torch.arange(0, len(part), _SEARCHED_EVERY)) for part in small]
-    best, budgets = optimality(
-        [one.name for one in surveys], joined_states([*map(shortened, middles), *searched]), seed
-    )
+    best, budgets = optimality([one.name for one in surveys], joined([*map(shortened, middles), *searched]), seed)
     return Views(
         seed=seed,
         lams=LAMS,
@@ -102,11 +100,11 @@ def views(seed: int, curves: Sequence[Curve], surveys: Sequence[Survey], texts: 
         ),
         theorems=Theorems(
             contractions=tuple(contraction(one.name, middle) for one, middle in zip(surveys, middles, strict=True)),
-            derivative=check_derivative(joined_states(small)),
+            derivative=check_derivative(joined(small)),
             budgets=budgets,
             optimality=best,
         ),
-        identity=identity(joined_states([*middles, *(one.kept for one in surveys)]), drawn=0),
+        identity=identity(joined([*middles, *(one.kept for one in surveys)]), drawn=0),
     )
 
 

@@ -5,6 +5,7 @@ All in float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each sta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from jackpot.ops import obrs
 LAMS = (0.5, 1.0, 2.0)
 RECIPE_LAM = LAMS.index(1.0)  # the paper's lam and ours
 _CACHED_ELEMENTS = 2**16
+Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +89,7 @@ def _measure(states: States) -> StateNumbers:
     )
 
 
-def joined(parts: Sequence[StateNumbers]) -> StateNumbers:
-    """Those of several chunks of states, in their order."""
-    names = StateNumbers.__dataclass_fields__
-    return StateNumbers(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
-
-
-def joined_states(parts: Sequence[States]) -> States:
-    """Several chunks of states as one, in their order."""
-    return States(**{name: torch.cat([getattr(part, name) for part in parts]) for name in States.__dataclass_fields__})
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Several chunks as one, in their order: equal dataclasses whose fields are all tensors [n, ...]; one at least."""
+    names = parts[0].__dataclass_fields__
+    return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

@@ -16,11 +16,9 @@ from jackpot.lab.simulate.states import (
     StateNumbers,
     States,
     joined,
-    joined_states,
     measure,
 )
 from jackpot.lab.simulate.topk import TopK, TopKNumbers, summary, topk_numbers
-from jackpot.lab.simulate.topk import joined as joined_topk
 from jackpot.ops import obrs
 
 KEPT = 16  # states that are kept whole, for ratios, theorems and the identity
@@ -111,9 +109,9 @@ def survey(name: str, chunks: Iterable[States], total: int) -> Survey:
         vocabulary=vocabulary,
         numbers=numbers,
         topk=tuple(
-            row for fill, each in topk.items() for row in summary(joined_topk(each), numbers, drawn, vocabulary, fill)
+            row for fill, each in topk.items() for row in summary(joined(each), numbers, drawn, vocabulary, fill)
         ),
-        kept=joined_states(kept),
+        kept=joined(kept),
     )
 
 

@@ -3,7 +3,6 @@
 At lam = 1. Shapes: `N` states, `K` values of k.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,12 +72,6 @@ def topk_numbers(states: States, fill_in: bool) -> TopKNumbers:
     ]
     value, lower, upper, captured, _ = (torch.stack(columns, dim=-1) for columns in zip(*estimates, strict=True))
     return TopKNumbers(value=value, lower=lower, upper=upper, captured=captured)
-
-
-def joined(parts: Sequence[TopKNumbers]) -> TopKNumbers:
-    """Those of several chunks of states."""
-    names = TopKNumbers.__dataclass_fields__
-    return TopKNumbers(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def summary(
