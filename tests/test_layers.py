@@ -131,6 +131,15 @@ def test_heavy_packages_are_imported_in_one_file_each():
         assert len(users) <= 1, f"{package} is imported by {users}"
 
 
+def test_every_test_file_is_collected_without_the_packages_that_only_some_environments_have():
+    """vLLM's environment collects all of them."""
+    some = {"plotly", "matplotlib", "playwright", "vllm", "ray", "trl", "verl"}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        outside = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        roots = {module.split(".")[0] for node in outside for module in imports(node)}
+        assert not roots & some, path.name
+
+
 def test_no_file_outgrows_four_hundred_lines():
     long = {path.name: lines for path in PACKAGE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 400}
     assert long == {}
