@@ -3,6 +3,7 @@
 import hashlib
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,26 @@ def test_sequences_of_like_length_share_a_micro_batch():
     items = make_rollouts([(2, 8), (2, 1), (2, 8), (2, 1), (2, 1), (2, 8)])
     parts = micro_batches(items, 30, seed=0, epoch=0)
     assert [sorted(part.uids) for part in parts] == [["r1", "r3", "r4"], ["r0", "r2", "r5"]]
+
+
+def test_responses_to_one_prompt_share_a_micro_batch_where_reading_it_again_costs_more_than_padding():
+    """Two prompts of 40 tokens with responses of 1 and 3: together 2 x 43 <= 90, and each prompt is read once."""
+    sizes = [(40, 1), (40, 1), (40, 3), (40, 3)]
+    items = make_rollouts(sizes)
+    prompts = [items[0].rollout.prompt, items[1].rollout.prompt]
+    items = [
+        replace(item, rollout=replace(item.rollout, prompt=prompts[number % 2])) for number, item in enumerate(items)
+    ]
+    parts = micro_batches(items, 90, seed=0, epoch=0)
+    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r2"], ["r1", "r3"]]
+    short = [
+        replace(item, rollout=replace(item.rollout, prompt=small))
+        for item, small in zip(
+            items, [make_rollouts([(1, 1), (1, 1)])[n % 2].rollout.prompt for n in range(4)], strict=True
+        )
+    ]
+    parts = micro_batches(short, 8, seed=0, epoch=0)  # prompts of one token: padding costs more
+    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
 
 
 def test_the_budget_counts_the_widest_prompt_and_the_widest_response_together():

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.errors import ConfigError
 from jackpot.ops.uniforms import stream_key, uniform_row
-from jackpot.types import Prompt, ScoredRollout, TokenBatch
+from jackpot.types import ScoredRollout, TokenBatch, unique_prompts
 
 
 def optimizer_steps(
@@ -37,14 +37,30 @@ def optimizer_steps(
 
 
 def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int) -> list[TokenBatch]:
-    """Cut one optimizer step, sorted by length, into runs of at most `budget` padded tokens.
+    """Cut one optimizer step into runs of at most `budget` padded tokens.
+
+    Of two orders the one that makes models read fewer tokens is taken: by length, which leaves the least padding, or
+    prompt by prompt, which lets the responses of a group share the reading of their prompt.
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
     """
-    parts: list[list[ScoredRollout]] = [[]]
+    by_length = sorted(scored, key=_length)
+    widest: dict[tuple[int, ...], int] = {}  # of each prompt, the last in the order of lengths
+    for item in by_length:
+        widest[item.rollout.prompt.token_ids] = _length(item)
+    by_prompt = sorted(
+        by_length, key=lambda item: (widest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
+    )
+    parts = min((_cut(by_length, budget), _cut(by_prompt, budget)), key=lambda runs: sum(map(_tokens_read, runs)))
+    return [collate(part, seed, epoch) for part in parts]
+
+
+def _cut(ordered: Sequence[ScoredRollout], budget: int) -> list[list[ScoredRollout]]:
+    """Runs of neighbours, as long as the budget allows."""
+    parts: list[list[ScoredRollout]] = []
     prompt = response = 0
-    for item in sorted(scored, key=_length):
+    for item in ordered:
         if _length(item) > budget:
             raise ConfigError(
                 f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
@@ -52,11 +68,17 @@ def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch
             )
         prompt = max(prompt, len(item.rollout.prompt.token_ids))
         response = max(response, len(item.rollout.token_ids))
-        if (len(parts[-1]) + 1) * (prompt + response) > budget:
+        if not parts or (len(parts[-1]) + 1) * (prompt + response) > budget:
             parts.append([])
             prompt, response = len(item.rollout.prompt.token_ids), len(item.rollout.token_ids)
         parts[-1].append(item)
-    return [collate(part, seed, epoch) for part in parts if part]
+    return parts
+
+
+def _tokens_read(part: Sequence[ScoredRollout]) -> int:
+    """With padding, each prompt once."""
+    prompts = {item.rollout.prompt.token_ids for item in part}
+    return len(prompts) * max(map(len, prompts)) + len(part) * max(len(item.rollout.token_ids) for item in part)
 
 
 def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatch:
@@ -65,7 +87,7 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
     An empty response is allowed: its row is all mask.
     """
     rollouts = [item.rollout for item in scored]
-    rows, index = _unique([rollout.prompt for rollout in rollouts])
+    rows, index = unique_prompts([rollout.prompt for rollout in rollouts])
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
@@ -93,13 +115,6 @@ def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
     """The same batch with its tensors on `device`."""
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "uids"}
     return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
-
-
-def _unique(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The distinct prompts' token ids, and for every prompt the row where its ids stand."""
-    rows: dict[tuple[int, ...], int] = {}
-    index = [rows.setdefault(prompt.token_ids, len(rows)) for prompt in prompts]
-    return list(rows), index
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:

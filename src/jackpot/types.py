@@ -4,6 +4,7 @@ Shapes: `B` sequences, `T` response tokens, `P` prompt tokens, `U` unique prompt
 Log-probabilities are in nats and use the sampling temperature.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -49,6 +50,13 @@ class Prompt:
     text: str
     answer: str  # the reference that the task's reward compares with
     token_ids: tuple[int, ...]  # [P]
+
+
+def unique_prompts(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The distinct prompts' token ids, and for every prompt the row where its ids stand."""
+    rows: dict[tuple[int, ...], int] = {}
+    index = [rows.setdefault(prompt.token_ids, len(rows)) for prompt in prompts]
+    return list(rows), index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

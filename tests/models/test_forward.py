@@ -1,5 +1,7 @@
 """Hidden states against each sequence on its own, and the head against the model's own logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from transformers import (
 from jackpot.errors import DataError, ModelError
 from jackpot.models.forward import (
     backbone,
+    can_share_prompts,
     check_head,
     full_sequences,
     head_logits,
@@ -105,6 +108,74 @@ def test_hidden_states_predict_each_response_token_whatever_the_padding(model, p
         ids = torch.tensor([[*PROMPTS[prompt], *response]])
         alone = model(input_ids=ids).logits[0, len(PROMPTS[prompt]) - 1 : -1]
         assert torch.allclose(logits[row, : len(response)], alone, atol=2e-5)
+
+
+def repeat_prompts(batch: TokenBatch) -> TokenBatch:
+    """The same sequences, the prompt of each once more: nothing is there to share."""
+    index = batch.prompt_index
+    return replace(
+        batch,
+        prompt_ids=batch.prompt_ids[index],
+        prompt_mask=batch.prompt_mask[index],
+        prompt_index=torch.arange(len(index)),
+    )
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_shared_prompt_gives_states_and_gradients_of_one_that_is_read_each_time(model, padding):
+    assert can_share_prompts(model)
+    model, batch = model.double(), token_batch(padding)
+    grads, states = [], []
+    for one in (batch, repeat_prompts(batch)):
+        model.zero_grad()
+        hidden = response_hidden(model, one)[batch.attention_mask]
+        (hidden.sin() * torch.arange(hidden.shape[1])).sum().backward()
+        states.append(hidden.detach())
+        grads.append(torch.cat([p.grad.flatten() for p in backbone(model).parameters()]))
+    assert torch.allclose(states[0], states[1], rtol=0, atol=1e-12)
+    assert (grads[0] - grads[1]).norm() < 1e-6 * grads[1].norm()  # norms and angles are float32 inside
+
+
+def test_a_shared_prompt_is_read_once(model):
+    read = []
+    backbone(model).get_input_embeddings().register_forward_hook(lambda _, ids, __: read.append(ids[0].numel()))
+    batch = token_batch()
+    response_hidden(model, batch)
+    assert read == [batch.prompt_ids.numel(), batch.response_ids[:, :-1].numel()]
+
+
+def test_responses_of_one_token_are_predicted_by_their_prompts_alone(model):
+    batch = token_batch()
+    short = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
+    whole = response_hidden(model, batch)[:, :1]
+    assert torch.allclose(response_hidden(model, short), whole, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic"},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ],
+)
+def test_models_whose_prompts_cannot_be_shared_read_them_each_time(why):
+    model = MODELS["Llama"]().eval()
+    for name, value in why.items():
+        setattr(model.config, name, value)
+    assert not can_share_prompts(model)
+
+
+def test_checkpointed_activations_leave_nothing_to_share():
+    model = MODELS["Llama"]().eval()
+    assert can_share_prompts(model)
+    model.gradient_checkpointing_enable()
+    assert not can_share_prompts(model)
 
 
 def test_hidden_states_carry_gradient(model):

@@ -20,7 +20,7 @@ from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.decoding import DecodingBatch, batch_settings
 from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
-from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
+from jackpot.models.forward import head_logits, output_layer, read_rollouts
 from jackpot.ops.digest import weights_digest
 from jackpot.types import Request, Rollout, Version
 
@@ -179,15 +179,10 @@ def _score_batches(rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
 
 def _score(model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
     """Log-probs of the response tokens in one forward pass, [T] float32 each; the head sees a few positions at once."""
-    device = model.device
-    prompt_ids, prompt_mask = pad_tokens([rollout.prompt.token_ids for rollout in rollouts], "left", device)
-    ids, mask = pad_tokens([rollout.token_ids.tolist() for rollout in rollouts], "right", device)
-    every = torch.arange(len(rollouts), device=device)
-    sequences = full_sequences(prompt_ids, prompt_mask, every, ids, mask)
-    hidden = last_hidden(model, sequences, ids.shape[1])[mask]  # [N, H], all response tokens
+    states, ids, mask = read_rollouts(model, rollouts)
     rows = max(1, _SCORE_LOGITS // output_layer(model).out_features)
     log_probs = [
-        torch.log_softmax(head_logits(model, states) / temperature, dim=-1).gather(1, targets[:, None])[:, 0].cpu()
-        for states, targets in zip(hidden.split(rows), ids[mask].split(rows), strict=True)
+        torch.log_softmax(head_logits(model, hidden) / temperature, dim=-1).gather(1, targets[:, None])[:, 0].cpu()
+        for hidden, targets in zip(states[mask].split(rows), ids[mask].split(rows), strict=True)
     ]
     return [row.clone() for row in torch.cat(log_probs).split([len(rollout.token_ids) for rollout in rollouts])]

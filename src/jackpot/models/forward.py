@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from jackpot.errors import DataError, ModelError
-from jackpot.types import TokenBatch
+from jackpot.types import Rollout, TokenBatch, unique_prompts
 
 Side = Literal["left", "right"]
 
@@ -40,12 +40,16 @@ def full_sequences(
     Raises:
         DataError: a prompt that is empty or padded on the right, so that no token precedes the response.
     """
-    if not prompt_mask[:, -1].all():
-        rows = (~prompt_mask[:, -1].bool()).nonzero().flatten().tolist()
-        raise DataError(f"prompts {rows[:5]} are empty or padded on the right; pad prompts on the left, [U, P]")
+    _check_prompts(prompt_mask)
     mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1).bool()
     ids = torch.cat([prompt_ids[prompt_index], response_ids], dim=1)
     return Sequences(torch.where(mask, ids, 0), mask, position_ids(mask))
+
+
+def _check_prompts(prompt_mask: Tensor) -> None:
+    if not prompt_mask[:, -1].all():
+        rows = (~prompt_mask[:, -1].bool()).nonzero().flatten().tolist()
+        raise DataError(f"prompts {rows[:5]} are empty or padded on the right; pad prompts on the left, [U, P]")
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], side: Side, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -64,30 +68,117 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """The hidden states that predict each response token: after the final norm, before the head. [B, T, H]
-
-    Entry t comes from the position before response token t, so entry 0 comes from the last token of the prompt. Values
-    where `batch.attention_mask` is False mean nothing. Carries gradient.
-    """
-    return last_hidden(model, batch_sequences(batch), batch.response_ids.shape[1])
+    """`predicting_hidden` of a batch, a tool's tokens too: [B, T, H]. Values where `batch.attention_mask` is False mean
+    nothing."""
+    return predicting_hidden(model, *_parts(batch))
 
 
 def batch_sequences(batch: TokenBatch) -> Sequences:
     """Every prompt with its response, a tool's tokens too."""
-    return full_sequences(
-        batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
+    return full_sequences(*_parts(batch))
+
+
+def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
+    return batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
+
+
+def predicting_hidden(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    prompt_index: Tensor,
+    response_ids: Tensor,
+    response_mask: Tensor,
+) -> Tensor:
+    """The hidden states that predict each response token: after the final norm, before the head. [B, T, H]
+
+    Entry t comes from the position before response token t, so entry 0 comes from the last token of the prompt. Carries
+    gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`); the result
+    is that of reading it with each, up to float rounding.
+
+    Arguments and errors as in `full_sequences`.
+    """
+    num_response = response_ids.shape[1]
+    if len(prompt_ids) < len(prompt_index) and can_share_prompts(model):
+        _check_prompts(prompt_mask)
+        return _shared_hidden(model, prompt_ids, prompt_mask.bool(), prompt_index, response_ids, response_mask.bool())
+    sequences = full_sequences(prompt_ids, prompt_mask, prompt_index, response_ids, response_mask)
+    states = _states(model, *sequences, cache=None)
+    return states[:, -num_response - 1 : -1]
+
+
+class ReadRollouts(NamedTuple):
+    """Some rollouts as a model has read them."""
+
+    hidden: Tensor  # [B, T, H], as in `predicting_hidden`
+    token_ids: Tensor  # [B, T] int64, padded on the right
+    mask: Tensor  # [B, T] bool, the tokens that exist
+
+
+def read_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ReadRollouts:
+    """`predicting_hidden` of rollouts that are in no batch yet."""
+    prompts, rows = unique_prompts([rollout.prompt for rollout in rollouts])
+    prompt_ids, prompt_mask = pad_tokens(prompts, "left", model.device)
+    ids, mask = pad_tokens([rollout.token_ids.tolist() for rollout in rollouts], "right", model.device)
+    index = torch.tensor(rows, device=model.device)
+    return ReadRollouts(predicting_hidden(model, prompt_ids, prompt_mask, index, ids, mask), ids, mask)
+
+
+_SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
+_ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
+
+
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether a prompt's keys and values, computed once, serve all its responses exactly.
+
+    Not where a layer keeps something else than keys and values of single tokens (linear attention, state spaces,
+    attention in chunks), where the rotary angles depend on the length of what is read, or where activations are
+    checkpointed: the second forward pass in backward would write to the cache again.
+    """
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ()
+    by_layer = getattr(config, "rope_parameters", None) or {}
+    ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
+    return (
+        not getattr(model, "_is_stateful", False)
+        and set(layers) <= _SHAREABLE_LAYERS
+        and not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
+        and not model.is_gradient_checkpointing
     )
 
 
-def last_hidden(model: PreTrainedModel, sequences: Sequences, num_response: int) -> Tensor:
-    """The hidden states that predict the last `num_response` columns of `sequences`: [B, T, H]."""
+def _shared_hidden(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    prompt_index: Tensor,
+    response_ids: Tensor,
+    response_mask: Tensor,
+) -> Tensor:
+    """Read the prompts [U, P], hand each response its prompt's keys and values, read the responses [B, T]."""
+    cache = DynamicCache()  # without the config: a sliding layer keeps all tokens too, and the mask hides the far ones
+    prompt_ids = torch.where(prompt_mask, prompt_ids, 0)
+    states = _states(model, prompt_ids, prompt_mask, position_ids(prompt_mask), cache)
+    first = states[prompt_index, -1:]  # [B, 1, H], predicts the first response token
+    if response_ids.shape[1] < 2:
+        return first[:, : response_ids.shape[1]]
+    cache.reorder_cache(prompt_index)  # index_select, which carries gradient
+    mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1)[:, :-1]  # the last token predicts nothing
+    positions = position_ids(mask)[:, prompt_ids.shape[1] :]
+    response_ids = torch.where(response_mask, response_ids, 0)[:, :-1]
+    return torch.cat([first, _states(model, response_ids, mask, positions, cache)], dim=1)
+
+
+def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None) -> Tensor:
+    """The backbone's last hidden states, behind what `cache` holds, which grows."""
     output = backbone(model)(
-        input_ids=sequences.input_ids,
-        attention_mask=sequences.attention_mask,
-        position_ids=sequences.position_ids,
-        use_cache=False,
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
     )
-    return output.last_hidden_state[:, -num_response - 1 : -1]
+    return output.last_hidden_state
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

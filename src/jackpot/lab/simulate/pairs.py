@@ -23,7 +23,7 @@ from jackpot.lab.simulate.survey import Survey, point, share_below, survey
 from jackpot.lab.simulate.topk import RECIPE_K, TopK
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import check_lengths, check_vocabulary, load_tokenizers, pick_device
-from jackpot.models.forward import full_sequences, head_logits, last_hidden, output_layer, pad_tokens
+from jackpot.models.forward import head_logits, output_layer, read_rollouts
 from jackpot.models.load import load_model, load_outline
 from jackpot.objectives.measure import mismatch
 from jackpot.tasks import make_task
@@ -121,12 +121,9 @@ def pair_states(
 ) -> Iterator[States]:
     """Both models at every token that was sampled, a few tokens at a time; `token_ids` [n, 1] are those written."""
     for batch in _batches(rollouts):
-        prompt_ids, prompt_mask = pad_tokens([one.prompt.token_ids for one in batch], "left", policy.device)
-        ids, mask = pad_tokens([one.token_ids.tolist() for one in batch], "right", policy.device)
         sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
-        rows = torch.arange(len(batch), device=policy.device)
-        sequences = full_sequences(prompt_ids, prompt_mask, rows, ids, mask)
-        hidden = [last_hidden(model, sequences, ids.shape[1])[sampled] for model in (writer, policy)]
+        read = [read_rollouts(model, batch) for model in (writer, policy)]
+        hidden, ids = [one.hidden[sampled] for one in read], read[0].token_ids
         size = max(1, _CHUNK_ELEMENTS // output_layer(policy).out_features)
         for start in range(0, len(hidden[0]), size):
             part = slice(start, start + size)
