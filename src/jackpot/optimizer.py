@@ -52,6 +52,7 @@ class ModelOptimizer:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,  # in place: no temporaries of the size of the weights
         )
         self.steps = 0
 

@@ -14,6 +14,7 @@ from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
 from jackpot.joint_learner import JointLearner
 from jackpot.launch.engines import DTYPES, make_engine
+from jackpot.models.checkpointing import checkpoint_activations
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import output_layer
 from jackpot.models.load import check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
@@ -118,6 +119,8 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
         add_adapter(model, settings.lora, stream_key(config.seed, "adapter", role))
         if resumes:
             load_adapter(model, Path(path))
+    if config.activation_checkpointing and settings.optimizer is not None:
+        checkpoint_activations(model)
     return model
 
 
@@ -126,6 +129,8 @@ def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -
     settings = config.critic
     path = str(checkpoint / "critic") if checkpoint else settings.path or config.policy.path
     model = load_value_model(path, torch.float32, device)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
     numbers = CriticNumbers(
         gamma=settings.gamma,
         lam=settings.lam,

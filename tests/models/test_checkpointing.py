@@ -1,0 +1,88 @@
+"""Checkpointed activations: the same numbers, fewer of them kept."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from jackpot.errors import ModelError
+from jackpot.launch.local import load_trained, model_paths
+from jackpot.models.checkpointing import checkpoint_activations
+from jackpot.models.forward import backbone, can_share_prompts, pad_tokens, predicting_hidden
+from runs import run, small_config, weights
+
+MODELS = {
+    "Qwen3": lambda: Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=30,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+    ),
+    "GPT-2, with dropout": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=32, n_layer=4, n_head=2)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def states_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor], int]:
+    """Hidden states, gradients, and the bytes that wait for backward, of one forward pass of two sequences."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    prompts, prompt_mask = pad_tokens([[1, 2], [3, 4, 5]], "left", torch.device("cpu"))
+    responses, mask = pad_tokens([[6, 7, 8, 9], [10, 11]], "right", torch.device("cpu"))
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = predicting_hidden(model, prompts, prompt_mask, torch.tensor([0, 1]), responses, mask)
+    hidden[mask].sin().sum().backward()
+    return hidden.detach(), [parameter.grad for parameter in backbone(model).parameters()], sum(kept.values())
+
+
+def test_states_and_gradients_are_bit_equal_and_less_is_kept(model: PreTrainedModel) -> None:
+    hidden, grads, kept = states_and_gradients(model)
+    checkpoint_activations(model)
+    model.eval()
+    again, grads_again, kept_again = states_and_gradients(model)
+    assert torch.equal(hidden, again)
+    assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
+    assert kept_again < kept / 3
+
+
+def test_a_model_without_such_layers_is_refused(model: PreTrainedModel) -> None:
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ModelError, match="activation_checkpointing: false"):
+        checkpoint_activations(model)
+
+
+def test_every_model_that_is_trained_is_checkpointed_and_no_other() -> None:
+    config = small_config("activation_checkpointing=true", "rollout_model.optimizer=null")
+    loaded = {
+        role: load_trained(config, role, path, torch.device("cpu"), False)
+        for role, path in model_paths(config, None).items()
+    }
+    found = {role: can_share_prompts(one) for role, one in loaded.items()}
+    assert found == {"policy": False, "rollout_model": True}
+
+
+@pytest.mark.parametrize("overrides", [(), ("policy.lora.rank=2",)])
+def test_a_run_learns_the_same_with_checkpointed_activations(tmp_path, overrides) -> None:
+    """Up to rounding: a group's prompt is read once without, and with each response with it."""
+    for name in ("false", "true"):
+        run(small_config(f"activation_checkpointing={name}", "iterations=1", *overrides), tmp_path / name)
+    for role in ("policy", "rollout_model"):
+        kept, computed_again = (weights(tmp_path / name, role) for name in ("false", "true"))
+        assert kept.keys() == computed_again.keys()
+        assert all(torch.allclose(kept[name], computed_again[name], atol=2e-5) for name in kept)
