@@ -13,32 +13,21 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-Job = dict[str, Any]
-Result = dict[str, float]
+import interleaved
+from interleaved import Job, Result, cell, table
+
 ENGINES = ("transformers", "vllm")
 SECTIONS = ("agreement", "speed", "update", "digest")
-MARK = "RESULT "
 LARGEST_GAP = 1e-5  # of a probability, in float32
 WORKER = Path(__file__).with_name("engine_measurements.py")
 
 
 def measure(job: Job) -> Result:
-    """Run one job in a process of its own."""
-    done = subprocess.run([sys.executable, WORKER, json.dumps(job)], capture_output=True, text=True, check=False)
-    answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not answers:
-        raise RuntimeError(f"{job} failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result = json.loads(answers[-1]) | {"load": os.getloadavg()[0]}
-    print(job, result, file=sys.stderr, flush=True)
-    return result
+    return interleaved.measure(WORKER, job)
 
 
 def repeated(jobs: Sequence[Job], repetitions: int) -> list[tuple[Job, list[Result]]]:
@@ -48,20 +37,6 @@ def repeated(jobs: Sequence[Job], repetitions: int) -> list[tuple[Job, list[Resu
         for job, of_job in zip(jobs, results, strict=True):
             of_job.append(measure(job))
     return list(zip(jobs, results, strict=True))
-
-
-def cell(values: Iterable[float], digits: int = 2) -> str:
-    values = list(values)
-    text = f"{statistics.median(values):.{digits}f}"
-    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print("| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print()
 
 
 def agreement(options: argparse.Namespace, folder: str) -> list[Job]:
