@@ -92,7 +92,7 @@ def topk_z(
         fill_valid: [...] bool, True where that forward pass used the weights that wrote the token, untruncated.
         lam: as in `acceptance`; a tensor must be [..., 1].
     """
-    is_new = (target_top_ids.unsqueeze(-1) != rollout_top_ids.unsqueeze(-2)).all(-1)  # [..., K'] in N
+    is_new = _not_among(target_top_ids, rollout_top_ids)  # [..., K'] in N
     filled = is_new & fill_valid.unsqueeze(-1)
     unknown = is_new & ~fill_valid.unsqueeze(-1)
 
@@ -177,6 +177,15 @@ def log_lam(lam: float | Tensor) -> float | Tensor:
     if not lam > 0:
         raise ValueError(f"lam is {lam}; it must be above 0, since the acceptance is min(1, rho / lam)")
     return math.log(lam)
+
+
+def _not_among(ids: Tensor, others: Tensor) -> Tensor:
+    """True where an id [..., K'] is none of `others` [..., K]; one after another, which needs no [..., K', K]."""
+    ids, others = ids.int(), others.int()
+    missing = torch.ones_like(ids, dtype=torch.bool)
+    for other in others.unbind(-1):
+        missing &= ids != other.unsqueeze(-1)
+    return missing
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:

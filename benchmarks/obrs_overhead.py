@@ -1,0 +1,199 @@
+"""What OBRS adds to a GRPO step at K = 20: nanoseconds a token, matrix FLOPs, and shares of the step.
+
+    OMP_NUM_THREADS=1 python benchmarks/obrs_overhead.py --repetitions 7
+
+The model, the prompts and the lengths of step.py, one policy that writes for itself: everything that two models cost is
+left out, what stays is the correction. Parts take turns in one process; CPU seconds, medians and their range:
+
+    reweighting    dedup, Z, kappa, acceptance, weights and their metrics, on tensors that are there
+    the head       top-20 and the log-probs at the engine's 20 ids, beside the loss alone
+    writing        the engine's 20 log-probs, beside the sampled one
+    the update     one optimizer step with OBRS, beside one without correction
+
+The noise of a whole update is larger than the difference; the first three lines say what it is made of.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from interleaved import cell, table
+from step_ours import Words, make_models, settings
+from step_task import GROUP
+from torch.utils.flop_counter import FlopCounterMode
+
+from jackpot.batching import micro_batches
+from jackpot.config import Config
+from jackpot.config_build import build_config
+from jackpot.joint_learner import JointLearner
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import load_trained, make_learner
+from jackpot.models.load import load_tokenizer
+from jackpot.objectives.build import policy_objective
+from jackpot.objectives.corrections import CorrectionInputs
+from jackpot.ops import obrs
+from jackpot.ops.linear_head import Head, linear_head
+from jackpot.types import Request, Rollout, Score, ScoredRollout, TokenBatch, Version
+
+TOP = 20
+Action = Callable[[], object]
+
+
+def take_turns(actions: dict[str, Action], repetitions: int) -> dict[str, list[float]]:
+    """CPU seconds of every action, in turn; a first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(repetitions + 1):
+        for name, action in actions.items():
+            before = time.process_time()
+            action()
+            if turn:
+                seconds[name].append(time.process_time() - before)
+    return seconds
+
+
+def config_of(folder: str, options: argparse.Namespace, correction: str, top: int) -> Config:
+    job = {"folder": folder, "what": "on_policy", "steps": 1}
+    job |= {"prompts": options.prompts, "new_tokens": options.new_tokens}
+    config = json.loads(settings(job).model_dump_json())
+    config["objective"]["correction"] = {"name": correction}
+    config["sampling"]["num_top_log_probs"] = top
+    return build_config(config)
+
+
+def learner_of(config: Config) -> JointLearner:
+    model = load_trained(config, "policy", config.policy.path, torch.device("cpu"), False)
+    return make_learner(config, {"policy": model}, True, None)
+
+
+def write(config: Config) -> tuple[list[Rollout], Action]:
+    """A rollout batch, and how to write another one."""
+    task = Words(load_tokenizer(config.policy.path))
+    engine = make_engine(config.engine, config.policy.path, torch.device("cpu"), Version(0, 0))
+    requests = [
+        Request(uid=f"{i}/{j}", prompt=task.prompt("train", i), seed=GROUP * i + j, sampling=config.sampling)
+        for i in range(config.batch.prompts)
+        for j in range(GROUP)
+    ]
+    return engine.generate(requests), lambda: engine.generate(requests)
+
+
+def batches_of(config: Config, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
+    draw = torch.Generator().manual_seed(0)
+    scored = [
+        ScoredRollout(
+            rollout=rollout,
+            score=Score(reward=0.0, correct=False),
+            advantages=torch.randn(1, generator=draw).expand(len(rollout.token_ids)),
+        )
+        for rollout in rollouts
+    ]
+    return micro_batches(scored, config.batch.micro_batch_tokens, seed=0, epoch=0)
+
+
+def reweighting(config: Config, tokens: int) -> Action:
+    """Dedup, Z, kappa, acceptance, weights, metrics of `tokens` tokens of two distributions that overlap."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 2.0 * torch.randn(tokens, 64, generator=draw)
+    both = [torch.log_softmax(logits + 0.3 * torch.randn(tokens, 64, generator=draw), dim=-1) for _ in range(2)]
+    (rollout_top, rollout_ids), (target_top, target_ids) = (one.topk(TOP) for one in both)
+    mask = torch.ones(1, tokens, dtype=torch.bool)
+    uniforms = torch.rand(1, tokens, dtype=torch.float64, generator=draw)
+    correction = policy_objective(config).correction
+
+    def run() -> None:
+        z = obrs.topk_z(
+            rollout_top_log_probs=rollout_top,
+            target_at_rollout_top=both[1].gather(1, rollout_ids),
+            rollout_top_ids=rollout_ids,
+            target_top_ids=target_ids,
+            target_top_log_probs=target_top,
+            fill_ins=both[0].gather(1, target_ids),
+            fill_valid=mask[0],
+            lam=1.0,
+        )
+        inputs = CorrectionInputs(
+            rollout_log_probs=rollout_top[None, :, 0],
+            target_log_probs=target_top[None, :, 0],
+            proximal_log_probs=target_top[None, :, 0],
+            response_mask=mask,
+            uniforms=uniforms,
+            z=obrs.ZEstimate(*(part[None] for part in z)),
+        )
+        correction.apply(inputs, correction.measure(inputs))
+
+    return run
+
+
+def head(tokens: int, top: int) -> Action:
+    """The loss layer alone, forward and backward, at the step's shape."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 256, generator=draw).requires_grad_()
+    weight = (0.02 * torch.randn(4096, 256, generator=draw)).requires_grad_()
+    ids = torch.randint(4096, (tokens,), generator=draw)
+    gather_ids = torch.randint(4096, (tokens, top), generator=draw)
+
+    def run() -> None:
+        out = linear_head(Head(hidden=hidden, weight=weight), ids, temperature=1.0, num_top=top, gather_ids=gather_ids)
+        out.log_probs.sum().backward()
+
+    return run
+
+
+def matrix_flops(action: Action) -> int:
+    with FlopCounterMode(display=False) as counter:
+        action()
+    return counter.get_total_flops()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_models(Path(folder))
+        configs = {
+            "without": config_of(folder, options, "none", 0),
+            "with": config_of(folder, options, "obrs", TOP),
+        }
+        rollouts, write_with = write(configs["with"])
+        _, write_without = write(configs["without"])
+        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
+        learners = {name: learner_of(config) for name, config in configs.items()}
+        batches = {"without": batches_of(configs["without"], bare), "with": batches_of(configs["with"], rollouts)}
+        updates = {
+            name: lambda name=name: learners[name].train([batches[name]], trace=False) for name in ("without", "with")
+        }
+        parts = {
+            "reweighting": {"with": reweighting(configs["with"], tokens)},
+            "the head": {"without": head(tokens, 0), "with": head(tokens, TOP)},
+            "writing": {"without": write_without, "with": write_with},
+            "the update": updates,
+        }
+        found = {name: take_turns(actions, options.repetitions) for name, actions in parts.items()}
+        flops = {name: {side: matrix_flops(one) for side, one in actions.items()} for name, actions in parts.items()}
+    step = sum(statistics.median(found[name]["without"]) for name in ("writing", "the update"))
+    rows = []
+    for name, seconds in found.items():
+        without = seconds.get("without", [0.0] * options.repetitions)
+        extra = [1e9 * (one - other) / tokens for one, other in zip(seconds["with"], without, strict=True)]
+        share = [100 * one * tokens / 1e9 / step for one in extra]
+        more = flops[name]["with"] - flops[name].get("without", 0)
+        rows.append((name, cell(extra, 0), f"{more / tokens:,.0f}", f"{cell(share, 2)} %"))
+    print(
+        f"{tokens:,} tokens; a step without correction takes {step:.2f} CPU s, {1e9 * step / tokens:,.0f} ns a token\n"
+    )
+    table(("what OBRS adds", "ns a token", "matrix FLOPs a token", "of the step"), rows)
+
+
+if __name__ == "__main__":
+    main()
