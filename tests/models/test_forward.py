@@ -29,6 +29,7 @@ from jackpot.models.forward import (
     logit_softcap,
     output_layer,
     pad_tokens,
+    predicting_hidden,
     response_hidden,
 )
 from jackpot.types import TokenBatch
@@ -142,6 +143,15 @@ def test_a_shared_prompt_is_read_once(model):
     batch = token_batch()
     response_hidden(model, batch)
     assert read == [batch.prompt_ids.numel(), batch.response_ids[:, :-1].numel()]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_without_padding_masks_change_nothing(model, shared):
+    index = torch.tensor([0, 0, 1] if shared else [0, 1])
+    prompts, responses = torch.arange(8).view(2, 4), torch.arange(8, 8 + 5 * len(index)).view(-1, 5)
+    masks = [torch.ones(of.shape, dtype=torch.bool) for of in (prompts, responses)]
+    masked = predicting_hidden(model, prompts, masks[0], index, responses, masks[1])
+    assert torch.allclose(predicting_hidden(model, prompts, None, index, responses, None), masked, atol=2e-5)
 
 
 def test_responses_of_one_token_are_predicted_by_their_prompts_alone(model):

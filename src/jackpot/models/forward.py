@@ -85,10 +85,10 @@ def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
 def predicting_hidden(
     model: PreTrainedModel,
     prompt_ids: Tensor,
-    prompt_mask: Tensor,
+    prompt_mask: Tensor | None,
     prompt_index: Tensor,
     response_ids: Tensor,
-    response_mask: Tensor,
+    response_mask: Tensor | None,
 ) -> Tensor:
     """The hidden states that predict each response token: after the final norm, before the head. [B, T, H]
 
@@ -96,15 +96,37 @@ def predicting_hidden(
     gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`); the result
     is that of reading it with each, up to float rounding.
 
-    Arguments and errors as in `full_sequences`.
+    Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
     """
-    num_response = response_ids.shape[1]
-    if len(prompt_ids) < len(prompt_index) and can_share_prompts(model):
+    if prompt_mask is None:
+        prompts, mask = prompt_ids, None
+    else:
         _check_prompts(prompt_mask)
-        return _shared_hidden(model, prompt_ids, prompt_mask.bool(), prompt_index, response_ids, response_mask.bool())
-    sequences = full_sequences(prompt_ids, prompt_mask, prompt_index, response_ids, response_mask)
-    states = _states(model, *sequences, cache=None)
-    return states[:, -num_response - 1 : -1]
+        prompt_mask, response_mask = prompt_mask.bool(), response_mask.bool()
+        prompts, response_ids = torch.where(prompt_mask, prompt_ids, 0), torch.where(response_mask, response_ids, 0)
+        mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1)[:, :-1]
+    read = response_ids[:, :-1]  # the last token predicts nothing
+    if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
+        states = _states(model, torch.cat([prompts[prompt_index], read], dim=1), mask, None)
+        return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
+    cache = DynamicCache()  # without the config: a sliding layer keeps all tokens too, and the mask hides the far ones
+    first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
+    if not read.shape[1]:
+        return first[:, : response_ids.shape[1]]
+    cache.reorder_cache(prompt_index)  # index_select, which carries gradient
+    return torch.cat([first, _states(model, read, mask, cache)], dim=1)
+
+
+def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: DynamicCache | None) -> Tensor:
+    """The backbone's last hidden states of `ids` [B, S], behind what `cache` holds, which grows. `mask` covers both."""
+    output = backbone(model)(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=None if mask is None else position_ids(mask)[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    return output.last_hidden_state
 
 
 class ReadRollouts(NamedTuple):
@@ -145,40 +167,6 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
         and not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
         and not model.is_gradient_checkpointing
     )
-
-
-def _shared_hidden(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    prompt_index: Tensor,
-    response_ids: Tensor,
-    response_mask: Tensor,
-) -> Tensor:
-    """Read the prompts [U, P], hand each response its prompt's keys and values, read the responses [B, T]."""
-    cache = DynamicCache()  # without the config: a sliding layer keeps all tokens too, and the mask hides the far ones
-    prompt_ids = torch.where(prompt_mask, prompt_ids, 0)
-    states = _states(model, prompt_ids, prompt_mask, position_ids(prompt_mask), cache)
-    first = states[prompt_index, -1:]  # [B, 1, H], predicts the first response token
-    if response_ids.shape[1] < 2:
-        return first[:, : response_ids.shape[1]]
-    cache.reorder_cache(prompt_index)  # index_select, which carries gradient
-    mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1)[:, :-1]  # the last token predicts nothing
-    positions = position_ids(mask)[:, prompt_ids.shape[1] :]
-    response_ids = torch.where(response_mask, response_ids, 0)[:, :-1]
-    return torch.cat([first, _states(model, response_ids, mask, positions, cache)], dim=1)
-
-
-def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None) -> Tensor:
-    """The backbone's last hidden states, behind what `cache` holds, which grows."""
-    output = backbone(model)(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-    return output.last_hidden_state
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

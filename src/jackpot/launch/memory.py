@@ -1,0 +1,216 @@
+"""The memory that a run takes at its peak, found out without its weights. Layer 6.
+
+One micro-batch at full length goes forward and backward through the models on fake tensors (torch's FakeTensorMode:
+shapes alone), and every tensor that comes and goes is counted. What a kernel takes for itself is not seen.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from jackpot.config import Config
+from jackpot.config_engines import TransformersEngineConfig
+from jackpot.launch.engines import DTYPES
+from jackpot.launch.local import model_paths, pick_device
+from jackpot.launch.plan import Size
+from jackpot.models.checkpointing import checkpoint_activations
+from jackpot.models.forward import logit_softcap, output_layer, predicting_hidden
+from jackpot.models.load import load_config
+from jackpot.models.lora import add_adapter
+from jackpot.ops.chunked_heads import Head, read_heads
+from jackpot.types import Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes. What training and what writing take are not there at the same time."""
+
+    process: int  # this one with everything imported; 0 where a GPU holds the rest
+    weights: int  # in training, float32, of all models
+    engines: int  # their own copies of the weights
+    optimizer: int  # AdamW's two moments
+    gradients: int
+    training: int  # activations and the loss of the largest micro-batch
+    writing: int  # keys and values, and the distributions of one step
+
+    @property
+    def peak(self) -> int:
+        lasting = self.process + self.weights + self.engines + self.optimizer
+        return lasting + max(self.gradients + self.training, self.writing)
+
+
+class Shape(NamedTuple):
+    """Of the largest micro-batch."""
+
+    prompts: int
+    rows: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+def plan_memory(config: Config, sizes: dict[Role, Size], prompt_tokens: int) -> Memory:
+    """What a run takes if prompts have `prompt_tokens` tokens and every response has the most that it may.
+
+    Counted are the learner and transformers engines; a vLLM engine has memory of its own (docs/vllm.md).
+
+    Raises:
+        ModelError: as `model_sizes`, or a model whose activations cannot be checkpointed.
+    """
+    trained = sum(size.trained for size in sizes.values())
+    reference = [sizes["policy"].parameters] if config.objective.reference else []
+    parameters = sum(size.parameters for size in sizes.values()) + sum(reference)
+    return Memory(
+        process=_resident() if pick_device(config).type == "cpu" else 0,
+        weights=4 * parameters,
+        engines=_engine_weights(config, sizes),
+        optimizer=8 * trained,
+        gradients=4 * trained,
+        training=_training(config, micro_batch(config, prompt_tokens)),
+        writing=_writing(config, prompt_tokens),
+    )
+
+
+def micro_batch(config: Config, prompt_tokens: int) -> Shape:
+    """The largest one: as many full sequences as fit, those of a group together where one step takes whole groups."""
+    batch, response = config.batch, config.sampling.max_new_tokens
+    step = batch.step_size or batch.rollouts
+    rows = max(1, min(step, batch.micro_batch_tokens // (prompt_tokens + response)))
+    prompts = math.ceil(rows / batch.group_size) if step == batch.rollouts else min(rows, batch.prompts)
+    return Shape(prompts, rows, prompt_tokens, response)
+
+
+def _resident() -> int:
+    """Memory of this process now, bytes. 0 where /proc does not tell."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
+
+
+def _engine_weights(config: Config, sizes: dict[Role, Size]) -> int:
+    """The writer's engine, and the policy's for evaluations where another model writes."""
+    writer: Role = "rollout_model" if "rollout_model" in sizes else "policy"
+    engines: list[tuple[Role, Any]] = [(writer, config.engine)]
+    if writer != "policy" or config.evaluation.engine:
+        engines.append(("policy", config.evaluation.engine or config.engine))
+    return sum(
+        sizes[role].parameters * DTYPES[settings.dtype].itemsize
+        for role, settings in engines
+        if isinstance(settings, TransformersEngineConfig)
+    )
+
+
+class _Tally(TorchDispatchMode):
+    """Bytes of all storages that are alive and were made under it, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.alive)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.alive += size
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+@contextmanager
+def _counted() -> Iterator[_Tally]:
+    with FakeTensorMode(), _Tally() as tally:
+        yield tally
+
+
+def _training(config: Config, shape: Shape) -> int:
+    """Beyond weights and gradients, at the worst moment of one micro-batch."""
+    dtype = DTYPES[config.precision]
+    with _counted() as tally:
+        models = [_fake_model(config, role, path) for role, path in model_paths(config, None).items()]
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        lasting = tally.peak = tally.alive
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            hidden = [_read(model, shape) for model in models]
+            values = _head(config, models, hidden)
+        sum(value.sum() for value in values).backward()
+        return tally.peak - lasting
+
+
+def _fake_model(config: Config, role: Role, path: str) -> PreTrainedModel:
+    """As training has it."""
+    settings = getattr(config, role)
+    model = AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32).eval()
+    if settings.optimizer is None:
+        return model.requires_grad_(False)
+    if settings.lora is not None:
+        add_adapter(model, settings.lora, 0)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def _read(model: PreTrainedModel, shape: Shape) -> Tensor:
+    """The hidden states that predict all response tokens, [N, H]."""
+    prompts, rows, prompt_tokens, response_tokens = shape
+    ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
+    responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
+    index = torch.arange(rows) % prompts
+    return predicting_hidden(model, ids, None, index, responses, None).flatten(0, 1)
+
+
+def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What carries a gradient out of the loss layer."""
+    heads = [
+        Head(hidden=states, weight=output_layer(model).weight, soft_cap=logit_softcap(model))
+        for model, states in zip(models, hidden, strict=True)
+    ]
+    top = config.sampling.num_top_log_probs
+    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)
+    gather_ids = torch.zeros(len(hidden[0]), top, dtype=torch.int64)
+    return read_heads(heads, ids, gather_ids, config.sampling.temperature, None, top, None)[0]
+
+
+def _writing(config: Config, prompt_tokens: int) -> int:
+    """The most that a transformers engine takes: its cache, a step's distributions, what was written."""
+    paths = model_paths(config, None)
+    writer = paths.get("rollout_model", paths["policy"])
+    engines = [(config.engine, writer, config.batch.rollouts)]
+    engines.append((config.evaluation.engine or config.engine, paths["policy"], config.evaluation.problems))
+    return max(
+        _decoding(config, settings, load_config(path).get_text_config(), rows, prompt_tokens)
+        for settings, path, rows in engines
+    )
+
+
+def _decoding(config: Config, settings: Any, model: PreTrainedConfig, requests: int, prompt_tokens: int) -> int:
+    if not isinstance(settings, TransformersEngineConfig):
+        return 0
+    rows, sampling = min(requests, settings.max_batch_size), config.sampling
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    length = prompt_tokens + sampling.max_new_tokens
+    cache = 2 * model.num_hidden_layers * heads * head_dim * length * DTYPES[settings.dtype].itemsize
+    written = sampling.max_new_tokens * (2 + 2 * sampling.num_top_log_probs) * 4
+    return rows * (cache + written + 3 * 4 * model.vocab_size)
