@@ -33,7 +33,8 @@ from jackpot.lab.simulate.pairs import PROMPTS
 from jackpot.lab.simulate.simulation import simulate_families
 from jackpot.launch.arms import differing_arms
 from jackpot.launch.compare import Plan, run_arms
-from jackpot.launch.local import launch
+from jackpot.launch.local import launch, load_tokenizers, model_paths
+from jackpot.launch.memory import longest_prompt, plan_memory
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
@@ -77,7 +78,9 @@ def train(
     config = resolve(recipe, arm, overrides or [])
     folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, arm, f"seed{config.seed}"]))
     if dry_run:
-        show_plan(console, config, model_sizes(config), folder)
+        sizes, tokenizer = model_sizes(config), load_tokenizers(model_paths(config, None))
+        memory = plan_memory(config, sizes, longest_prompt(config, tokenizer))
+        show_plan(console, config, sizes, memory, folder)
         return
     finished = _train(console, config, folder)
     show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, finished)

@@ -15,6 +15,7 @@ from rich.text import Text
 from jackpot.config import Config
 from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.lab.diagnose import Diagnosis, Finding
+from jackpot.launch.memory import Memory
 from jackpot.launch.plan import Size
 from jackpot.launch.sample import Answer
 from jackpot.report.build import Report
@@ -165,7 +166,7 @@ def starter_progress(console: Console) -> Iterator[Callable[[str, int, int, floa
         yield show
 
 
-def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], folder: Path) -> None:
+def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], memory: Memory, folder: Path) -> None:
     """What a run would do."""
     batch = config.batch
     correction = config.objective.correction
@@ -176,6 +177,7 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
         else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
         + ("" if config.rollout_model.optimizer else ", frozen"),
         "trained": _trained(config, sizes),
+        "memory": _memory(memory),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
@@ -193,6 +195,18 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], fold
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _memory(memory: Memory) -> str:
+    """The peak and what it is made of."""
+    parts = ", ".join(f"{name} {_size_of(getattr(memory, name) or 0)}" for name in Memory.__slots__)
+    if memory.training is None:
+        return f"more than {_size_of(memory.peak)}: {parts}; its activations depend on values and are not known"
+    return f"{_size_of(memory.peak)} at the peak, if all responses have full length: {parts}"
+
+
+def _size_of(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _engine(config: Config) -> str:
@@ -227,12 +241,11 @@ def _objective(config: Config) -> str:
 
 
 def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:
-    """How many parameters learn, and what that costs beside the weights: a gradient and AdamW's two moments each."""
+    """How many parameters of each model learn."""
     adapters = {role: getattr(getattr(config, role), "lora", None) for role in sizes}
     counts = [
         f"{role.replace('_', ' ')} {size.trained:,}"
         + (f" (LoRA of rank {adapters[role].rank})" if adapters[role] else "")
         for role, size in sizes.items()
     ]
-    memory = 12 * sum(size.trained for size in sizes.values()) / 2**20
-    return f"{', '.join(counts)} parameters; {memory:,.1f} MiB for gradients and AdamW"
+    return f"{', '.join(counts)} parameters"

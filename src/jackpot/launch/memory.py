@@ -4,20 +4,22 @@ One micro-batch at full length goes forward and backward through the models on f
 shapes alone), and every tensor that comes and goes is counted. What a kernel takes for itself is not seen.
 """
 
+import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config import Config
 from jackpot.config_engines import TransformersEngineConfig
@@ -26,10 +28,13 @@ from jackpot.launch.local import model_paths, pick_device
 from jackpot.launch.plan import Size
 from jackpot.models.checkpointing import checkpoint_activations
 from jackpot.models.forward import logit_softcap, output_layer, predicting_hidden
-from jackpot.models.load import load_config
+from jackpot.models.load import load_config, load_outline
 from jackpot.models.lora import add_adapter
 from jackpot.ops.chunked_heads import Head, read_heads
+from jackpot.tasks import make_task
 from jackpot.types import Role
+
+PROMPTS_LOOKED_AT = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +46,13 @@ class Memory:
     engines: int  # their own copies of the weights
     optimizer: int  # AdamW's two moments
     gradients: int
-    training: int  # activations and the loss of the largest micro-batch
+    training: int | None  # activations and the loss of the largest micro-batch; None where shapes alone do not tell
     writing: int  # keys and values, and the distributions of one step
 
     @property
     def peak(self) -> int:
         lasting = self.process + self.weights + self.engines + self.optimizer
-        return lasting + max(self.gradients + self.training, self.writing)
+        return lasting + max(self.gradients + (self.training or 0), self.writing)
 
 
 class Shape(NamedTuple):
@@ -59,7 +64,14 @@ class Shape(NamedTuple):
     response_tokens: int
 
 
-def plan_memory(config: Config, sizes: dict[Role, Size], prompt_tokens: int) -> Memory:
+def longest_prompt(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens, among the first prompts of the task."""
+    task = make_task(config.task, tokenizer)
+    count = min(task.size("train") or PROMPTS_LOOKED_AT, PROMPTS_LOOKED_AT)
+    return max(len(task.prompt("train", index).token_ids) for index in range(count))
+
+
+def plan_memory(config: Config, sizes: Mapping[Role, Size], prompt_tokens: int) -> Memory:
     """What a run takes if prompts have `prompt_tokens` tokens and every response has the most that it may.
 
     Counted are the learner and transformers engines; a vLLM engine has memory of its own (docs/vllm.md).
@@ -96,7 +108,7 @@ def _resident() -> int:
     return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
 
 
-def _engine_weights(config: Config, sizes: dict[Role, Size]) -> int:
+def _engine_weights(config: Config, sizes: Mapping[Role, Size]) -> int:
     """The writer's engine, and the policy's for evaluations where another model writes."""
     writer: Role = "rollout_model" if "rollout_model" in sizes else "policy"
     engines: list[tuple[Role, Any]] = [(writer, config.engine)]
@@ -143,13 +155,25 @@ def _counted() -> Iterator[_Tally]:
         yield tally
 
 
-def _training(config: Config, shape: Shape) -> int:
-    """Beyond weights and gradients, at the worst moment of one micro-batch."""
+def _training(config: Config, shape: Shape) -> int | None:
+    """Beyond weights and gradients, at the worst moment of one micro-batch. None for a model whose shapes depend on
+    values, such as which experts a token goes to."""
+    complaints = logging.getLogger(fake_tensor.__name__)
+    was_quiet, complaints.disabled = complaints.disabled, True
+    try:
+        return _counted_training(config, shape)
+    except RuntimeError:  # what fake tensors raise, whichever operation it is
+        return None
+    finally:
+        complaints.disabled = was_quiet
+
+
+def _counted_training(config: Config, shape: Shape) -> int:
     dtype = DTYPES[config.precision]
+    models = [_outline(config, role, path) for role, path in model_paths(config, None).items()]
     with _counted() as tally:
-        models = [_fake_model(config, role, path) for role, path in model_paths(config, None).items()]
-        for parameter in (parameter for model in models for parameter in model.parameters()):
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for model in models:
+            _give_memory(model)
         lasting = tally.peak = tally.alive
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             hidden = [_read(model, shape) for model in models]
@@ -158,10 +182,9 @@ def _training(config: Config, shape: Shape) -> int:
         return tally.peak - lasting
 
 
-def _fake_model(config: Config, role: Role, path: str) -> PreTrainedModel:
-    """As training has it."""
-    settings = getattr(config, role)
-    model = AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32).eval()
+def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
+    """The model as training has it, on the meta device."""
+    settings, model = getattr(config, role), load_outline(path).eval()
     if settings.optimizer is None:
         return model.requires_grad_(False)
     if settings.lora is not None:
@@ -169,6 +192,20 @@ def _fake_model(config: Config, role: Role, path: str) -> PreTrainedModel:
     if config.activation_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def _give_memory(model: PreTrainedModel) -> None:
+    """Put weights, buffers and gradients on the CPU, which under a FakeTensorMode takes none. Tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                weight = torch.empty(parameter.shape, dtype=torch.float32)
+                made[id(parameter)] = new = nn.Parameter(weight, parameter.requires_grad)
+                new.grad = torch.empty_like(weight) if parameter.requires_grad else None
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def _read(model: PreTrainedModel, shape: Shape) -> Tensor:
