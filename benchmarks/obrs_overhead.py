@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from interleaved import cell, table
@@ -159,7 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        make_models(Path(folder))
+        make_models({"folder": folder})
         configs = {
             "without": config_of(folder, options, "none", 0),
             "with": config_of(folder, options, "obrs", TOP),

@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3
 from jackpot.config import Config
 from jackpot.config_build import build_config
 from jackpot.launch import local
+from jackpot.launch.memory import plan_memory
+from jackpot.launch.plan import model_sizes
+from jackpot.recipes import parse_override
 from jackpot.tasks.base import Split, Task
 from jackpot.trainer import Line, Trainer
 from jackpot.types import Prompt, Score
@@ -36,8 +39,9 @@ class Words(Task):
         return Score(reward=reward(response), correct=False)
 
 
-def make_models(folder: Path) -> None:
+def make_models(job: dict) -> None:
     """Policy and rollout model of one shape and different weights, and their tokenizer."""
+    folder = Path(job["folder"])
     vocabulary = {"<unk>": 0, "<end>": 1} | {f"w{number}": number for number in range(2, WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -83,7 +87,8 @@ def settings(job: dict) -> Config:
             "evaluation": {"every": 10**6, "problems": 1},
             "device": "cpu",
             "threads": 1,
-        }
+        },
+        overrides=[parse_override(text) for text in job.get("overrides", ())],
     )
 
 
@@ -111,11 +116,18 @@ def run(job: dict) -> dict:
     }
 
 
+def plan(job: dict) -> dict:
+    """What `--dry-run` says of the same run, MiB."""
+    config = settings(job)
+    memory = plan_memory(config, model_sizes(config), LONGEST_PROMPT)
+    return {"peak_mib": memory.peak / 2**20, "process_mib": memory.process / 2**20}
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    result = make_models(Path(job["folder"])) if job["what"] == "models" else run(job)
-    print("RESULT " + json.dumps(result or {}))
+    action = plan if job.get("plan") else {"models": make_models}.get(job["what"], run)
+    print("RESULT " + json.dumps(action(job) or {}))
 
 
 if __name__ == "__main__":

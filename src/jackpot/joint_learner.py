@@ -43,7 +43,7 @@ from jackpot.rows import anchor_columns, anchor_from_rows, by_rollout
 from jackpot.types import Role, Sampling, ScoredRollout, TokenBatch, Version
 
 NON_FINITE = "non-finite gradient"
-SCORE_LOGITS = 2**24  # in memory at once in `score`: 64 MiB in float32, several times that with filters
+SCORE_LOGITS = 2**22  # in memory at once in `score`: 16 MiB in float32, several times that with filters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from jackpot.ops.digest import weights_digest
 from jackpot.types import Request, Rollout, Version
 
 _SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
-_SCORE_LOGITS = 2**24  # at once in `score`: 64 MiB in float32
+_SCORE_LOGITS = 2**22  # at once in `score`: 16 MiB in float32
 
 
 class TransformersEngine(Engine):
