@@ -35,16 +35,15 @@ class Block:
         num_top: int,
         lam: float | None,
     ) -> None:
-        like = sides[0].hidden.new_zeros(wanted.shape, dtype=sides[0].dtype)
         self._sides, self._rows, self._wanted, self._num_top, self._lam = sides, rows, wanted, num_top, lam
-        self._picked = [like for _ in sides]  # [C, G] logits at the wanted ids
+        self._picked: list[Tensor | None] = [None for _ in sides]  # [C, G] logits at the wanted ids
         self._tops = [RunningTop(num_top) for _ in sides]
-        self.sums = [SoftmaxSums(like) for _ in sides]
+        self.sums = [SoftmaxSums() for _ in sides]
         self._divergences: list[Divergence] = []
         if len(sides) == 2:
             p, q = self.sums
             self._divergences = [Divergence(p, q, banned[1]), Divergence(q, p, banned[0])]
-        self._kept = torch.zeros_like(self.sums[0].total)
+        self._kept: Tensor | None = None  # [C] the exact Z so far
 
     def read(self, columns: slice) -> None:
         """The tile of these tokens, which the sides have loaded."""
@@ -65,9 +64,12 @@ class Block:
     def _read_raw(self, i: int, logits: Sequence[Tensor], columns: slice) -> Tensor:
         """Reads side i's wanted logits and top k; the largest logit of each row [C]."""
         own, width = logits[i], columns.stop - columns.start
-        places = self._wanted - columns.start
-        found = own.gather(1, places.clamp(0, width - 1))
-        self._picked[i] = torch.where((places >= 0) & (places < width), found, self._picked[i])
+        places = self._wanted - columns.start if columns.start else self._wanted
+        if self._picked[i] is None:
+            self._picked[i] = own.gather(1, places.clamp(max=width - 1))
+        else:
+            found = own.gather(1, places.clamp(0, width - 1))
+            self._picked[i] = torch.where((places >= 0) & (places < width), found, self._picked[i])
         if self._num_top == 0:
             self._tops[i].add(own, columns.start, None, logits[i + 1 :])
             return own.amax(-1)
@@ -94,7 +96,8 @@ class Block:
         self._add_kept(*(one.sub_(normaliser).exp_() for one, normaliser in zip(logits, normalisers, strict=True)))
 
     def _add_kept(self, p: Tensor, q: Tensor) -> None:
-        self._kept += torch.minimum(q, p.div_(self._lam), out=p).sum(-1)
+        kept = torch.minimum(q, p.div_(self._lam), out=p).sum(-1)
+        self._kept = kept if self._kept is None else self._kept + kept
 
     def outputs(self) -> list[Tensor]:
         """As `tiled_heads.read_heads` orders them."""

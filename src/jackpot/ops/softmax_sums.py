@@ -25,14 +25,13 @@ from jackpot.ops.head_tiles import LOWEST
 class SoftmaxSums:
     """The sums of one model; [C] each."""
 
-    def __init__(self, like: Tensor) -> None:
-        """`like` [C, ...] gives count, dtype and device."""
-        self._lowest = torch.finfo(like.dtype).min / 2
-        self._peak = like.new_full((len(like),), self._lowest)  # of no token yet; half, so that differences are finite
-        self._total = like.new_zeros(len(like))
-        self._moment = like.new_zeros(len(like))
-        self.shift = self._moment  # by how much the last tile lowered l - m, and the total before it
-        self.total_before = self._total
+    def __init__(self) -> None:
+        self._peak: Tensor | None = None  # m; None before the first tile, and so are the others
+        self.total: Tensor | None = None  # s
+        self._moment: Tensor | None = None  # t
+        self._log_total: Tensor | None = None  # once somebody asked
+        self.shift: Tensor | None = None  # -d of the last tile; None where it was the first
+        self.total_before: Tensor | None = None
 
     def absorb_(self, logits: Tensor, peak: Tensor, probs: Tensor, has_bans: bool) -> None:
         """Take in a tile: logits [C, T] become l - m, at least LOWEST, and probs exp(l - m).
@@ -40,28 +39,31 @@ class SoftmaxSums:
         Args:
             peak: [C] the largest of each row.
         """
-        before = self._peak
-        self._peak = torch.maximum(before, peak.clamp(min=self._lowest))
-        self.shift, self.total_before = before - self._peak, self._total
+        before, self.total_before, self._log_total = self._peak, self.total, None
+        self._peak = peak.clamp(min=torch.finfo(peak.dtype).min / 2)  # all banned so far; half: differences are finite
+        if before is not None:
+            self._peak = torch.maximum(self._peak, before)
         logits.sub_(self._peak[:, None])
         torch.exp(logits, out=probs)
         if has_bans:
             logits.clamp_(min=LOWEST)
+        if before is None:
+            self.total = probs.sum(-1)
+            return
+        self.shift = before - self._peak
         factor = self.shift.exp()
-        self._moment = (self._moment + self._total * self.shift) * factor
-        self._total = self._total * factor + probs.sum(-1)
+        self._moment = (self._moment + self.total_before * self.shift) * factor
+        self.total = self.total_before * factor + probs.sum(-1)
 
     def add_moment(self, moment: Tensor) -> None:
         """Add a tile's sum of exp(l - m) (l - m), [C]."""
-        self._moment = self._moment + moment
-
-    @property
-    def total(self) -> Tensor:
-        return self._total
+        self._moment = moment if self._moment is None else self._moment + moment
 
     @property
     def log_total(self) -> Tensor:
-        return self._total.log()
+        if self._log_total is None:
+            self._log_total = self.total.log()
+        return self._log_total
 
     @property
     def log_normaliser(self) -> Tensor:
@@ -69,10 +71,10 @@ class SoftmaxSums:
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """[C, G] log-probs of logits as the model gave them."""
-        return logits - self._peak[:, None] - self.log_total[:, None]
+        return (logits - self._peak[:, None]).sub_(self.log_total[:, None])
 
     def entropy(self) -> Tensor:
-        return self.log_total - self._moment / self._total
+        return self.log_total - self._moment / self.total
 
 
 class Divergence:
@@ -81,8 +83,8 @@ class Divergence:
     def __init__(self, p: SoftmaxSums, q: SoftmaxSums, banned_by_q: Tensor | None) -> None:
         """banned_by_q: [V] bool, None where there is none."""
         self._p, self._q, self._banned = p, q, banned_by_q
-        self._sum = torch.zeros_like(p.total)
-        self._peak_at_banned = torch.full_like(p.total, -torch.inf)
+        self._sum: Tensor | None = None  # g
+        self._peak_at_banned: Tensor | None = None  # the largest of p's logits there; None before there was one
 
     def see(self, logits_p: Tensor, columns: slice) -> None:
         """Before a tile's logits [C, T] are overwritten."""
@@ -90,17 +92,20 @@ class Divergence:
             return
         where = self._banned[columns].nonzero().flatten()
         if len(where):
-            self._peak_at_banned = torch.maximum(self._peak_at_banned, logits_p[:, where].amax(-1))
+            peak = logits_p[:, where].amax(-1)
+            self._peak_at_banned = peak if self._peak_at_banned is None else torch.maximum(self._peak_at_banned, peak)
 
     def add(self, of_tile: Tensor) -> None:
         """Add a tile's sum of exp(l_p - m_p) ((l_p - m_p) - (l_q - m_q)), [C], after both absorbed it."""
         p, q = self._p, self._q
-        self._sum = (self._sum + p.total_before * (p.shift - q.shift)) * p.shift.exp() + of_tile
+        if self._sum is not None:
+            of_tile = (self._sum + p.total_before * (p.shift - q.shift)) * p.shift.exp() + of_tile
+        self._sum = of_tile
 
     def value(self) -> Tensor:
         p, q = self._p, self._q
         value = self._sum / p.total - (p.log_total - q.log_total)
-        if self._banned is None:
+        if self._peak_at_banned is None:
             return value
         has_mass = (self._peak_at_banned - p.log_normaliser).exp() > 0.0
         return value.masked_fill(has_mass, torch.inf)

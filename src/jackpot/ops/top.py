@@ -19,6 +19,8 @@ _WORTH_IT = 6  # a row needs this many blocks for each of its K before two level
 
 def block_peaks(values: Tensor) -> Tensor:
     """The largest number of each block, the last one maybe shorter: [N, V] -> [N, ceil(V / BLOCK)]."""
+    if values.shape[1] <= BLOCK:
+        return values.amax(-1, keepdim=True)
     peaks, tail = _blocks(values).amax(-1), values[:, values.shape[1] // BLOCK * BLOCK :]
     return torch.cat((peaks, tail.amax(-1, keepdim=True)), dim=1) if tail.shape[1] else peaks
 
