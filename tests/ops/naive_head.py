@@ -1,4 +1,4 @@
-"""The reference for the chunked head: the definitions, on [N, V] tensors in float64, differentiated by autograd."""
+"""The reference for the tiled head: the definitions, on [N, V] tensors in float64, differentiated by autograd."""
 
 from dataclasses import fields
 

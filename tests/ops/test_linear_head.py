@@ -1,5 +1,6 @@
-"""The chunked head against full-vocabulary logits in float64 (naive_head.py), its edges, and what it refuses."""
+"""The tiled head against full-vocabulary logits in float64 (naive_head.py), its edges, and what it refuses."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -52,6 +53,39 @@ def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile):
     expected = naive_joint(naive_log_probs(policy, 0.7), naive_log_probs(rollout_model, 0.7), ids, lam, **options)
     assert_same(output, expected)
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
+
+
+@pytest.mark.parametrize("tile", [(40, 64), (40, 100), (16, 37), (7, 256), (40, 257)])
+@pytest.mark.parametrize("num_top", [5, 70])
+def test_a_vocabulary_that_no_tile_divides_with_a_top_that_lies_in_several(num_top, tile):
+    n, v = 40, 257
+    policy, rollout_model = random_head(1, "bias", n, v), random_head(2, n=n, v=v, h=3)
+    ids, gather_ids = random_ids(n, v=v), random_ids(n, 6, v=v)
+    options = dict(num_top=num_top, gather_ids=gather_ids)
+    output = joint_linear_head(policy, rollout_model, ids, temperature=0.9, lam=0.8, tile=tile, **options)
+    expected = naive_joint(naive_log_probs(policy, 0.9), naive_log_probs(rollout_model, 0.9), ids, 0.8, **options)
+    assert_same(output, expected)
+    assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
+
+
+def test_a_vocabulary_of_one_token_is_certain():
+    heads, ids = (random_head(1, "bias", v=1), random_head(2, v=1)), torch.zeros(N, dtype=torch.int64)
+    output = joint_linear_head(*heads, ids, temperature=0.5, lam=1.0, num_top=4)
+    for zero in (output.policy.log_probs, output.rollout_model.entropy, output.forward_kl, output.fill_ins):
+        assert not zero.any()
+    assert output.policy.top_ids.tolist() == [[0]] * N and output.exact_z.tolist() == [1.0] * N
+    loss_of(output).backward()
+    assert not any(tensor.grad.any() for tensor in leaves(*heads))
+
+
+def test_tied_tokens_give_distinct_ids_and_each_head_its_own_log_probs_at_them():
+    n, v = 9, 130
+    policy, rollout_model = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
+    flat = Head(hidden=torch.zeros(n, H, dtype=torch.float64), weight=policy.weight)
+    output = joint_linear_head(flat, rollout_model, random_ids(n, v=v), temperature=1.0, num_top=50, tile=(4, 33))
+    assert all(len(set(row)) == 50 for row in output.policy.top_ids.tolist())
+    expected = naive_log_probs(rollout_model, 1.0).gather(1, output.policy.top_ids)
+    torch.testing.assert_close(output.fill_ins, expected.detach())
 
 
 def test_a_weight_that_both_heads_share_gets_both_gradients():
@@ -190,6 +224,40 @@ def test_mass_where_the_rollout_model_has_none_is_an_infinite_forward_kl_with_a_
         assert all(
             grad.isfinite().all() for grad in torch.autograd.grad(value.sum(), leaves(rollout_model), retain_graph=True)
         )
+
+
+@pytest.mark.parametrize(("later", "is_infinite"), [(300.0, False), (50.0, True)])
+def test_a_token_that_one_bans_counts_by_the_mass_that_the_other_gives_it_in_the_end(later, is_infinite):
+    """In float32 e^-300 is 0. Token 0 is most of its own tile; only the next tile shows how little that is."""
+    hidden, ids = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
+    policy = Head(hidden=hidden, weight=torch.tensor([[2.0], [1.0], [later], [later]]))
+    bias = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
+    rollout_model = Head(hidden=hidden, weight=torch.tensor([[1.0], [1.0], [3.0], [3.0]]), bias=bias)
+    for heads, name in (((policy, rollout_model), "forward_kl"), ((rollout_model, policy), "reverse_kl")):
+        output = joint_linear_head(*heads, ids + 1, temperature=1.0, lam=1.0, tile=(1, 2))
+        if is_infinite:
+            assert getattr(output, name).isposinf().all()
+        else:
+            expected = -torch.log_softmax(torch.tensor([1.0, 3.0, 3.0]), -1)[1] - math.log(2.0)
+            torch.testing.assert_close(getattr(output, name)[0], expected)
+        assert output.policy.entropy.isfinite().all() and output.rollout_model.entropy.isfinite().all()
+
+
+def test_a_tile_that_is_banned_whole_is_passed_over():
+    policy, rollout_model, ids = random_head(1), random_head(2), random_ids(N) % 3 + 4
+    output = joint_linear_head(
+        *(banning(head, 0, 1, 2, 3, 8, 9) for head in (policy, rollout_model)),
+        ids,
+        temperature=0.7,
+        lam=1.0,
+        tile=(3, 4),
+    )
+    kept = [4, 5, 6, 7, 10]
+    shorter = [Head(hidden=head.hidden, weight=head.weight[kept]) for head in (policy, rollout_model)]
+    log_probs = [naive_log_probs(head, 0.7) for head in shorter]
+    expected = naive_joint(*log_probs, ids - 4, 1.0, 0, random_ids(N, 0))
+    assert_same(output, expected)
+    assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
 
 
 def test_an_infinite_reverse_kl_that_the_loss_leaves_out_harms_nobody():

@@ -9,9 +9,8 @@ t becomes (t - s d) e^-d. For two models, p and q, on the same tokens
 
     g = sum exp(l_p - m_p) ((l_p - m_p) - (l_q - m_q))        KL(p || q) = g / s_p - log s_p + log s_q
 
-Only differences of the two models' logits go into g, so that of two models that are close a small divergence comes out
-exact. A token that one model bans, with a bias of -inf, makes a divergence infinite if the other gives it any mass,
-which is known only when the last tile has been seen: until then the other's largest logit there is kept.
+A token that one model bans, with a bias of -inf, makes a divergence infinite if the other gives it any mass, which is
+known only when the last tile has been seen: until then the other's largest logit there is kept.
 
 Shapes: `C` positions, `T` tokens of a tile. NaN is passed on.
 """

@@ -98,8 +98,13 @@ class RunningTop:
         self._parts = [best, *(tensor.gather(1, order) for tensor in both[1:])]
 
     def _above_the_last(self, values: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows, ascending, and columns of the numbers above the smallest known; None where they are too many."""
+        """Rows, ascending, and columns of the numbers above the smallest known.
+
+        None where they are too many, or where a row has not yet K numbers above -inf, which fills up rectangles.
+        """
         least = self.values[:, -1:]
+        if least.isneginf().any():
+            return None
         whole = values.shape[1] // BLOCK
         rows, blocks = (peaks[:, :whole] > least).nonzero(as_tuple=True)
         if len(rows) * BLOCK > values.numel() // 4:
