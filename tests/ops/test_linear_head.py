@@ -226,15 +226,16 @@ def test_mass_where_the_rollout_model_has_none_is_an_infinite_forward_kl_with_a_
         )
 
 
+@pytest.mark.parametrize("tile", [(1, 2), (1, 1), (1, 4)])
 @pytest.mark.parametrize(("later", "is_infinite"), [(300.0, False), (50.0, True)])
-def test_a_token_that_one_bans_counts_by_the_mass_that_the_other_gives_it_in_the_end(later, is_infinite):
+def test_a_token_that_one_bans_counts_by_the_mass_that_the_other_gives_it_in_the_end(later, is_infinite, tile):
     """In float32 e^-300 is 0. Token 0 is most of its own tile; only the next tile shows how little that is."""
     hidden, ids = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
     policy = Head(hidden=hidden, weight=torch.tensor([[2.0], [1.0], [later], [later]]))
     bias = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
     rollout_model = Head(hidden=hidden, weight=torch.tensor([[1.0], [1.0], [3.0], [3.0]]), bias=bias)
     for heads, name in (((policy, rollout_model), "forward_kl"), ((rollout_model, policy), "reverse_kl")):
-        output = joint_linear_head(*heads, ids + 1, temperature=1.0, lam=1.0, tile=(1, 2))
+        output = joint_linear_head(*heads, ids + 1, temperature=1.0, lam=1.0, tile=tile)
         if is_infinite:
             assert getattr(output, name).isposinf().all()
         else:

@@ -55,14 +55,19 @@ def test_parts_give_what_the_whole_row_gives_and_what_others_have_there(k, width
     assert top.others[0].equal(other.gather(1, top.ids))
 
 
-def test_one_row_that_rises_among_many_that_do_not():
-    rows = random_rows(200, 1000, "random")
-    rows[7] = rows[7].sort().values
-    top = RunningTop(4)
-    for start in range(0, 1000, 250):
-        part = rows[:, start : start + 250]
-        top.add(part, start, block_peaks(part))
-    assert_top(top.values, top.ids, rows, 4)
+@pytest.mark.parametrize("kind", ["random", "ties", "one rises"])
+@pytest.mark.parametrize("width", [1000, 1024])
+@pytest.mark.parametrize("k", [1, 4])
+def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
+    rows = random_rows(50, 8000, kind)
+    if kind == "one rises":
+        rows[7] = rows[7].sort().values
+    top = RunningTop(k)
+    for start in range(0, 8000, width):
+        part = rows[:, start : start + width]
+        top.add(part, start, block_peaks(part), [-part])
+    assert_top(top.values, top.ids, rows, k)
+    assert top.others[0].equal(-top.values)
 
 
 def test_ids_of_a_row_of_nans_are_in_range_and_differ_and_its_neighbours_are_right():

@@ -39,7 +39,7 @@ class SoftmaxSums:
             peak: [C] the largest of each row.
         """
         before, self.total_before, self._log_total = self._peak, self.total, None
-        self._peak = peak.clamp(min=torch.finfo(peak.dtype).min / 2)  # all banned so far; half: differences are finite
+        self._peak = peak.clamp(min=LOWEST)  # where all are banned so far; a sum times a difference of two is finite
         if before is not None:
             self._peak = torch.maximum(self._peak, before)
         logits.sub_(self._peak[:, None])
