@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 python benchmarks/head.py --only single --vocabulary 16384 --hidden 256 --tokens 256
 
 Every measurement is a process of its own, and the variants take turns. Seconds are CPU seconds of one thread, forward
-and backward. Extra memory is the highest resident memory above that before the forward pass, and includes the gradients.
+and backward. Extra memory is the highest resident memory above that before the forward pass, with the gradients.
 bfloat16 means bfloat16 weights under autocast to bfloat16: products are rounded to it, sums are float32. A cell is the
 median and, in brackets, the smallest and the largest; (x) is the ratio of medians to ours. CPU only.
 
