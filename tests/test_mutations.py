@@ -38,7 +38,8 @@ def read_mutations() -> list[Mutation]:
 
 MUTATIONS = read_mutations()
 IDS = [f"{one.file}: {one.broken.splitlines()[0].strip()[:70]}" for one in MUTATIONS]
-FORMULAS = ("ops/obrs.py", "ops/linear_head.py", "ops/chunked_heads.py")
+FORMULAS = ("ops/obrs.py", "ops/linear_head.py", "ops/head_forward.py", "ops/head_backward.py")
+FORMULAS += ("ops/head_tiles.py", "ops/softmax_sums.py", "ops/tiled_heads.py", "ops/top.py")
 FORMULAS += tuple(f"objectives/corrections/{name}.py" for name in ("base", "budgeted", "ratios"))
 FORMULAS += tuple(f"objectives/{name}.py" for name in ("surrogate", "advantages", "joint", "distill", "measure"))
 

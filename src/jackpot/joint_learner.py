@@ -272,6 +272,7 @@ class JointLearner(Learner):
         Where the anchor's Z is the one in use, the exact Z of now is not asked for: the writing weights may be gone.
         """
         mask, lam = batch.response_mask, self._objective.correction.lam
+        normalizer = "topk" if self._anchored(anchor) else self._objective.normalizer
         with self._precision():
             hidden = {role: response_hidden(model, batch)[mask] for role, model in self._separate_models()}
             head = self._head(
@@ -279,7 +280,7 @@ class JointLearner(Learner):
                 hidden.get("rollout_model"),
                 batch.response_ids[mask],
                 temperature=self._temperature,
-                lam=lam,
+                lam=lam if normalizer == "exact" else None,
                 num_top=self._top,
                 gather_ids=batch.top_ids[mask],
             )
@@ -287,7 +288,6 @@ class JointLearner(Learner):
             wanted = self._reference if with_reference else None
             reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
         distill = self._rollout_objective.distill if self._rollout_objective else None
-        normalizer = "topk" if self._anchored(anchor) else self._objective.normalizer
         return token_scores(head, batch, self._writer_is_current(batch), lam, normalizer, distill, reference_kl)
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:

@@ -49,7 +49,7 @@ class Reference:
             hidden = response_hidden(self._model, batch)[mask]
         ids = batch.response_ids[mask]
         if self._estimate == "exact":
-            return self._head(hidden, policy_hidden, ids, temperature=self._temperature, lam=1.0).reverse_kl
+            return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl
         with torch.no_grad():
             reference = self._head(hidden, None, ids, temperature=self._temperature).log_probs
         return SAMPLED_KL[self._estimate](log_probs, reference)

@@ -200,6 +200,13 @@ def test_the_exact_normaliser_refuses_tokens_of_other_weights_and_counts_them():
         case.scores(current=current, normalizer="exact")
 
 
+def test_the_exact_normaliser_refuses_a_head_that_was_not_asked_for_it():
+    case = Case()
+    head = replace(case.head(), exact_z=None)
+    with pytest.raises(ValueError, match="give lam to the joint head"):
+        token_scores(head, case.batch, torch.ones(B, T, dtype=torch.bool), case.lam, "exact", None)
+
+
 @pytest.mark.parametrize("lam", [0.5, 1.0, 4.0])
 def test_a_policy_that_writes_for_itself_is_its_own_rollout_model(lam):
     case = Case(lam=lam)

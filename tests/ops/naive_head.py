@@ -1,4 +1,4 @@
-"""The reference for the chunked head: the definitions, on [N, V] tensors in float64, differentiated by autograd."""
+"""The reference for the tiled head: the definitions, on [N, V] tensors in float64, differentiated by autograd."""
 
 from dataclasses import fields
 
@@ -54,7 +54,7 @@ def naive_joint(policy: Tensor, rollout_model: Tensor, ids: Tensor, lam: float, 
     reverse_kl = (rollout_model.exp() * (rollout_model - fixed)).sum(-1)
     kept = torch.minimum(rollout_model.detach().exp(), fixed.exp() / lam)
     return JointOutput(
-        *outputs, forward_kl, reverse_kl, kept.sum(-1), rollout_model.detach().gather(-1, outputs[0].top_ids)
+        *outputs, forward_kl, reverse_kl, rollout_model.detach().gather(-1, outputs[0].top_ids), kept.sum(-1)
     )
 
 

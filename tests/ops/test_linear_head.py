@@ -1,5 +1,6 @@
-"""The chunked head against full-vocabulary logits in float64 (naive_head.py), its edges, and what it refuses."""
+"""The tiled head against full-vocabulary logits in float64 (naive_head.py), its edges, and what it refuses."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -23,42 +24,75 @@ from ops.naive_head import (
     random_ids,
 )
 
-CHUNK_SIZES = [1, 3, N, N + 5, None]
+TILES = [(1, 1), (3, 4), (N, 6), (2, V), (N + 5, V + 5), None]
 KINDS = ["plain", "bias", "soft_cap"]
 
 
 # Values and gradients
 
 
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_head_is_the_full_softmax(kind, temperature, chunk_size):
+def test_one_head_is_the_full_softmax(kind, temperature, tile):
     head, ids, gather_ids = random_head(1, kind), random_ids(N), random_ids(N, 4)
-    output = linear_head(head, ids, temperature=temperature, num_top=3, gather_ids=gather_ids, chunk_size=chunk_size)
+    output = linear_head(head, ids, temperature=temperature, num_top=3, gather_ids=gather_ids, tile=tile)
     expected = naive_head(naive_log_probs(head, temperature), ids, 3, gather_ids)
     assert_same(output, expected)
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(head))
 
 
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("lam", [1.0, 0.4, 2.5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_heads_are_the_two_full_softmaxes(kind, lam, chunk_size):
+def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile):
     policy, rollout_model = random_head(1, kind), random_head(2, "bias", h=H - 2)
     ids, gather_ids = random_ids(N), random_ids(N, 4)
     options = dict(num_top=3, gather_ids=gather_ids)
-    output = joint_linear_head(policy, rollout_model, ids, temperature=0.7, lam=lam, chunk_size=chunk_size, **options)
+    output = joint_linear_head(policy, rollout_model, ids, temperature=0.7, lam=lam, tile=tile, **options)
     expected = naive_joint(naive_log_probs(policy, 0.7), naive_log_probs(rollout_model, 0.7), ids, lam, **options)
     assert_same(output, expected)
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
+
+
+@pytest.mark.parametrize("tile", [(40, 64), (40, 100), (16, 37), (7, 256), (40, 257)])
+@pytest.mark.parametrize("num_top", [5, 70])
+def test_a_vocabulary_that_no_tile_divides_with_a_top_that_lies_in_several(num_top, tile):
+    n, v = 40, 257
+    policy, rollout_model = random_head(1, "bias", n, v), random_head(2, n=n, v=v, h=3)
+    ids, gather_ids = random_ids(n, v=v), random_ids(n, 6, v=v)
+    options = dict(num_top=num_top, gather_ids=gather_ids)
+    output = joint_linear_head(policy, rollout_model, ids, temperature=0.9, lam=0.8, tile=tile, **options)
+    expected = naive_joint(naive_log_probs(policy, 0.9), naive_log_probs(rollout_model, 0.9), ids, 0.8, **options)
+    assert_same(output, expected)
+    assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
+
+
+def test_a_vocabulary_of_one_token_is_certain():
+    heads, ids = (random_head(1, "bias", v=1), random_head(2, v=1)), torch.zeros(N, dtype=torch.int64)
+    output = joint_linear_head(*heads, ids, temperature=0.5, lam=1.0, num_top=4)
+    for zero in (output.policy.log_probs, output.rollout_model.entropy, output.forward_kl, output.fill_ins):
+        assert not zero.any()
+    assert output.policy.top_ids.tolist() == [[0]] * N and output.exact_z.tolist() == [1.0] * N
+    loss_of(output).backward()
+    assert not any(tensor.grad.any() for tensor in leaves(*heads))
+
+
+def test_tied_tokens_give_distinct_ids_and_each_head_its_own_log_probs_at_them():
+    n, v = 9, 130
+    policy, rollout_model = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
+    flat = Head(hidden=torch.zeros(n, H, dtype=torch.float64), weight=policy.weight)
+    output = joint_linear_head(flat, rollout_model, random_ids(n, v=v), temperature=1.0, num_top=50, tile=(4, 33))
+    assert all(len(set(row)) == 50 for row in output.policy.top_ids.tolist())
+    expected = naive_log_probs(rollout_model, 1.0).gather(1, output.policy.top_ids)
+    torch.testing.assert_close(output.fill_ins, expected.detach())
 
 
 def test_a_weight_that_both_heads_share_gets_both_gradients():
     policy, other = random_head(1), random_head(2)
     tied = Head(hidden=other.hidden, weight=policy.weight, soft_cap=2.0)
     ids, gather_ids = random_ids(N), random_ids(N, 0)
-    output = joint_linear_head(policy, tied, ids, temperature=1.3, lam=1.0, chunk_size=2)
+    output = joint_linear_head(policy, tied, ids, temperature=1.3, lam=1.0, tile=(2, 3))
     expected = naive_joint(naive_log_probs(policy, 1.3), naive_log_probs(tied, 1.3), ids, 1.0, 0, gather_ids)
     assert_same(output, expected)
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, tied))
@@ -70,7 +104,7 @@ def test_gradcheck_of_one_head(kind):
 
     def values(*tensors):
         given = Head(**dict(zip(("hidden", "weight", "bias"), tensors, strict=False)), soft_cap=head.soft_cap)
-        output = linear_head(given, ids, temperature=0.8, chunk_size=2)
+        output = linear_head(given, ids, temperature=0.8, tile=(2, 3))
         return output.log_probs, output.entropy
 
     assert torch.autograd.gradcheck(values, leaves(head))
@@ -82,7 +116,7 @@ def test_gradcheck_of_two_heads():
     def run(policy_tensors, rollout_model_tensors):
         first = Head(hidden=policy_tensors[0], weight=policy_tensors[1])
         second = Head(hidden=rollout_model_tensors[0], weight=rollout_model_tensors[1], soft_cap=2.0)
-        return joint_linear_head(first, second, ids, temperature=0.8, lam=1.0, chunk_size=2)
+        return joint_linear_head(first, second, ids, temperature=0.8, lam=1.0, tile=(2, 3))
 
     def of_policy(*tensors):
         output = run(tensors, leaves(rollout_model))
@@ -99,7 +133,7 @@ def test_gradcheck_of_two_heads():
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
 def test_divergences_train_the_rollout_model_only(name):
     policy, rollout_model = random_head(1, "bias"), random_head(2, "bias")
-    output = joint_linear_head(policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, chunk_size=2)
+    output = joint_linear_head(policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, tile=(2, 3))
     getattr(output, name).sum().backward()
     assert all(tensor.grad is None or not tensor.grad.any() for tensor in leaves(policy))
     assert all(tensor.grad.any() for tensor in leaves(rollout_model))
@@ -154,7 +188,7 @@ def test_no_positions_give_empty_outputs_and_zero_gradients():
 def test_without_gradient_the_values_are_the_same(mode):
     heads, ids = (random_head(1), random_head(2)), random_ids(N)
     with mode():
-        output = joint_linear_head(*heads, ids, temperature=1.0, lam=1.0, num_top=2, chunk_size=3)
+        output = joint_linear_head(*heads, ids, temperature=1.0, lam=1.0, num_top=2, tile=(3, 4))
     expected = naive_joint(*(naive_log_probs(head, 1.0).detach() for head in heads), ids, 1.0, 2, random_ids(N, 0))
     assert not output.policy.log_probs.requires_grad
     assert_same(output, expected)
@@ -192,6 +226,41 @@ def test_mass_where_the_rollout_model_has_none_is_an_infinite_forward_kl_with_a_
         )
 
 
+@pytest.mark.parametrize("tile", [(1, 2), (1, 1), (1, 4)])
+@pytest.mark.parametrize(("later", "is_infinite"), [(300.0, False), (50.0, True)])
+def test_a_token_that_one_bans_counts_by_the_mass_that_the_other_gives_it_in_the_end(later, is_infinite, tile):
+    """In float32 e^-300 is 0. Token 0 is most of its own tile; only the next tile shows how little that is."""
+    hidden, ids = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
+    policy = Head(hidden=hidden, weight=torch.tensor([[2.0], [1.0], [later], [later]]))
+    bias = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
+    rollout_model = Head(hidden=hidden, weight=torch.tensor([[1.0], [1.0], [3.0], [3.0]]), bias=bias)
+    for heads, name in (((policy, rollout_model), "forward_kl"), ((rollout_model, policy), "reverse_kl")):
+        output = joint_linear_head(*heads, ids + 1, temperature=1.0, lam=1.0, tile=tile)
+        if is_infinite:
+            assert getattr(output, name).isposinf().all()
+        else:
+            expected = -torch.log_softmax(torch.tensor([1.0, 3.0, 3.0]), -1)[1] - math.log(2.0)
+            torch.testing.assert_close(getattr(output, name)[0], expected)
+        assert output.policy.entropy.isfinite().all() and output.rollout_model.entropy.isfinite().all()
+
+
+def test_a_tile_that_is_banned_whole_is_passed_over():
+    policy, rollout_model, ids = random_head(1), random_head(2), random_ids(N) % 3 + 4
+    output = joint_linear_head(
+        *(banning(head, 0, 1, 2, 3, 8, 9) for head in (policy, rollout_model)),
+        ids,
+        temperature=0.7,
+        lam=1.0,
+        tile=(3, 4),
+    )
+    kept = [4, 5, 6, 7, 10]
+    shorter = [Head(hidden=head.hidden, weight=head.weight[kept]) for head in (policy, rollout_model)]
+    log_probs = [naive_log_probs(head, 0.7) for head in shorter]
+    expected = naive_joint(*log_probs, ids - 4, 1.0, 0, random_ids(N, 0))
+    assert_same(output, expected)
+    assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
+
+
 def test_an_infinite_reverse_kl_that_the_loss_leaves_out_harms_nobody():
     policy, rollout_model = banning(random_head(1), 3), random_head(2)
     ids = torch.zeros(N, dtype=torch.int64)
@@ -225,7 +294,7 @@ def test_the_module_is_the_function_with_the_layers_own_parameters():
     rest = dict(num_top=2, gather_ids=random_ids(N, 2))
     log_probs = [naive_log_probs(head, 0.7) for head in (policy, rollout_model)]
     assert_same(
-        module(hidden, other, ids, temperature=0.7, lam=1.4, chunk_size=2, **rest),
+        module(hidden, other, ids, temperature=0.7, lam=1.4, tile=(2, 3), **rest),
         naive_joint(*log_probs, ids, 1.4, **rest),
     )
     assert_same(module(hidden, None, ids, temperature=0.7, **rest), naive_head(log_probs[0], ids, **rest))
@@ -233,11 +302,8 @@ def test_the_module_is_the_function_with_the_layers_own_parameters():
 
 def test_the_module_refuses_what_it_cannot_compare():
     hidden, ids = random_head(1).hidden, random_ids(N)
-    one, two = LinearHead(nn.Linear(H, V)), LinearHead(nn.Linear(H, V), nn.Linear(H, V))
     with pytest.raises(ValueError, match="policy alone"):
-        one(hidden, hidden, ids, temperature=1.0, lam=1.0)
-    with pytest.raises(ValueError, match="lam is None"):
-        two(hidden, hidden, ids, temperature=1.0)
+        LinearHead(nn.Linear(H, V))(hidden, hidden, ids, temperature=1.0, lam=1.0)
 
 
 def test_fsdp_gathers_both_weights_for_forward_and_backward(tmp_path):
@@ -253,7 +319,7 @@ def test_fsdp_gathers_both_weights_for_forward_and_backward(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         module = fully_shard(LinearHead(first, second), mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
-        output = module(hidden, other, ids, temperature=1.0, lam=1.0, chunk_size=2)
+        output = module(hidden, other, ids, temperature=1.0, lam=1.0, tile=(2, 3))
         with pytest.raises(ValueError, match="fully_shard"):
             linear_head(Head(hidden=hidden, weight=first.weight), ids, temperature=1.0)
         loss_of(output).backward()
@@ -310,7 +376,8 @@ def test_heads_that_do_not_fit_are_refused(change, message):
         (dict(temperature=float("nan")), "temperature is nan"),
         (dict(lam=-1.0), "lam is -1.0: it must be a finite number above 0"),
         (dict(num_top=-1), "num_top is -1"),
-        (dict(chunk_size=0), "chunk_size is 0: at least 1"),
+        (dict(tile=(0, 4)), r"tile is \(0, 4\): both numbers must be at least 1"),
+        (dict(tile=(4, 0)), r"tile is \(4, 0\): both numbers must be at least 1"),
         (dict(ids=random_ids(N + 1)), r"ids is \[8\]: it must be \[N\] with N = 7"),
         (dict(ids=random_ids(N, 1)), r"ids is \[7, 1\]: it must be \[N\]"),
         (dict(ids=random_ids(N).int()), "ids is torch.int32: it must be torch.int64"),

@@ -30,7 +30,8 @@ from jackpot.models.checkpointing import checkpoint_activations
 from jackpot.models.forward import logit_softcap, output_layer, predicting_hidden
 from jackpot.models.load import load_config, load_outline
 from jackpot.models.lora import add_adapter
-from jackpot.ops.chunked_heads import Head, read_heads
+from jackpot.ops.head_tiles import Head
+from jackpot.ops.tiled_heads import read_heads
 from jackpot.tasks import make_task
 from jackpot.types import Role
 

@@ -196,6 +196,8 @@ def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: 
             f"weights that the rollout model has in training (older weights, or a quantised or truncated engine); use "
             f"normalizer: topk"
         )
+    if joint.exact_z is None:
+        raise ValueError("normalizer 'exact', but joint.exact_z is None: give lam to the joint head, or use 'topk'")
     return obrs.known_z(joint.exact_z)
 
 

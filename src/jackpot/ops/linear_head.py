@@ -4,14 +4,16 @@ With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the 
 
     raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
 
-The positions go through in chunks, so that of [N, V] only [chunk, V] ever exists; backward forms a chunk's logits again
-instead of keeping them. Both models' logits of a chunk are formed once, and everything is read from them. The gradient
-is in closed form (`chunked_heads`); there is no second derivative, and create_graph=True raises RuntimeError.
+Logits are formed in tiles of positions by tokens, so that of [N, V] only a tile ever exists; backward forms them again
+instead of keeping them. Both models' logits of a tile are formed once, and everything is read from them. The gradient
+is in closed form (`head_backward`); there is no second derivative, and create_graph=True raises RuntimeError.
 
-Precision: logits, softmax, sums, and the weight's gradient over all chunks are float32, or float64 if any operand is.
-On CUDA, bfloat16 and float16 operands are multiplied as they are, with logits in float32; other devices have no such
-product, and the operands are cast to float32. Under autocast the operands are cast to its dtype instead, which on those
-other devices rounds the logits to it. CUDA has not been run.
+Precision: logits, softmax, and all sums over tokens, positions and tiles are float32, or float64 if any operand is. On
+CUDA, bfloat16 and float16 operands are multiplied as they are, with products in float32; other devices have no such
+product, and there the operands are cast to float32, the weight tile by tile. Under autocast the operands, and in
+backward the gradient of the logits, are cast to its dtype instead; on those other devices that rounds the products too:
+the logits, and each tile's share of the gradients of the hidden states and the weight, to its dtype before they are
+summed in float32. CUDA has not been run.
 
 Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up.
 Log-probabilities, entropies and divergences are in nats.
@@ -24,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from jackpot.ops.chunked_heads import MAX_CHUNK_ELEMENTS, MAX_CHUNK_POSITIONS, Head, read_heads
+from jackpot.ops.head_tiles import Head
+from jackpot.ops.tiled_heads import read_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class JointOutput:
     rollout_model: HeadOutput
     forward_kl: Tensor  # [N] KL(SG(policy) || rollout_model); gradient into the rollout model only
     reverse_kl: Tensor  # [N] KL(rollout_model || SG(policy)); gradient into the rollout model only
-    exact_z: Tensor  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient
     fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
+    exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
 
 
 register_dataclass(HeadOutput)  # FSDP finds the tensors of a module's output as those of a pytree
@@ -61,7 +64,7 @@ def linear_head(
     temperature: float,
     num_top: int = 0,
     gather_ids: Tensor | None = None,
-    chunk_size: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> HeadOutput:
     """Log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head (equations: module docstring).
 
@@ -71,17 +74,16 @@ def linear_head(
         temperature: divides the logits, above 0.
         num_top: K; more than V gives V columns. Ties come in any order.
         gather_ids: [N, G] int64 in [0, V).
-        chunk_size: the most positions that have logits at a time; None takes `MAX_CHUNK_ELEMENTS // V`, at most
-            `MAX_CHUNK_POSITIONS`.
+        tile: the most positions and the most tokens that have logits at a time; None takes `tiled_heads.default_tile`.
 
     0 log 0 = 0, also for a probability that underflows to 0. Checking the ids waits for the device.
 
     Raises:
         ValueError: shapes, dtypes, devices, ids or numbers other than these, or a weight that FSDP has sharded.
     """
-    _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, chunk_size=chunk_size)
+    _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
     _check_positive("temperature", temperature)
-    values, constants = read_heads([head], ids, gather_ids, temperature, None, num_top, chunk_size)
+    values, constants = read_heads([head], ids, gather_ids, temperature, None, num_top, tile)
     return HeadOutput(*values, *constants)
 
 
@@ -91,14 +93,15 @@ def joint_linear_head(
     ids: Tensor,
     *,
     temperature: float,
-    lam: float,
+    lam: float | None = None,
     num_top: int = 0,
     gather_ids: Tensor | None = None,
-    chunk_size: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> JointOutput:
     """`linear_head` of both models at the same ids, the two divergences, and Z of eq. 4 over the whole vocabulary.
 
-    Arguments as in `linear_head`; `lam`, above 0, is that of OBRS. The models may differ in H, not in N or V.
+    Arguments as in `linear_head`. The models may differ in H, not in N or V. `lam`, above 0, is that of OBRS, and asks
+    for `exact_z`: where the vocabulary is more than one tile, that forms all logits once more.
 
     Both divergences and Z use p_policy as a constant: no gradient reaches the policy's hidden states, or its weight but
     for a weight that both heads share. forward_kl is inf where the policy has mass and the rollout model none, with the
@@ -109,12 +112,14 @@ def joint_linear_head(
         ValueError: as `linear_head`; also `lam` not above 0, or heads of different N, V or device.
     """
     heads = (("policy", policy), ("rollout_model", rollout_model))
-    _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, chunk_size=chunk_size)
+    _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
     _check_positive("temperature", temperature)
-    _check_positive("lam", lam)
-    values, constants = read_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, chunk_size)
+    if lam is not None:
+        _check_positive("lam", lam)
+    values, constants = read_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile)
     outputs = [HeadOutput(*values[2 * i : 2 * i + 2], *constants[3 * i : 3 * i + 3]) for i in (0, 1)]
-    return JointOutput(*outputs, *values[4:], *constants[6:])
+    exact_z = None if lam is None else constants[7]
+    return JointOutput(*outputs, *values[4:], fill_ins=constants[6], exact_z=exact_z)
 
 
 class LinearHead(nn.Module):
@@ -148,21 +153,19 @@ class LinearHead(nn.Module):
         lam: float | None = None,
         num_top: int = 0,
         gather_ids: Tensor | None = None,
-        chunk_size: int | None = None,
+        tile: tuple[int, int] | None = None,
     ) -> HeadOutput | JointOutput:
         """`joint_linear_head` of both models; `linear_head` of the policy where `rollout_model_hidden` is None.
 
         Raises:
-            ValueError: as they do; `rollout_model_hidden` without a rollout model, or without `lam`.
+            ValueError: as they do; `rollout_model_hidden` without a rollout model.
         """
-        options = {"temperature": temperature, "num_top": num_top, "gather_ids": gather_ids, "chunk_size": chunk_size}
+        options = {"temperature": temperature, "num_top": num_top, "gather_ids": gather_ids, "tile": tile}
         policy = _head_of(self.policy, policy_hidden, self.policy_soft_cap)
         if rollout_model_hidden is None:
             return linear_head(policy, ids, **options)
         if self.rollout_model is None:
             raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
-        if lam is None:
-            raise ValueError("lam is None: with rollout_model_hidden give the lam of OBRS, a number above 0")
         rollout_model = _head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap)
         return joint_linear_head(policy, rollout_model, ids, lam=lam, **options)
 
@@ -172,7 +175,7 @@ def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 
 def _check(
-    *heads: tuple[str, Head], ids: Tensor, gather_ids: Tensor | None, num_top: int, chunk_size: int | None
+    *heads: tuple[str, Head], ids: Tensor, gather_ids: Tensor | None, num_top: int, tile: tuple[int, int] | None
 ) -> None:
     """Raises the ValueErrors that `linear_head` promises, and for two heads those of `joint_linear_head`."""
     for name, head in heads:
@@ -192,9 +195,8 @@ def _check(
         _check_ids("gather_ids", gather_ids, "[N, G]", 2, head)
     if num_top < 0:
         raise ValueError(f"num_top is {num_top}: 0 for no top-k, else how many tokens to return")
-    if chunk_size is not None and chunk_size < 1:
-        default = f"{MAX_CHUNK_ELEMENTS} logits and {MAX_CHUNK_POSITIONS} positions at most"
-        raise ValueError(f"chunk_size is {chunk_size}: at least 1, or None for {default}")
+    if tile is not None and min(tile) < 1:
+        raise ValueError(f"tile is {tile}: both numbers must be at least 1, or tile None for the default")
 
 
 def _check_head(name: str, head: Head) -> None:

@@ -1,4 +1,4 @@
-"""The memory, the recomputation and the precision of the chunked pass."""
+"""The memory, the recomputation and the precision of the tiled pass."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jackpot.ops import chunked_heads
+from jackpot.ops import tiled_heads
 from jackpot.ops.linear_head import Head, joint_linear_head, linear_head
 from ops.naive_head import (
     H,
@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name == "mm":
+        if name in {"mm", "addmm_"}:
             self.product_dtypes.add(out.dtype)
         self.calls += [(name, leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         return out
@@ -48,16 +48,16 @@ class Recorder(TorchDispatchMode):
 # Memory and recomputation
 
 
-def test_no_tensor_of_positions_times_vocabulary_is_ever_made():
-    n, v, h, chunk = 60, 50, 3, 4
+def test_no_tensor_is_larger_than_a_tile_a_weight_or_the_states():
+    n, v, h, tile = 60, 50, 3, (20, 13)
     policy, rollout_model = random_head(1, "soft_cap", n, v, h), random_head(2, "bias", n, v, h)
-    options = dict(temperature=0.9, lam=1.0, num_top=3, gather_ids=random_ids(n, 3, v=v), chunk_size=chunk)
+    options = dict(temperature=0.9, lam=1.0, num_top=3, gather_ids=random_ids(n, 3, v=v), tile=tile)
     ids = random_ids(n, v=v)
     with Recorder() as forward:
         loss = loss_of(joint_linear_head(policy, rollout_model, ids, **options))
     with Recorder() as backward:
         loss.backward()
-    assert forward.largest() == backward.largest() == chunk * v > max(v * h, n * h)
+    assert forward.largest() == backward.largest() == 20 * 13 > max(v * h, n * h, n * 4)
 
 
 def test_only_inputs_and_single_numbers_are_kept_for_backward():
@@ -65,30 +65,47 @@ def test_only_inputs_and_single_numbers_are_kept_for_backward():
     inputs = {tensor.data_ptr() for tensor in leaves(policy, rollout_model)}
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        joint_linear_head(policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, chunk_size=2)
+        joint_linear_head(policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, tile=(2, 3))
     assert len(kept) > len(inputs)
     assert all(tensor.data_ptr() in inputs or tensor.shape == (N,) for tensor in kept)
 
 
 def test_logits_are_formed_once_in_each_direction_and_the_rest_only_in_forward():
-    n, v, chunk = 12, 13, 4
+    n, v, tile = 12, 15, (4, 5)
     heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
+    options = dict(temperature=1.0, num_top=2, gather_ids=random_ids(n, 3, v=v), tile=tile)
     with Recorder() as forward:
-        output = joint_linear_head(
-            *heads,
-            random_ids(n, v=v),
-            temperature=1.0,
-            lam=1.0,
-            num_top=2,
-            gather_ids=random_ids(n, 3, v=v),
-            chunk_size=chunk,
-        )
+        output = joint_linear_head(*heads, random_ids(n, v=v), **options)
     with Recorder() as backward:
         loss_of(output).backward()
-    assert forward.count("mm", (chunk, v)) == backward.count("mm", (chunk, v)) == 2 * n // chunk
-    assert forward.count("topk", (chunk, 2)) == 2 * 2 * n // chunk  # values and ids
-    names = {name for name, _ in backward.calls}
-    assert not names & {"topk", "gather", "minimum"}
+    assert forward.count("mm", tile) == backward.count("mm", tile) == 2 * 3 * 3
+    assert not {name for name, _ in backward.calls} & {"topk", "gather", "minimum"}
+
+
+@pytest.mark.parametrize(("tile", "sweeps"), [((4, 15), 1), ((4, 5), 2)])
+def test_the_exact_z_takes_a_second_sweep_only_over_a_vocabulary_of_many_tiles(tile, sweeps):
+    n, v = 12, 15
+    heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
+    with Recorder() as recorder:
+        joint_linear_head(*heads, random_ids(n, v=v), temperature=1.0, lam=0.6, tile=tile)
+    assert recorder.count("mm", tile) == sweeps * 2 * (n // tile[0]) * (v // tile[1])
+
+
+def test_without_lam_there_is_no_exact_z():
+    output = joint_linear_head(random_head(1), random_head(2), random_ids(N), temperature=1.0)
+    assert output.exact_z is None
+
+
+def test_the_gradient_of_a_weight_is_written_once_however_many_blocks_of_positions_there_are():
+    n, v, h = 12, 15, 2
+    head = random_head(1, n=n, v=v, h=h, dtype=torch.bfloat16)
+    output = linear_head(head, random_ids(n, v=v), temperature=1.0, tile=(4, 5))
+    with Recorder() as recorder:
+        output.log_probs.sum().backward()
+    assert recorder.count("addmm_", (5, h)) == 3 * 3
+    assert recorder.count("copy_", (5, h)) == 3 + 3  # the weight to float32, its gradient to bfloat16
+    whole = [name for name, shape in recorder.calls if shape == (v, h) and name not in {"detach", "empty_like"}]
+    assert whole == []
 
 
 def logits_formed(of: Tensor) -> int:
@@ -111,14 +128,40 @@ def test_backward_forms_only_the_logits_that_the_loss_needs():
 
 
 @pytest.mark.parametrize(
-    ("elements", "positions", "expected"), [(44, 100, 4), (1000, 5, 4), (1, 100, 1), (10**6, 100, 7)]
+    ("n", "vocabulary", "expected"),
+    [
+        (5000, 4096, (1024, 4096)),  # rows of the whole vocabulary
+        (5000, 16384, (1024, 16384)),
+        (100, 151_936, (100, 151_936)),
+        (5000, 16385, (4096, 4096)),  # cut
+        (1000, 151_936, (1000, 16777)),
+        (5000, 151_936, (4096, 4096)),
+        (0, 7, (1, 7)),
+        (1, 2**25, (1, 2**24)),
+    ],
 )
-def test_the_default_chunk_keeps_to_both_constants_in_equal_parts(monkeypatch, elements, positions, expected):
-    monkeypatch.setattr(chunked_heads, "MAX_CHUNK_ELEMENTS", elements)
-    monkeypatch.setattr(chunked_heads, "MAX_CHUNK_POSITIONS", positions)
-    with Recorder() as recorder:
-        linear_head(random_head(1), random_ids(N), temperature=1.0)
-    assert max(shape[0] for name, shape in recorder.calls if name == "_log_softmax") == expected
+def test_the_default_tile_is_rows_of_the_whole_vocabulary_where_they_fit_and_else_many_positions(
+    n, vocabulary, expected
+):
+    assert tiled_heads.default_tile(n, vocabulary) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "grain", "sizes"),
+    [
+        (7, 4, 1, [4, 3]),
+        (7, 5, 1, [4, 3]),
+        (7, 100, 1, [7]),
+        (0, 3, 1, [0]),
+        (257, 100, 64, [100, 100, 57]),  # 86 would do, and 128 would be too many
+        (300, 128, 64, [128, 128, 44]),
+        (151_936, 16_777, 64, [15_232] * 9 + [14_848]),
+    ],
+)
+def test_parts_are_few_about_equal_and_of_whole_grains(count, most, grain, sizes):
+    parts = tiled_heads.cut(count, most, grain)
+    assert [part.stop - part.start for part in parts] == sizes
+    assert [part.start for part in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 # Precision
@@ -157,7 +200,7 @@ def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
     ids, every = random_ids(n, v=v), torch.arange(v).expand(n, v)
     with Recorder() as recorder:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = linear_head(head, ids, temperature=1.0, gather_ids=every, chunk_size=4)
+            output = linear_head(head, ids, temperature=1.0, gather_ids=every, tile=(4, 24))
         output.log_probs.sum().backward()
 
     hidden, weight = head.hidden.detach().double(), head.weight.detach().double()
@@ -182,12 +225,12 @@ def test_float64_stays_float64_under_autocast():
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
-    """Equal positions, one chunk each: a sum in bfloat16 would stand still at 256 times one position's gradient."""
+    """Equal positions, one tile each: a sum in bfloat16 would stand still at 256 times one position's gradient."""
     n = 1024
     one = random_head(1, "bias", n=1, dtype=torch.bfloat16)
     head = Head(hidden=one.hidden.detach().expand(n, H), weight=one.weight, bias=one.bias)
     ids = torch.zeros(n, dtype=torch.int64)
-    linear_head(head, ids, temperature=1.0, chunk_size=1).log_probs.sum().backward()
+    linear_head(head, ids, temperature=1.0, tile=(1, 4)).log_probs.sum().backward()
     p = naive_log_probs(Head(hidden=one.hidden, weight=one.weight, bias=one.bias), 1.0).detach().exp()[0]
     to_logits = n * (torch.eye(V).double()[0] - p)
     for given, expected in (
