@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from jackpot.ops.sampling import sample_tokens, sampling_log_probs
+from jackpot.ops.sampling import Draw, draw_tokens, sample_tokens, sampling_log_probs
 
 LARGEST = 1 - 2**-53  # below 1
 
@@ -17,14 +17,16 @@ def truncated(logits: list[float], temperature: float, top_k: int, top_p: float)
     if top_k:
         smallest = sorted(weights)[-min(top_k, len(weights))]
         weights = [weight if weight >= smallest else 0.0 for weight in weights]
-    weights = [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    weights = [weight / total for weight in weights]
     kept, before = set(), 0.0
     for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
         if top_p == 1.0 or before < top_p:
             kept.add(token)
         before += weights[token]
     weights = [weight if token in kept else 0.0 for token, weight in enumerate(weights)]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -106,3 +108,63 @@ def test_draws_follow_the_distribution():
     uniforms = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     drawn = sample_tokens(probs.expand(100_000, -1), uniforms)
     assert (drawn.bincount(minlength=5) / 100_000).tolist() == pytest.approx(probs.tolist(), abs=2e-5)
+
+
+def draw_of(logits: torch.Tensor, uniforms: torch.Tensor, num_top: int = 5, **settings: float) -> Draw:
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    return draw_tokens(logits, uniforms, num_top_log_probs=num_top, **settings)
+
+
+@pytest.mark.parametrize("size", [5, 128, 129, 3000])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8, "temperature": 1.3}])
+def test_a_draw_from_logits_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
+    generator = torch.Generator().manual_seed(size)
+    logits = 4 * torch.randn(20, size, generator=generator)
+    uniforms = torch.rand(20, dtype=torch.float64, generator=generator)
+    drawn = draw_of(logits, uniforms, **settings)
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    probs = torch.tensor([truncated(row, **plain) for row in logits.tolist()], dtype=torch.float64)
+    expected = torch.searchsorted(probs.cumsum(-1), uniforms[:, None], right=True)[:, 0].clamp(max=size - 1)
+    assert torch.equal(drawn.tokens, expected)
+    assert torch.allclose(drawn.log_probs.double(), probs.gather(1, drawn.tokens[:, None])[:, 0].log(), atol=5e-6)
+    assert torch.allclose(drawn.top_log_probs.double(), probs.topk(5).values.log(), atol=5e-6)
+    assert torch.allclose(drawn.top_log_probs.double(), probs.gather(1, drawn.top_ids).log(), atol=5e-6)
+
+
+@pytest.mark.parametrize("size", [10_240, 10_241, 20_000])
+@pytest.mark.parametrize("where", ["anywhere", "in one block", "at the end", "equal"])
+def test_the_most_probable_tokens_are_found_wherever_they_stand(size, where):
+    logits = torch.randn(6, size, generator=torch.Generator().manual_seed(size))
+    spans = {"anywhere": slice(0, 0), "in one block": slice(256, 384), "at the end": slice(-30, None)}
+    logits[:, spans.get(where, slice(None))] += 0.0 if where == "equal" else 50.0
+    logits = logits.round() if where == "equal" else logits
+    drawn = draw_of(logits, torch.full((6,), 0.5, dtype=torch.float64), num_top=20)
+    expected = logits.double().log_softmax(-1)
+    assert torch.allclose(drawn.top_log_probs.double(), expected.topk(20).values, atol=1e-6)
+    assert torch.allclose(drawn.top_log_probs.double(), expected.gather(1, drawn.top_ids), atol=1e-6)
+    assert all(len(set(row)) == 20 for row in drawn.top_ids.tolist())
+
+
+def test_what_truncation_dropped_stands_last_with_no_probability():
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    drawn = draw_of(logits, torch.tensor([LARGEST], dtype=torch.float64), num_top=3, top_k=2)
+    assert drawn.tokens.tolist() == [3]
+    assert drawn.top_ids[0, :2].tolist() == [3, 2]
+    assert drawn.top_log_probs.exp().tolist() == [pytest.approx([4 / 7, 3 / 7, 0.0])]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("size", [6, 300])
+def test_a_row_without_a_distribution_gets_a_log_prob_that_is_not_finite_and_spoils_no_other(value, size):
+    logits = torch.zeros(2, size)
+    logits[1, 3] = value
+    drawn = draw_of(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), num_top=2)
+    assert drawn.log_probs.isfinite().tolist() == [True, False]
+    assert (drawn.tokens < size).all()
+
+
+def test_log_probs_in_a_large_vocabulary_lose_no_digits():
+    logits = torch.randn(2, 150_001, generator=torch.Generator().manual_seed(0))
+    drawn = draw_of(logits, torch.tensor([0.1, 0.9], dtype=torch.float64))
+    expected = logits.double().log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
+    assert (drawn.log_probs - expected).abs().max() < 2e-6

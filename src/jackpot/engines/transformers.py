@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jackpot.engines.attention import use_grouped_attention
 from jackpot.engines.base import Capabilities, Engine
 from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.decoding import DecodingBatch, batch_settings
@@ -40,9 +41,11 @@ class TransformersEngine(Engine):
     ) -> None:
         """
         Args:
-            model: owned by the engine from now on: put in eval mode, and its weights are overwritten by updates.
+            model: owned by the engine from now on: put in eval mode and, where it uses transformers' `sdpa`, given
+                `grouped_attention`; its weights are overwritten by updates.
             eos_token_ids: end every response, beside `Sampling.stop_token_ids`; `eos_token_ids(model)` finds them.
-            max_batch_size: rows decoded at once; the cache holds this many times the longest prompt and response.
+            max_batch_size: rows decoded at once; the cache holds this many times the longest prompt and half more than
+                what has been written in the longest response.
 
         Raises:
             EngineError: weights of several dtypes, no context length in the config, or max_batch_size below 1.
@@ -55,6 +58,7 @@ class TransformersEngine(Engine):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
+        use_grouped_attention(model)
         self._model: PreTrainedModel | None = model.eval()
         self._context_length = int(context)
         self._vocab_size = output_layer(model).out_features

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from jackpot.errors import DataError, ModelError
 from jackpot.types import Rollout, TokenBatch, unique_prompts
@@ -146,26 +147,33 @@ def read_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ReadRo
     return ReadRollouts(predicting_hidden(model, prompt_ids, prompt_mask, index, ids, mask), ids, mask)
 
 
-_SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
+def keeps_plain_keys(config: PreTrainedConfig) -> bool:
+    """Whether every layer keeps keys and values of single tokens, of full attention or of a sliding window: no linear
+    attention, no state space, no chunks, no layers that share their keys."""
+    layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
+    is_chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ()) or bool(
+        getattr(text, "attention_chunk_size", None)
+    )
+    is_plain = {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    return is_plain and not is_chunked and len(layers) == text.num_hidden_layers
+
+
 _ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
     """Whether a prompt's keys and values, computed once, serve all its responses exactly.
 
-    Not where a layer keeps something else than keys and values of single tokens (linear attention, state spaces,
-    attention in chunks), where the rotary angles depend on the length of what is read, or where activations are
-    checkpointed: the second forward pass in backward would write to the cache again.
+    Not where a layer keeps something else (`keeps_plain_keys`), where the rotary angles depend on the length of what is
+    read, or where activations are checkpointed: the second forward pass in backward would write to the cache again.
     """
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ()
-    by_layer = getattr(config, "rope_parameters", None) or {}
+    by_layer = getattr(_text_config(model), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
     return (
-        not getattr(model, "_is_stateful", False)
-        and set(layers) <= _SHAREABLE_LAYERS
+        not model.is_gradient_checkpointing
         and not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
-        and not model.is_gradient_checkpointing
+        and not getattr(model, "_is_stateful", False)
+        and keeps_plain_keys(model.config)
     )
 
 

@@ -3,9 +3,12 @@
 Shapes: `N` rows, `V` vocabulary. Log-probabilities are in nats.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from jackpot.ops.top import top_k as largest
 
 _BLOCK = 128  # tokens; a draw reads the sums of all blocks and the tokens of one
 
@@ -34,6 +37,40 @@ def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: fl
     return log_probs
 
 
+class Draw(NamedTuple):
+    """One token of each row and the most probable ones, on the device of the logits."""
+
+    tokens: Tensor  # [N] int64
+    log_probs: Tensor  # [N] float32
+    top_ids: Tensor  # [N, K] int64
+    top_log_probs: Tensor  # [N, K] float32, in descending order
+
+
+def draw_tokens(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, num_top_log_probs: int
+) -> Draw:
+    """Draw from the distribution of `sampling_log_probs`, as `sample_tokens` does; log-probs are of it.
+
+    Untruncated, the distribution [N, V] is never normalised: weights relative to the most probable token serve the draw
+    and their float64 sum the log-probs. A row with NaN gets an arbitrary token with a log-prob that is not finite.
+
+    Args:
+        logits: [N, V] float32.
+        uniforms: [N] float64 in [0, 1).
+    """
+    if top_k > 0 or top_p < 1.0:
+        scores = sampling_log_probs(logits, temperature, top_k, top_p)
+    else:
+        scores = logits if temperature == 1.0 else logits / temperature
+    highest = scores.amax(dim=-1, keepdim=True)
+    tokens, totals = _invert((scores - highest).exp_(), uniforms)
+    log_totals = highest.double() + totals[:, None].log()
+    top_scores, top_ids = largest(scores, num_top_log_probs)
+    log_probs = torch.cat([scores.gather(1, tokens[:, None]), top_scores], dim=1) - log_totals
+    log_probs = log_probs.float()
+    return Draw(tokens, log_probs[:, 0].contiguous(), top_ids, log_probs[:, 1:].contiguous())
+
+
 def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF draw: the first token at which the running sum of `probs` exceeds u times the total. [N] int64
 
@@ -44,16 +81,24 @@ def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
         probs: [N, V], not negative; it need not be normalised.
         uniforms: [N] float64 in [0, 1).
     """
-    missing = -probs.shape[-1] % _BLOCK
-    blocks = (pad(probs, (0, missing)) if missing else probs).view(probs.shape[0], -1, _BLOCK)
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    return _invert(probs, uniforms)[0]
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64."""
+    size = probs.shape[-1]
+    whole = size - size % _BLOCK
+    sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
+    if whole < size:
+        sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
     running = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * running[:, -1:]
     block = _first_above(running, sums, goal)
     left = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
-    inside = blocks[torch.arange(probs.shape[0], device=probs.device), block[:, 0]].double()
+    places = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
+    inside = probs.gather(1, places.clamp(max=size - 1)).double().masked_fill(places >= size, 0.0)
     tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
-    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)  # only a row with NaN comes out above
+    return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # only a row with NaN comes out above
 
 
 def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:
