@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test test-all test-browser chromium test-vllm test-vllm-here soak lint clean
+.PHONY: train test test-all test-browser chromium test-vllm test-vllm-here soak study lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -41,6 +41,10 @@ test-vllm-here: $(VENV)-vllm/ready
 
 soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
+
+study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
+	$(BIN)/python benchmarks/study_page.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix .

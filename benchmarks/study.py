@@ -26,7 +26,7 @@ RUNS = Path("runs/study")  # the recipe names its models there
 PAIRS = ("close", "far")
 JOINT = ("none", "only_kl", "tis", "tis_new", "expected", "obrs", "obrs_clip")
 FACTORS = (0.5, 1.0, 2.0)  # of the policy's learning rate in the recipe: the grid of every arm
-TUNING_SEEDS = (0, 1)
+TUNING_SEEDS = (0,)  # reported with other seeds
 SEEDS = (101, 102, 103, 104, 105)  # reported; nothing was tuned on them
 LAST = 3  # evaluations whose mean decides between learning rates
 

@@ -162,6 +162,12 @@ def make_starter(name: str, spec: StarterSpec, seed: int = 0, progress: Progress
     return model.eval()
 
 
+def outline(spec: StarterSpec) -> Qwen3ForCausalLM:
+    """Shapes without weights: the model of a starter on the meta device."""
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
+
+
 def write_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Random) -> str:
     """One response to the sum of `operands`, as a writer with these habits would write it."""
     kind = draw.choices(("correct", "faulty", "guess"), (mixture.correct, mixture.faulty, mixture.guess))[0]
