@@ -58,11 +58,16 @@ def main() -> None:
         shuffle_dataset=False,
         disable_tqdm=True,
     )
-    ends = Ends()
+    ends, lengths = Ends(), []
+
+    def judge(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+        lengths.extend(map(len, completion_ids))
+        return [reward(one) for one in completions]
+
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(path),
-        reward_funcs=lambda completions, **_: [reward(one) for one in completions],
+        reward_funcs=judge,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": prompt_text(i)} for i in range(job["prompts"] * job["steps"])]),
         callbacks=[ends],
@@ -72,7 +77,7 @@ def main() -> None:
     peak = peak_mib()
     result = {
         "step": sum(steps) / len(steps),
-        "tokens": sequences * job["new_tokens"],
+        "tokens": sum(lengths) / job["steps"],
         "peak_mib": peak,
         "own_mib": peak - ends.before,
         "trl": trl.__version__,

@@ -134,6 +134,8 @@ def test_responses_to_one_prompt_share_a_micro_batch_where_reading_it_again_cost
     ]
     parts = micro_batches(items, 90, seed=0, epoch=0)
     assert sorted(sorted(part.uids) for part in parts) == [["r0", "r2"], ["r1", "r3"]]
+    parts = micro_batches(items, 90, seed=0, epoch=0, shares_prompts=False)  # they are read again anyway
+    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
     short = [
         replace(item, rollout=replace(item.rollout, prompt=small))
         for item, small in zip(

@@ -9,6 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from jackpot.launch.local import load_tokenizers, model_paths
 from jackpot.launch.memory import Memory, Shape, longest_prompt, micro_batch, plan_memory
 from jackpot.launch.plan import model_sizes
+from jackpot.ops import tiled_heads
 from runs import small_config
 
 
@@ -51,6 +52,29 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
 )
 def test_the_largest_micro_batch_is_what_the_budget_allows(overrides: tuple[str, ...], expected: Shape) -> None:
     assert micro_batch(small_config(*overrides), 6) == expected
+
+
+def test_a_vocabulary_of_many_tiles_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = plan().training
+    monkeypatch.setattr(tiled_heads, "MAX_TILE_LOGITS", 256)
+    assert 0 < plan().training <= whole
+
+
+def test_a_critic_is_planned_too() -> None:
+    settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4")
+    config = small_config(*settings)
+    sizes = model_sizes(config)
+    assert sizes["critic"].parameters == sizes["policy"].parameters + 96 + 1  # a value head with a bias
+    memory = plan_memory(config, sizes, 6)
+    assert memory.gradients == 4 * sum(size.parameters for size in sizes.values())
+    adapter = plan_memory(small_config(*settings, "policy.lora.rank=1", "rollout_model.optimizer=null"), sizes, 6)
+    assert adapter.training > 0.5 * memory.training  # the critic's own activations, though it is after the others
+
+
+def test_what_an_engine_takes_is_its_keys_and_values_what_it_wrote_and_a_step() -> None:
+    rows, length, written, vocabulary = 16, 6 + 24, 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
+    policy = 2 * 3 * 2 * 32 * length * 4  # of the starter: layers, key heads, their size
+    assert plan("evaluation.problems=16").writing == rows * (policy + written + vocabulary)
 
 
 def test_checkpointed_activations_take_less_and_longer_responses_more() -> None:

@@ -17,7 +17,13 @@ from jackpot.types import ScoredRollout, TokenBatch, unique_prompts
 
 
 def optimizer_steps(
-    scored: Sequence[ScoredRollout], *, step_size: int, epochs: int, micro_batch_tokens: int, seed: int
+    scored: Sequence[ScoredRollout],
+    *,
+    step_size: int,
+    epochs: int,
+    micro_batch_tokens: int,
+    seed: int,
+    shares_prompts: bool = True,
 ) -> Iterator[list[TokenBatch]]:
     """The micro-batches of every optimizer step over one rollout batch, epoch after epoch.
 
@@ -27,25 +33,31 @@ def optimizer_steps(
     Args:
         step_size: sequences in one optimizer step; divides the number of rollouts.
         micro_batch_tokens: the most padded tokens, prompts included, in one micro-batch.
+        shares_prompts: as in `micro_batches`.
     """
     for epoch in range(epochs):
         order = list(scored)
         if step_size < len(order):
             random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
         for start in range(0, len(order), step_size):
-            yield micro_batches(order[start : start + step_size], micro_batch_tokens, seed, epoch)
+            yield micro_batches(order[start : start + step_size], micro_batch_tokens, seed, epoch, shares_prompts)
 
 
-def micro_batches(scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int) -> list[TokenBatch]:
+def micro_batches(
+    scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int, shares_prompts: bool = True
+) -> list[TokenBatch]:
     """Cut one optimizer step into runs of at most `budget` padded tokens.
 
     Of two orders the one that makes models read fewer tokens is taken: by length, which leaves the least padding, or
-    prompt by prompt, which lets the responses of a group share the reading of their prompt.
+    prompt by prompt, which lets the responses of a group share the reading of their prompt. Where `shares_prompts` is
+    False, models read it with each of them anyway, and the order is that of lengths.
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
     """
     by_length = sorted(scored, key=_length)
+    if not shares_prompts:
+        return [collate(part, seed, epoch) for part in _cut(by_length, budget)]
     widest: dict[tuple[int, ...], int] = {}  # of each prompt, the last in the order of lengths
     for item in by_length:
         widest[item.rollout.prompt.token_ids] = _length(item)

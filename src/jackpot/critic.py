@@ -62,7 +62,7 @@ class Critic:
             return []
         rewards = {item.rollout.uid: item.score.reward for item in scored}
         raw: dict[str, Tensor] = {}
-        for batch in micro_batches(scored, self._numbers.micro_batch_tokens, seed=0, epoch=0):
+        for batch in micro_batches(scored, self._numbers.micro_batch_tokens, 0, 0, shares_prompts=False):
             with autocast:
                 values = self.values(batch_to(batch, self.model.device)).cpu()
             mask = batch.response_mask

@@ -135,6 +135,7 @@ class Trainer:
             epochs=batch.epochs,
             micro_batch_tokens=batch.micro_batch_tokens,
             seed=self._config.seed,
+            shares_prompts=not self._config.activation_checkpointing,
         )
 
     def _send_weights(self, engine: Engine, role: Role) -> None:

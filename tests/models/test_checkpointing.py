@@ -1,12 +1,15 @@
 """Checkpointed activations: the same numbers, fewer of them kept."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.errors import ModelError
-from jackpot.launch.local import load_trained, model_paths
+from jackpot.launch.local import load_trained, make_critic, model_paths
 from jackpot.models.checkpointing import checkpoint_activations
 from jackpot.models.forward import backbone, can_share_prompts, pad_tokens, predicting_hidden
 from runs import run, small_config, weights
@@ -73,8 +76,12 @@ def test_every_model_that_is_trained_is_checkpointed_and_no_other() -> None:
         role: load_trained(config, role, path, torch.device("cpu"), False)
         for role, path in model_paths(config, None).items()
     }
-    found = {role: can_share_prompts(one) for role, one in loaded.items()}
-    assert found == {"policy": False, "rollout_model": True}
+    assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
+    settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
+    critic = make_critic(small_config(*settings), None, torch.device("cpu"))
+    for model in (loaded["policy"], critic.model):
+        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        assert layers and all(isinstance(layer.forward, partial) for layer in layers)
 
 
 @pytest.mark.parametrize("overrides", [(), ("policy.lora.rank=2",)])

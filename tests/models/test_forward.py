@@ -159,6 +159,9 @@ def test_responses_of_one_token_are_predicted_by_their_prompts_alone(model):
     short = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
     whole = response_hidden(model, batch)[:, :1]
     assert torch.allclose(response_hidden(model, short), whole, atol=2e-5)
+    none = replace(batch, response_ids=batch.response_ids[:, :0], attention_mask=batch.attention_mask[:, :0])
+    for empty in (none, repeat_prompts(none)):
+        assert response_hidden(model, empty).shape == (len(RESPONSES), 0, 32)
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,11 @@ class DecodingBatch:
             for row, is_stop in zip(self._rows[ended].tolist(), stopped[ended].tolist(), strict=True)
         ]
         order = _close_ranks(~ended)
-        self._rows = self._rows[order]
         if len(order):
-            order = order.to(self._last.device)
-            self._reading.keep(order)
-            self._last, self._keys = self._last[order], self._keys[order]
+            places = order.to(self._last.device)
+            self._reading.keep(places)
+            self._last, self._keys = self._last[places], self._keys[places]
+        self._rows = self._rows[order]  # last: until here an error leaves the rows that ended in `requests`
         return finished
 
     def _rollout(self, row: int, finish: Finish) -> Rollout:

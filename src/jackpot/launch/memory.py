@@ -25,14 +25,15 @@ from jackpot.config import Config
 from jackpot.config_engines import TransformersEngineConfig
 from jackpot.launch.engines import DTYPES
 from jackpot.launch.local import model_paths, pick_device
-from jackpot.launch.plan import Size
+from jackpot.launch.plan import Size, critic_outline
 from jackpot.models.checkpointing import checkpoint_activations
-from jackpot.models.forward import logit_softcap, output_layer, predicting_hidden
+from jackpot.models.forward import backbone, keeps_plain_keys, logit_softcap, output_layer, predicting_hidden
 from jackpot.models.load import load_config, load_outline
 from jackpot.models.lora import add_adapter
 from jackpot.ops.head_tiles import Head
 from jackpot.ops.tiled_heads import read_heads
 from jackpot.tasks import make_task
+from jackpot.tasks.base import PromptStream
 from jackpot.types import Role
 
 PROMPTS_LOOKED_AT = 256
@@ -67,9 +68,8 @@ class Shape(NamedTuple):
 
 def longest_prompt(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens, among the first prompts of the task."""
-    task = make_task(config.task, tokenizer)
-    count = min(task.size("train") or PROMPTS_LOOKED_AT, PROMPTS_LOOKED_AT)
-    return max(len(task.prompt("train", index).token_ids) for index in range(count))
+    prompts = PromptStream(make_task(config.task, tokenizer), "train", config.seed).next(PROMPTS_LOOKED_AT)
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 def plan_memory(config: Config, sizes: Mapping[Role, Size], prompt_tokens: int) -> Memory:
@@ -172,15 +172,39 @@ def _training(config: Config, shape: Shape) -> int | None:
 def _counted_training(config: Config, shape: Shape) -> int:
     dtype = DTYPES[config.precision]
     models = [_outline(config, role, path) for role, path in model_paths(config, None).items()]
+    critic = critic_outline(config).eval() if config.critic else None
+    if critic is not None and config.activation_checkpointing:
+        checkpoint_activations(critic)
     with _counted() as tally:
         for model in models:
             _give_memory(model)
         lasting = tally.peak = tally.alive
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             hidden = [_read(model, shape) for model in models]
+            kept = _beside(config, shape, len(models))
             values = _head(config, models, hidden)
         sum(value.sum() for value in values).backward()
+        del hidden, values, kept
+        if critic is not None:  # comes after the others, and reads a prompt with each response
+            _give_memory(critic)
+            lasting += _bytes(critic)
+            ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
+            backbone(critic)(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
         return tally.peak - lasting
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    """Of weights and gradients."""
+    return sum((8 if one.requires_grad else 4) * one.numel() for one in model.parameters())
+
+
+def _beside(config: Config, shape: Shape, num_models: int) -> list[Tensor]:
+    """What waits for backward beside activations and loss: the attention mask of padded rows, and of each model the top
+    log-probs with their ids, those at the engine's, and of two models those at each other's."""
+    count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
+    tops = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(num_models)]
+    columns = shape.prompt_tokens + shape.response_tokens
+    return [torch.empty(shape.rows, shape.response_tokens, columns, dtype=torch.bool), *tops]
 
 
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
@@ -224,10 +248,8 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
         Head(hidden=states, weight=output_layer(model).weight, soft_cap=logit_softcap(model))
         for model, states in zip(models, hidden, strict=True)
     ]
-    top = config.sampling.num_top_log_probs
-    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)
-    gather_ids = torch.zeros(len(hidden[0]), top, dtype=torch.int64)
-    return read_heads(heads, ids, gather_ids, config.sampling.temperature, None, top, None)[0]
+    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: it looks at values, see `_beside`
+    return read_heads(heads, ids, None, config.sampling.temperature, None, 0, None)[0]
 
 
 def _writing(config: Config, prompt_tokens: int) -> int:
@@ -246,9 +268,11 @@ def _decoding(config: Config, settings: Any, model: PreTrainedConfig, requests: 
     if not isinstance(settings, TransformersEngineConfig):
         return 0
     rows, sampling = min(requests, settings.max_batch_size), config.sampling
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    query_heads = getattr(model, "num_attention_heads", 1)
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // query_heads
+    heads = getattr(model, "num_key_value_heads", None) or query_heads
     length = prompt_tokens + sampling.max_new_tokens
-    cache = 2 * model.num_hidden_layers * heads * head_dim * length * DTYPES[settings.dtype].itemsize
+    numbers = 2 * model.num_hidden_layers * heads * head_dim * length if keeps_plain_keys(model) else 0
+    cache = numbers * DTYPES[settings.dtype].itemsize
     written = sampling.max_new_tokens * (2 + 2 * sampling.num_top_log_probs) * 4
     return rows * (cache + written + 3 * 4 * model.vocab_size)

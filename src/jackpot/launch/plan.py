@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from jackpot.config import Config
 from jackpot.launch.local import model_paths
@@ -25,12 +25,17 @@ def model_sizes(config: Config) -> dict[Role, Size]:
     """
     sizes = {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
     if config.critic:
-        with torch.device("meta"):
-            path = config.critic.path or config.policy.path
-            model = AutoModelForTokenClassification.from_config(load_config(path), num_labels=1)
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count = sum(parameter.numel() for parameter in critic_outline(config).parameters())
         sizes["critic"] = Size(count, count)
     return sizes
+
+
+def critic_outline(config: Config) -> PreTrainedModel:
+    """The critic on the meta device."""
+    settings = load_config(config.critic.path or config.policy.path)
+    settings.num_labels = 1
+    with torch.device("meta"):
+        return AutoModelForTokenClassification.from_config(settings)
 
 
 def _size(config: Config, role: Role, path: str) -> Size:

@@ -97,6 +97,9 @@ def predicting_hidden(
     gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`); the result
     is that of reading it with each, up to float rounding.
 
+    How often the backbone runs, once or twice, depends on the batch: where its weights are sharded, ranks must not
+    differ in that.
+
     Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
     """
     if prompt_mask is None:
@@ -105,7 +108,7 @@ def predicting_hidden(
         _check_prompts(prompt_mask)
         prompt_mask, response_mask = prompt_mask.bool(), response_mask.bool()
         prompts, response_ids = torch.where(prompt_mask, prompt_ids, 0), torch.where(response_mask, response_ids, 0)
-        mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1)[:, :-1]
+        mask = torch.cat([prompt_mask[prompt_index], response_mask[:, :-1]], dim=1)
     read = response_ids[:, :-1]  # the last token predicts nothing
     if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
         states = _states(model, torch.cat([prompts[prompt_index], read], dim=1), mask, None)
