@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from engines.conformance import EngineConformance
 from engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from jackpot.engines import transformers as engine_module
+from jackpot.engines.reading import Reading
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError
 from jackpot.models.load import eos_token_ids, load_model
@@ -187,6 +188,25 @@ def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
     again = sorted(engine.collect(20), key=lambda rollout: int(rollout.uid))
     assert [rollout.uid for rollout in again] == [request.uid for request in requests]
     assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(again, undisturbed, strict=True))
+
+
+def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypatch):
+    engine = make(folder)
+    requests = [tiny_request(f"{i}", seed=i, max_new_tokens=3 + i) for i in range(8)]
+    keep, calls = Reading.keep, Counter()
+
+    def fail_once(reading: Reading, order: Tensor) -> None:
+        calls["all"] += 1
+        if calls["all"] == 2:
+            raise RuntimeError("out of memory")
+        keep(reading, order)
+
+    monkeypatch.setattr(Reading, "keep", fail_once)
+    engine.submit(requests)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.collect(8)
+    again = engine.collect(20)
+    assert sorted(rollout.uid for rollout in again) == sorted(request.uid for request in requests)
 
 
 def test_weights_that_give_no_number_are_reported_with_the_rollout_and_the_version(folder):

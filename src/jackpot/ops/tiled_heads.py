@@ -22,8 +22,8 @@ from jackpot.ops.head_tiles import Head, Scratch, Side, Totals, operand_dtype
 from jackpot.ops.top import BLOCK
 
 MAX_TILE_LOGITS = 2**24
-"""A default tile has at most this many logits, C * T: 64 MiB in float32. Two such tensors are alive for one head, five
-for two."""
+"""A default tile has at most this many logits, C * T: 64 MiB in float32. In forward two such tensors are alive for
+one head and five for two; rounded operands and soft caps take more."""
 
 MAX_TILE_POSITIONS = 4096
 """A default tile has at most this many positions where the vocabulary is cut: the more, the less often a tile of the
