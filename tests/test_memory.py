@@ -67,6 +67,7 @@ def test_a_critic_is_planned_too() -> None:
     assert sizes["critic"].parameters == sizes["policy"].parameters + 96 + 1  # a value head with a bias
     memory = plan_memory(config, sizes, 6)
     assert memory.gradients == 4 * sum(size.parameters for size in sizes.values())
+    assert memory.training >= plan().training  # the others' activations, which are gone when the critic's come
     adapter = plan_memory(small_config(*settings, "policy.lora.rank=1", "rollout_model.optimizer=null"), sizes, 6)
     assert adapter.training > 0.5 * memory.training  # the critic's own activations, though it is after the others
 

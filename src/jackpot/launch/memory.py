@@ -184,18 +184,18 @@ def _counted_training(config: Config, shape: Shape) -> int:
             kept = _beside(config, shape, len(models))
             values = _head(config, models, hidden)
         sum(value.sum() for value in values).backward()
+        training = tally.peak - lasting
         del hidden, values, kept
-        if critic is not None:  # comes after the others, and reads a prompt with each response
-            _give_memory(critic)
-            lasting += _bytes(critic)
-            ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
-            backbone(critic)(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
-        return tally.peak - lasting
+        return training if critic is None else max(training, _counted_critic(tally, critic, shape))
 
 
-def _bytes(model: PreTrainedModel) -> int:
-    """Of weights and gradients."""
-    return sum((8 if one.requires_grad else 4) * one.numel() for one in model.parameters())
+def _counted_critic(tally: _Tally, critic: PreTrainedModel, shape: Shape) -> int:
+    """It comes after the others, and reads a prompt with each response."""
+    _give_memory(critic)
+    lasting = tally.peak = tally.alive
+    ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
+    backbone(critic)(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+    return tally.peak - lasting
 
 
 def _beside(config: Config, shape: Shape, num_models: int) -> list[Tensor]:
