@@ -202,7 +202,8 @@ def _memory(memory: Memory) -> str:
     parts = ", ".join(f"{name} {_size_of(getattr(memory, name) or 0)}" for name in Memory.__slots__)
     if memory.training is None:
         return f"more than {_size_of(memory.peak)}: {parts}; its activations depend on values and are not known"
-    return f"{_size_of(memory.peak)} at the peak, if all responses have full length: {parts}"
+    peak = f"{_size_of(memory.peak)} and a fifth to a half more (docs/benchmarks.md)"
+    return f"{peak}, with all responses of full length: {parts}"
 
 
 def _size_of(count: int) -> str:
