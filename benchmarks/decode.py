@@ -16,26 +16,23 @@ rate of copying. Both rates are measured in the same process as the engine.
 import argparse
 import json
 import math
-import os
 import platform
 import random
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+import interleaved
 import torch
 import transformers
+from interleaved import MARK, Job, Result, cell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.types import Prompt, Request, Rollout, Sampling, Version
 
-Job = dict[str, Any]
-Result = dict[str, float]
-MARK, EOS, NUM_TOP = "RESULT ", 1, 20
+EOS, NUM_TOP = 1, 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GROUP = 8  # responses of a prompt
 
@@ -192,19 +189,7 @@ def work(job: Job) -> Result:
 
 def measure(job: Job) -> Result:
     """One measurement, in a process of its own."""
-    command = [sys.executable, __file__, "--work", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not answers:
-        raise RuntimeError(f"{job} failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result = json.loads(answers[-1]) | {"load": os.getloadavg()[0]}
-    print(job, result, file=sys.stderr, flush=True)
-    return result
-
-
-def cell(values: list[float], digits: int = 2) -> str:
-    text = f"{statistics.median(values):,.{digits}f}"
-    return text if len(values) == 1 else f"{text} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return interleaved.measure(Path(__file__), job, flags=["--work"])
 
 
 def line(case: str, dtype: str, results: dict[str, list[Result]]) -> str:

@@ -14,9 +14,10 @@ Result = dict[str, float]
 MARK = "RESULT "
 
 
-def measure(worker: Path, job: Job, python: str = sys.executable) -> Result:
-    """Run one job in a process of its own: `worker` gets it as JSON and prints `RESULT ` and its numbers."""
-    done = subprocess.run([python, worker, json.dumps(job)], capture_output=True, text=True, check=False)
+def measure(worker: Path, job: Job, python: str = sys.executable, flags: Sequence[str] = ()) -> Result:
+    """Run one job in a process of its own: `worker` gets it as JSON, behind `flags`, and prints `RESULT ` and its
+    numbers."""
+    done = subprocess.run([python, worker, *flags, json.dumps(job)], capture_output=True, text=True, check=False)
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not answers:
         raise RuntimeError(f"{job} failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
