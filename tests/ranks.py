@@ -16,15 +16,19 @@ from jackpot.types import ScoredRollout
 
 
 def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """One optimizer step on this rank's share of the same rollouts, cut unevenly into micro-batches."""
+    """Two optimizer steps on this rank's share of the same rollouts, cut unevenly into micro-batches.
+
+    Of two ranks the first has one micro-batch, so that alone it would know kappa for nothing.
+    """
     torch.set_num_threads(1)
     parts = make_parts(config, None, None)
     prompts = PromptStream(parts.task, "train", config.seed)
     scored = Sampler(parts, prompts, Clock(), lambda iteration, event: None).next_batch(1).scored
     assert any(item.advantages.any() for item in scored)
     mine: list[ScoredRollout] = scored[rank::ranks]
-    pieces = [mine] if rank == 0 else [mine[:5], mine[5:]]  # rank 1 has one micro-batch more
-    parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])
+    pieces = [mine] if rank < ranks - 1 else [mine[:5], mine[5:]]
+    for _ in range(2):
+        parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])
     return {
         f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in parts.learner.weights(role)
     }

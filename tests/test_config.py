@@ -361,7 +361,7 @@ def test_settings_cannot_be_changed_after_they_are_read():
 def test_the_defaults_are_those_of_the_paper():
     correction = build(OBRS).objective.correction
     assert (correction.lam, correction.c1, correction.c2) == (1.0, 3.0, 3.0)
-    assert (correction.mask, correction.target, correction.kappa) == ("sampled", "old", "prepass")
+    assert (correction.mask, correction.target, correction.kappa) == ("sampled", "old", "auto")
     assert build().sampling.num_top_log_probs == 20
     assert build().objective.count == "proposed"
     assert build().rollout_model.distill == "forward"

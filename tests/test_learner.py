@@ -161,6 +161,18 @@ def test_previous_kappa_is_that_of_the_step_before_and_one_at_first():
     assert value(second, "obrs/kappa") == pytest.approx(value(first, "obrs/acceptance") / value(first, "obrs/z"))
 
 
+@pytest.mark.parametrize("budget", [40, 4096])
+def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of_the_step_before(budget):
+    items = write(ROLLOUT_MODEL, num_top_log_probs=2)
+    objective = policy_objective(totals="auto", target="new")  # anchors do not tell a target that moves
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, faithful=False)
+    steps = train(learner, batches(items, epochs=3, budget=budget))
+    own = [value(step, "obrs/acceptance") / value(step, "obrs/z") for step in steps]
+    assert len(set(own)) == 3
+    expected = own if budget == 4096 else [own[0], own[0], own[1]]
+    assert [value(step, "obrs/kappa") for step in steps] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("kappa", ["prepass", "previous", "none"])
 def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(kappa, monkeypatch):
     forwards = []

@@ -1,4 +1,4 @@
-"""Two ranks with half of the batch each take the step that one process takes on the whole."""
+"""Two ranks with half of the batch each take the steps that one process takes on the whole."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ GRADIENT_DESCENT = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_take_the_step_of_one(case: str, tmp_path: Path) -> None:
+def test_two_ranks_take_the_steps_of_one(case: str, tmp_path: Path) -> None:
     config = small_config(*CASES[case], *GRADIENT_DESCENT)
     mp.spawn(run_rank, args=(config, tmp_path), nprocs=2)
     whole = step(config, 0, 1)

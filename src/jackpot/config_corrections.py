@@ -82,7 +82,8 @@ class ZCorrection(_TargetCorrection):
     lam: Positive = 1.0
     c1: Positive = 3.0
     normalizer: Literal["topk", "exact"] = "topk"
-    kappa: Literal["prepass", "previous", "none"] = "prepass"  # with an exact Z, none spares its noise
+    # auto: of this step where that is free, else of the step before; with an exact Z, none spares its noise
+    kappa: Literal["auto", "prepass", "previous", "none"] = "auto"
 
 
 class OBRSCorrection(ZCorrection):

@@ -237,10 +237,14 @@ class JointLearner(Learner):
     def _totals(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums | None, float]:
         """The sums that the correction wants to know before the first backward pass, and the seconds they cost.
 
-        None where the only micro-batch will give them itself. With `target: old` and anchors they are free; else it
-        takes one more forward pass without gradient (`kappa: prepass`).
+        None where the only micro-batch will give them itself. With `target: old` and anchors they are free; else this
+        step's take one more forward pass without gradient (`kappa: prepass`), which `auto` does at the first step and
+        spares itself by the sums of the step before at every later one.
         """
         wanted = self._objective.correction.totals
+        is_free = len(micro_batches) == 1 or all(self._anchored(micro.anchor) for micro in micro_batches)
+        if wanted == "auto":
+            wanted = "previous" if self._previous and _on_any_rank(not is_free) else "prepass"
         if wanted != "prepass":
             return (self._previous if wanted == "previous" else {}), 0.0
         if len(micro_batches) == 1:
@@ -383,6 +387,11 @@ class JointLearner(Learner):
             if not sums["policy/largest_kept_advantage"].value > 0:
                 return "all tokens with an advantage were rejected"
         return "the gradient is zero" if norm == 0.0 else None
+
+
+def _on_any_rank(happens: bool) -> bool:
+    """The same answer on all ranks, which must take the same passes."""
+    return bool(all_reduce_sums({"happens": Max.number(float(happens))})["happens"].value)
 
 
 def _sampled(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:

@@ -105,6 +105,10 @@ class Max(NamedTuple):
         entries = torch.where(mask, values.detach().double(), -torch.inf)
         return cls(entries.max() if entries.numel() else entries.new_tensor(-torch.inf))
 
+    @classmethod
+    def number(cls, value: float) -> "Max":
+        return cls(torch.tensor(value, dtype=torch.float64))
+
     def __add__(self, other: "Max") -> "Max":
         return Max(torch.maximum(self.largest, other.largest))
 

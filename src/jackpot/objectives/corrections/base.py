@@ -19,7 +19,7 @@ from torch import Tensor
 from jackpot.ops import obrs
 from jackpot.ops.reduce import Mean, Sums
 
-Totals = Literal["none", "prepass", "previous"]
+Totals = Literal["none", "auto", "prepass", "previous"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,9 @@ class Correction:
 class CorrectionFn(Protocol):
     """A correction with its numbers fixed; frozen, without state."""
 
-    totals: Totals  # what `apply` wants to know of the step first: nothing, this step's sums, the previous step's
+    # What `apply` wants to know of the step first: nothing, this step's sums, the previous step's; auto: this step's
+    # where they cost no further forward pass.
+    totals: Totals
     lam: float  # at which acceptance and Z are measured
 
     def measure(self, inputs: CorrectionInputs) -> Sums: ...

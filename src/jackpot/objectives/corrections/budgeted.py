@@ -82,7 +82,8 @@ class Obrs(Budgeted):
 
     `mask: sampled` is the paper; `mask: expected` replaces the coin by a(x), which has the same mean and less variance.
     kappa sits inside c1 and fixes only the mean of Z: `prepass` uses this step's sums, `previous` those of the step
-    before (an approximation; 1 at the first), `none` sets 1.
+    before (an approximation; 1 at the first), `auto` this step's where they cost no further forward pass and else
+    those of the step before, `none` sets 1.
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
     Z = 1 - TV at lam = 1. And towards the writer where Z rho > c1. Prefixes stay the writer's.
