@@ -19,10 +19,8 @@ What the variants give, with the gradient of the sum of log-probs, entropies and
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,11 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from interleaved import MARK, Job, Result, measure
 from torch import Tensor
 
-Job = dict[str, Any]
-Result = dict[str, float]
-MARK = "RESULT "
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEADS = {"single": 1, "joint": 2}
@@ -161,21 +157,15 @@ def work(job: Job) -> None:
 # What starts them
 
 
-def measure(job: Job, peers: str) -> Result | str:
+def attempt(job: Job, peers: str) -> Result | str:
     """Run one job in a process of its own; why not, where it cannot be run."""
     python = sys.executable if job["variant"] in ("ours", "naive") else peers
     if not Path(python).exists():
         return f"no {python}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [python, __file__, "--work", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not answers:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"exit {done.returncode}: {last}"
-    result = json.loads(answers[-1]) | {"load": os.getloadavg()[0]}
-    print(job, result, file=sys.stderr, flush=True)
-    return result
+    try:
+        return measure(Path(__file__), job, python, ["--work"])
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[-1]
 
 
 def repeated(jobs: Sequence[Job], options: argparse.Namespace) -> list[tuple[Job, list[Result] | str]]:
@@ -185,7 +175,7 @@ def repeated(jobs: Sequence[Job], options: argparse.Namespace) -> list[tuple[Job
         for number, job in enumerate(jobs):
             if isinstance(results[number], str):
                 continue
-            result = measure(job, options.peers)
+            result = attempt(job, options.peers)
             if isinstance(result, str):
                 results[number] = result
             else:
@@ -222,42 +212,19 @@ def report(title: str, measured: Sequence[tuple[Job, list[Result] | str]], names
     return [job | {"results": results} for job, results in measured]
 
 
-def sizes(options: argparse.Namespace, **change: Any) -> Job:
-    names = ("vocabulary", "hidden", "tokens", "top")
-    return {name: getattr(options, name) for name in names} | change
-
-
 def versus(what: str) -> Callable[[argparse.Namespace], list[Job]]:
     """The section that compares all variants at one size."""
 
     def section(options: argparse.Namespace) -> list[Job]:
-        jobs = [
-            sizes(options, what=what, dtype=dtype, variant=variant)
-            for dtype in options.dtypes
-            for variant in VARIANTS[what]
-        ]
+        shared = {name: getattr(options, name) for name in ("vocabulary", "hidden", "tokens", "top")} | {"what": what}
+        jobs = [shared | {"dtype": dtype, "variant": variant} for dtype in options.dtypes for variant in VARIANTS[what]]
         title = f"{what}: V = {options.vocabulary}, H = {options.hidden}, N = {options.tokens}, K = {options.top}"
         return report(title, repeated(jobs, options), ["dtype"])
 
     return section
 
 
-def growth(options: argparse.Namespace) -> list[Job]:
-    """One size at a time, the others at a quarter of the tokens."""
-    small = sizes(options, tokens=max(1, options.tokens // 4), dtype="fp32")
-    ranges = {
-        "vocabulary": ("single", ("ours", "naive"), [4096, 16384, 65536, 262_144]),
-        "tokens": ("joint", ("ours", "naive"), [options.tokens // 16, options.tokens // 4, options.tokens]),
-        "top": ("joint", ("ours",), [5, 20, 80, 160]),
-    }
-    records = []
-    for name, (what, variants, values) in ranges.items():
-        jobs = [small | {name: value, "what": what, "variant": variant} for value in values for variant in variants]
-        records += report(f"{what}: growth with {name}", repeated(jobs, options), [name])
-    return records
-
-
-SECTIONS = {"single": versus("single"), "joint": versus("joint"), "growth": growth}
+SECTIONS = {"single": versus("single"), "joint": versus("joint")}
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def make_models(job: dict) -> None:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=64,
-            max_position_embeddings=256,
+            max_position_embeddings=1024,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=1,
@@ -81,7 +81,7 @@ def settings(job: dict) -> Config:
             "sampling": {"max_new_tokens": job["new_tokens"], "num_top_log_probs": 20 if joint else 0},
             "batch": {
                 "prompts": job["prompts"],
-                "group_size": GROUP,
+                "group_size": job.get("group", GROUP),
                 "micro_batch_tokens": MICRO_BATCH * (LONGEST_PROMPT + job["new_tokens"]),
             },
             "evaluation": {"every": 10**6, "problems": 1},
