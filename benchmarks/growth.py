@@ -23,7 +23,7 @@ from jackpot.report.charts import Chart, Series
 from jackpot.report.png import write_png
 
 HERE = Path(__file__).parent
-HEAD = {"dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024, "top": 20}
+HEAD = {"device": "cpu", "dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024, "top": 20}
 STEP = {"what": "on_policy", "new_tokens": 64, "steps": 4, "overrides": ("batch.micro_batch_tokens=7488",)}
 RESPONSES = 128
 
