@@ -9,7 +9,7 @@ import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
 LAYERS = [
-    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines"},
+    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines", "config_published"},
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
@@ -37,7 +37,7 @@ LAYERS = [
         "sampler",
     },
     {"launch", "adapters", "lab", "report"},
-    {"recipes", "cli", "console", "console_compare", "console_tables"},
+    {"recipes", "cli", "console", "console_compare", "console_recipes", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import BaseModel
 
 from jackpot.config import Config
+from jackpot.config_published import BESIDE_SETTINGS
 from jackpot.errors import ConfigError, unknown_name
 
 
@@ -43,7 +44,7 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
     Raises:
         ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
     """
-    settings = {key: value for key, value in recipe.items() if key != "arms"}
+    settings = {key: value for key, value in recipe.items() if key not in BESIDE_SETTINGS}
     arms = recipe.get("arms") or {}
     if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
         raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")

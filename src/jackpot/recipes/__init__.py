@@ -10,6 +10,7 @@ import yaml
 from jackpot.config import Config
 from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError, unknown_name
+from jackpot.recipes.notes import check_runnable
 
 
 def recipe_names() -> list[str]:
@@ -20,8 +21,8 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> dict[str, Any]:
     """The recipe of the package with this name, or the YAML file at this path.
 
-    `base: NAME` takes the settings of another recipe, not its arms, and lays this one's over them; a path in it is
-    meant from where the command runs.
+    `base: NAME` takes the settings and the GPUs of another recipe, not its arms and what was published of them, and lays
+    this one's over them; a path in it is meant from where the command runs.
 
     Raises:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
@@ -32,7 +33,8 @@ def load_recipe(name: str) -> dict[str, Any]:
         if base in chain:
             raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*chain, base])}")
         chain.append(base)
-        recipe = merge({key: value for key, value in _read(base).items() if key != "arms"}, recipe)
+        settings = {key: value for key, value in _read(base).items() if key not in ("arms", "published")}
+        recipe = merge(settings, recipe)
     return recipe
 
 
@@ -51,7 +53,9 @@ def _read(name: str) -> dict[str, Any]:
 
 def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
     """The settings of `jackpot train NAME --arm ARM key=value ...`."""
-    return build_config(load_recipe(name), arm, [parse_override(text) for text in overrides])
+    recipe = load_recipe(name)
+    check_runnable(name, recipe, [arm])
+    return build_config(recipe, arm, [parse_override(text) for text in overrides])
 
 
 def resolve_arms(
@@ -67,6 +71,7 @@ def resolve_arms(
     if not known:
         raise ConfigError(f"recipe {name!r} has no arms; write some (arms: {{NAME: {{settings}}}}) to compare them")
     wanted = list(arms) or known
+    check_runnable(name, recipe, wanted)
     if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
         raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; name each once")
     changes = [{"threads": 1}, *map(parse_override, overrides)]
