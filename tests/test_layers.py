@@ -9,7 +9,17 @@ import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
 LAYERS = [
-    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines", "config_published"},
+    {
+        "types",
+        "errors",
+        "config",
+        "config_base",
+        "config_build",
+        "config_corrections",
+        "config_engines",
+        "config_published",
+        "config_tasks",
+    },
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
@@ -40,8 +50,8 @@ LAYERS = [
     {"recipes", "cli", "console", "console_compare", "console_recipes", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
 
