@@ -33,6 +33,7 @@ LAYERS = [
         "files",
         "guards",
         "parts",
+        "passing",
         "rollout_files",
         "sampler",
     },
