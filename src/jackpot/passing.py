@@ -1,16 +1,16 @@
 """What n sampled answers to each of some problems say: mean@k, pass@k, how sure that is. Layer 5, pure.
 
-mean@k is the share of answers that are right. pass@k is the chance that at least one of k answers is right; of n answers
-of which c are right it is estimated without bias by
+mean@k is the share of answers that are right. pass@k is the chance that at least one of k answers is right; of n
+answers of which c are right it is estimated without bias by
 
     1 - C(n - c, k) / C(n, k)                  (Chen et al. 2021, arXiv 2107.03374, eq. 1)
 
 the share of the subsets of k answers that hold a right one, in exact integers. "1 - (1 - c/n)^k" is biased.
 
-Intervals are percentile bootstraps over problems: problems are drawn with replacement, as many as there are, each with all
-its answers. They say how much another draw of problems would move the number; they are wider than what another draw of
-answers to the same problems would. Only how often each c occurs matters, so a resample is one multinomial draw: exact, and
-its cost does not grow with the number of problems.
+Intervals are percentile bootstraps over problems: problems are drawn with replacement, as many as there are, each with
+all its answers. They say how much another draw of problems would move the number, and that of their answers with it.
+Only how often each c occurs matters, so a resample is one multinomial draw: exact, and its cost does not grow with the
+number of problems.
 """
 
 from collections.abc import Mapping
