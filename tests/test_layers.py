@@ -9,7 +9,7 @@ import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
 LAYERS = [
-    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines"},
+    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines", "config_tasks"},
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.conversation import stream, write
 from jackpot.engines.base import Engine
 from jackpot.ops.uniforms import stream_key
-from jackpot.tasks.base import Task, decode
+from jackpot.tasks.base import Answer, Task, decode
 from jackpot.types import Prompt, Request, Rollout, Sampling, Score
 
 OWN = ""  # the name of the task's own held-out problems among the sets
@@ -147,10 +147,10 @@ def _as_they_end(
 
 
 def judge(rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[Score]]:
-    """Decode every response and ask the task."""
+    """Decode every response and ask the task about all of them at once."""
     responses = [decode(tokenizer, rollout.token_ids) for rollout in rollouts]
-    scores = [
-        task.score(rollout.prompt, response, rollout.finish == "stop")
+    answers = [
+        Answer(rollout.prompt, response, rollout.finish == "stop")
         for rollout, response in zip(rollouts, responses, strict=True)
     ]
-    return responses, scores
+    return responses, task.scores(answers)

@@ -234,6 +234,8 @@ def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: For
     return {
         "reward/mean": mean([item.score.reward for item in judged]),
         "reward/correct": mean([item.score.correct for item in judged]),
+        "reward/judge_timeouts": mean([item.score.problem == "timeout" for item in judged]),
+        "reward/judge_crashes": mean([item.score.problem == "crash" for item in judged]),
         "reward/all_right": mean([all(item.score.correct for item in group) for group in groups]),
         "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
         "response/tokens": mean(lengths),

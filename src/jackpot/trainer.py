@@ -99,9 +99,10 @@ class Trainer:
         return self.iteration == config.iterations
 
     def close(self) -> None:
-        """Free the engines and flush what is being written; all of it, whatever fails on the way."""
+        """Free the engines and the task and flush what is being written; all of it, whatever fails on the way."""
         with ExitStack() as closing:
             closing.callback(self._folder.close)
+            closing.callback(self._parts.task.close)
             closing.callback(self._parts.policy_engine.close)
             closing.callback(self._parts.engine.close)
             self._tell_engine_events()  # of an iteration that did not end: perhaps they say why

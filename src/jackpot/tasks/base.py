@@ -2,9 +2,10 @@
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,14 @@ from jackpot.ops.uniforms import stream_key
 from jackpot.types import Prompt, Score
 
 Split = Literal["train", "test"]
+
+
+class Answer(NamedTuple):
+    """One decoded response to a prompt. `finished` is False where it was cut at the limit."""
+
+    prompt: Prompt
+    response: str
+    finished: bool
 
 
 class Task(ABC):
@@ -35,6 +44,13 @@ class Task(ABC):
     @abstractmethod
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Judge one decoded response. `finished` is False where it was cut at the limit."""
+
+    def scores(self, answers: Sequence[Answer]) -> list[Score]:
+        """Judge many, in their order. A task whose judge works elsewhere, or on several at once, has its own."""
+        return [self.score(*answer) for answer in answers]
+
+    def close(self) -> None:  # noqa: B027 - most tasks hold nothing
+        """Free what judging holds, such as processes; nothing is judged afterwards."""
 
     def reply(self, prompt: Prompt, response: str) -> str | None:
         """What the tool appends to the decoded response so far, which ends with a token of `turn_ends`; None ends it.
