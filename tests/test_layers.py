@@ -43,6 +43,7 @@ LAYERS = [
         "files",
         "guards",
         "parts",
+        "passing",
         "rollout_files",
         "sampler",
     },

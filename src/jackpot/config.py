@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jackpot.config_base import Count, Decay, Finite, Names, NonNegative, Positive, Strict
+from jackpot.config_base import AnyNames, Count, Decay, Finite, Names, NonNegative, Positive, Strict
 from jackpot.config_corrections import (
     OBRSCorrection,
     PolicyCorrection,
@@ -174,7 +174,9 @@ class BatchConfig(Strict):
 
 class EvaluationConfig(Strict):
     every: Count = 50  # iterations; before the first and after the last one too
-    problems: Count = 512  # held out, one sampled answer each
+    problems: Count = 512  # held out, of the task
+    k: Count = 1  # sampled answers to each problem
+    benchmarks: AnyNames = ()  # further sets that the policy answers, k times each; all of their problems
     engine: EngineConfig | None = None  # of the policy where another model writes; null: one with engine's settings
 
 

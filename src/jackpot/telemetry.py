@@ -18,7 +18,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -32,7 +32,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
 from jackpot.config import Config
-from jackpot.config_build import build_config
+from jackpot.config_build import build_config, differences
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import Evaluation
 from jackpot.files import PARTIAL, AppendedFile, hold_lock, needed, write_whole
@@ -145,7 +145,7 @@ class RunFolder:
         """
         if not self._has_trained():
             return
-        if difference := list(_difference(_settings(run_config(self.path)), _settings(config))):
+        if difference := list(differences(_settings(run_config(self.path)), _settings(config))):
             listed = "\n  ".join(difference)
             raise CheckpointError(
                 f"{self.path} holds a run with other settings:\n  {listed}\n"
@@ -311,12 +311,3 @@ def _environment(threads: int) -> dict[str, Any]:
         "threads": threads,
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def _difference(old: Any, new: Any, key: str = "") -> Iterable[str]:
-    """`key: old -> new` for every setting that differs."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for name in sorted(old.keys() | new.keys()):
-            yield from _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield f"{key}: {json.dumps(old)} in the folder, {json.dumps(new)} now"

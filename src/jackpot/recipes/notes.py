@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pydantic
-
+from jackpot.config_build import validated
 from jackpot.config_published import PublishedRow, RecipeNotes
 from jackpot.errors import ConfigError
 
@@ -16,14 +15,7 @@ def recipe_notes(name: str, recipe: Mapping[str, Any]) -> RecipeNotes:
         ConfigError: a key, a type or a count of numbers that does not fit, or a row whose arm is neither there nor
             said to be missing.
     """
-    try:
-        notes = RecipeNotes.model_validate({key: recipe[key] for key in RecipeNotes.model_fields if key in recipe})
-    except pydantic.ValidationError as error:
-        lines = (
-            f"recipe {name!r}: {'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}"
-            for one in error.errors()
-        )
-        raise ConfigError("\n".join(lines)) from None
+    notes = validated(RecipeNotes, {key: recipe[key] for key in RecipeNotes.model_fields if key in recipe})
     arms = recipe.get("arms") or {}
     for row in published_rows(notes):
         if (row.arm in arms) == bool(row.not_runnable):
