@@ -24,6 +24,7 @@ from jackpot.console import (
     starter_progress,
 )
 from jackpot.console_compare import arms_progress
+from jackpot.console_recipes import show_recipe, show_recipes
 from jackpot.console_tables import show_files, show_tables
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
@@ -39,6 +40,7 @@ from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
 from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
+from jackpot.recipes.listing import listed, listed_all
 from jackpot.report.build import watch as watch_runs
 from jackpot.report.build import write_report
 from jackpot.report.comparison import comparison_sections
@@ -133,6 +135,24 @@ def compare(
     files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     show_tables(console, sections.values())
     show_files(console, files)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One recipe, shown in full; default all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the recipes: which arm is which row of which paper's table, and what was published of it.
+
+    docs/reproducing.md says what the papers leave open, where they contradict themselves, and what we chose.
+    """
+    if as_json:
+        found = listed(name).as_json() if name else [recipe.as_json() for recipe in listed_all()]
+        typer.echo(json.dumps(found, indent=2))
+    elif name:
+        show_recipe(Console(), listed(name))
+    else:
+        show_recipes(Console(), listed_all())
 
 
 @app.command()

@@ -26,7 +26,7 @@ class PublishedRow(Strict):
 
     row: str  # as the paper names it
     arm: str  # of this recipe; where not_runnable is set, the name that it will have
-    numbers: Annotated[tuple[float | None, ...], Field(strict=False)] = ()  # one a column; null: none there; (): a curve
+    numbers: Annotated[tuple[float | None, ...], Field(strict=False)] = ()  # one a column; null: none
     note: str = ""
     not_runnable: str = ""  # why the recipe has no such arm yet
 
@@ -44,8 +44,8 @@ class PublishedTable(Strict):
         for row in self.rows:
             if len(row.numbers) not in (0, len(self.columns)):
                 raise ValueError(
-                    f"{self.table}, row {row.row!r} has {len(row.numbers)} numbers for {len(self.columns)} columns; give "
-                    f"one for each, null where the paper has none"
+                    f"{self.table}, row {row.row!r} has {len(row.numbers)} numbers for {len(self.columns)} columns; "
+                    f"give one for each, null where the paper has none, or leave them all out"
                 )
         return self
 

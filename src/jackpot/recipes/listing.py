@@ -1,10 +1,11 @@
 """What `jackpot recipes` tells: which arm of which recipe is which row of which table. Layer 7."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from jackpot.config_published import GpusConfig, PublishedTable
-from jackpot.recipes import load_recipe, recipe_names
+from jackpot.recipes import load_recipe, recipe_files, recipe_names
 from jackpot.recipes.notes import recipe_notes
 
 
@@ -15,6 +16,7 @@ class Listed:
     name: str
     description: str
     gpus: GpusConfig | None
+    files: tuple[Path, ...]  # its own, then those of its bases
     settings: dict[str, Any]  # without those of an arm
     arms: dict[str, dict[str, Any]]  # name and the settings that it changes
     published: tuple[PublishedTable, ...]
@@ -23,6 +25,7 @@ class Listed:
         """For a program: numbers by the name of their column, and only those that there are."""
         return asdict(self) | {
             "gpus": self.gpus and self.gpus.model_dump(),
+            "files": list(map(str, self.files)),
             "published": [
                 {"paper": table.paper, "table": table.table}
                 | row.model_dump(exclude={"numbers"})
@@ -52,6 +55,7 @@ def listed(name: str) -> Listed:
         name=name,
         description=recipe.get("description", ""),
         gpus=notes.gpus,
+        files=tuple(recipe_files(name)),
         settings={key: value for key, value in recipe.items() if key not in beside},
         arms={arm: changes or {} for arm, changes in (recipe.get("arms") or {}).items()},
         published=notes.published,
@@ -59,5 +63,5 @@ def listed(name: str) -> Listed:
 
 
 def listed_all() -> list[Listed]:
-    """Every recipe of the package: those of the papers first, paper by paper, then our own."""
+    """Every recipe of the package: those of the papers first, then our own."""
     return sorted(map(listed, recipe_names()), key=lambda recipe: (not recipe.published, recipe.name))

@@ -1,4 +1,4 @@
-"""What a recipe says beside its settings, checked: the GPUs it is meant for, and the rows that were published. Layer 7."""
+"""What a recipe says beside its settings, checked: the GPUs it is meant for, and what was published. Layer 7."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +21,8 @@ def recipe_notes(name: str, recipe: Mapping[str, Any]) -> RecipeNotes:
         if (row.arm in arms) == bool(row.not_runnable):
             has = "has" if row.arm in arms else "has not"
             raise ConfigError(
-                f"recipe {name!r}: published row {row.row!r} is of arm {row.arm!r}, which the recipe {has}; a row needs "
-                f"either its arm or not_runnable, which says why there is none"
+                f"recipe {name!r}: published row {row.row!r} is of arm {row.arm!r}, which the recipe {has}; a row "
+                f"needs either its arm or not_runnable, which says why there is none"
             )
     return notes
 
