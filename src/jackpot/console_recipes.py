@@ -22,7 +22,7 @@ def show_recipes(console: Console, recipes: Sequence[Listed]) -> None:
             _print(console, f"{recipe.name}: {recipe.description}")
             _show_published(console, recipe)
     rows = ((recipe.name, recipe.description, ", ".join(recipe.arms)) for recipe in recipes if not recipe.published)
-    console.print(_table("Recipes of our own", ("recipe", "what", "arms"), rows))
+    _show_table(console, "Recipes of our own", ("recipe", "what", "arms"), rows)
     _print(console, "jackpot recipes NAME shows one in full, with where each of its settings is from.")
 
 
@@ -35,13 +35,13 @@ def show_recipe(console: Console, recipe: Listed) -> None:
         blocks = ("published",) if path == recipe.files[0] else ("published", "arms")  # a base's are not this recipe's
         _print(console, f"\n{path}\n\n{_without(blocks, path)}\n")
     arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
-    console.print(_table("Arms", ("arm", "changes"), arms))
+    _show_table(console, "Arms", ("arm", "changes"), arms)
     _show_published(console, recipe)
 
 
 def _show_published(console: Console, recipe: Listed) -> None:
     for table in recipe.published:
-        console.print(_published(table))
+        _show_table(console, f"{table.paper}, {table.table}", *_grid(table))
         if table.columns:
             for remark in dict.fromkeys(filter(None, map(_remark, table.rows))):
                 arms = (row.arm for row in table.rows if _remark(row) == remark)
@@ -52,25 +52,26 @@ def _show_published(console: Console, recipe: Listed) -> None:
     _print(console, "")
 
 
-def _published(table: PublishedTable) -> Table:
-    """Rows as the paper has them; arms side by side where it has too many columns for a terminal; curves in words."""
-    title = f"{table.paper}, {table.table}"
+def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Heads and rows as the paper has them; arms side by side where it has too many columns; curves in words."""
     if not table.columns:
-        return _table(title, ("arm", "row", "what"), ((row.arm, row.row, _remark(row)) for row in table.rows))
+        return ("arm", "row", "what"), [(row.arm, row.row, _remark(row)) for row in table.rows]
+    heads = ("arm", "row", *table.columns)
     rows = [(row.arm, row.row, *_cells(table, row)) for row in table.rows]
     if len(table.columns) <= _MOST_COLUMNS:
-        return _table(title, ("arm", "row", *table.columns), rows)
-    heads, *turned = zip(("arm", "row", *table.columns), *rows, strict=True)
-    return _table(title, heads, turned)
+        return heads, rows
+    heads, *rows = zip(heads, *rows, strict=True)
+    return heads, rows
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
+def _show_table(console: Console, title: str, heads: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    _print(console, title)
+    table = Table()
+    for head in heads:
+        table.add_column(Text(head), overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    return table
+    console.print(table)
 
 
 def _cells(table: PublishedTable, row: PublishedRow) -> list[str]:
