@@ -8,18 +8,10 @@ from pathlib import Path
 import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
+SETTINGS = {"config", "config_base", "config_build", "config_corrections", "config_engines", "config_tasks"}
 LAYERS = [
-    {
-        "types",
-        "errors",
-        "config",
-        "config_base",
-        "config_build",
-        "config_corrections",
-        "config_engines",
-        "config_tasks",
-    },
-    {"ops"},
+    {"types", "errors"} | SETTINGS,
+    {"ops", "answers"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
     {
@@ -50,6 +42,7 @@ LAYERS = [
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
+HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
