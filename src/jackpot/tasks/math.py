@@ -51,7 +51,7 @@ class Math(Task):
         """How many problems are left of the split; None for a stream."""
         return self._of(split).size
 
-    def first(self, split: Split, seed: int) -> int:
+    def first_index(self, split: Split, seed: int) -> int:
         """0: a stream begins where its source does, whatever the seed."""
         return 0
 
