@@ -1,7 +1,6 @@
 """Rows of every kind of source: which there are, what is refused and how it is said."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,11 +12,7 @@ from jackpot.config_tasks import ColumnsConfig, DataConfig
 from jackpot.errors import DataError
 from jackpot.tasks.benchmarks import BENCHMARKS
 from jackpot.tasks.data import DATA_FOLDER, locate
-
-SHARED = Path(__file__).parents[3] / "shared" / "data"
-if not SHARED.is_dir():
-    SHARED = Path(os.environ.get(DATA_FOLDER, "/nowhere"))
-needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="no copies of the benchmarks: set JACKPOT_DATA to a folder")
+from tasks.texts import SHARED_DATA, needs_data
 
 ROWS = [
     {"question": "What is 1+1?", "gold": 2, "key": "a"},
@@ -288,7 +283,7 @@ def test_a_benchmark_is_read_from_the_folder_that_the_environment_names(tmp_path
     ],
 )
 def test_the_copies_of_the_benchmarks_are_read_whole(name, split, count, without, first, monkeypatch):
-    monkeypatch.setenv(DATA_FOLDER, str(SHARED))
+    monkeypatch.setenv(DATA_FOLDER, str(SHARED_DATA))
     found = rows(name, split)
     assert (len(found), sum(row.answer is None for row in found), found[0].answer) == (count, without, first)
     assert len({row.uid for row in found}) == count

@@ -77,9 +77,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
 class PromptStream:
     """An endless, resumable source of prompts from one split.
 
-    A finite split is walked in a new order in each epoch; an endless one by increasing index from `Task.first_index`. The
-    state is one number and a resumed stream goes on with the next prompt, none twice and none left
-    out.
+    A finite split is walked in a new order in each epoch; an endless one by increasing index from `Task.first_index`.
+    The state is one number and a resumed stream goes on with the next prompt, none twice and none left out.
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:

@@ -124,9 +124,8 @@ class Math(Task):
         limit = self._settings.max_prompt_tokens
         if limit is None or not rows:
             return [True] * len(rows)
-        return [
-            length <= limit for length in self._template.lengths([self._template.text(row.problem) for row in rows])
-        ]
+        lengths = self._template.lengths([self._template.text(row.problem) for row in rows])
+        return [length <= limit for length in lengths]
 
 
 def make_benchmark(
