@@ -8,19 +8,11 @@ from pathlib import Path
 import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
+CONFIGS = ("base", "build", "corrections", "engines", "published", "tasks")
+SETTINGS = {"config", *(f"config_{part}" for part in CONFIGS)}
 LAYERS = [
-    {
-        "types",
-        "errors",
-        "config",
-        "config_base",
-        "config_build",
-        "config_corrections",
-        "config_engines",
-        "config_published",
-        "config_tasks",
-    },
-    {"ops"},
+    {"types", "errors"} | SETTINGS,
+    {"ops", "answers"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
     {
@@ -52,6 +44,7 @@ LAYERS = [
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
+HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 

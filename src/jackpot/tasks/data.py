@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jackpot.answers.extract import hashed_answer
 from jackpot.config_tasks import ROW_NUMBER, DataConfig
 from jackpot.errors import DataError, unknown_name
 from jackpot.tasks.base import Split
@@ -99,9 +100,7 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> Source:
     return _on_hub(name, benchmark.hub, part.split, benchmark, settings, instead)
 
 
-def _local(
-    name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig
-) -> Source:
+def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig) -> Source:
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
     files = find_files(path, part, split)
@@ -113,9 +112,7 @@ def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: Dat
     return Source(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings)
 
 
-def _reader(
-    first: Sequence[Record], benchmark: Benchmark, settings: DataConfig
-) -> Callable[[int, Record], Row]:
+def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], Row]:
     """How a row is read, decided by the columns of the first ones."""
     columns, place = {name for record in first for name in record.values}, first[0].place
     chosen = settings.columns
@@ -194,15 +191,9 @@ def _number(value: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _after_hashes(text: str) -> str | None:
-    """GSM8K's: what follows the last ####, without the commas of 1,080."""
-    _, mark, answer = text.rpartition("####")
-    return answer.replace(",", "").strip() or None if mark else None
-
-
 def _last_boxed(text: str) -> str | None:
-    r"""MATH's: what is in the last \boxed{...} whose braces close, or after \boxed without braces."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*", text)]):
+    r"""MATH's: what is in the last \boxed{...} whose braces close, or after a \boxed without any."""
+    for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         if not text.startswith("{", start):
             if bare := re.match(r"[^\s$\\{}]+", text[start:]):
                 return bare[0]
@@ -217,6 +208,6 @@ def _last_boxed(text: str) -> str | None:
 
 ANSWERS: dict[Answers, Callable[[str], str | None]] = {
     "plain": lambda text: text,
-    "hashes": _after_hashes,
+    "hashes": hashed_answer,
     "boxed": _last_boxed,
 }
