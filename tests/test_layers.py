@@ -9,7 +9,16 @@ import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
 LAYERS = [
-    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines", "config_tasks"},
+    {
+        "types",
+        "errors",
+        "config",
+        "config_base",
+        "config_build",
+        "config_corrections",
+        "config_engines",
+        "config_tasks",
+    },
     {"ops"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
@@ -25,6 +34,7 @@ LAYERS = [
         "rows",
     },
     {
+        "answer_files",
         "trainer",
         "control",
         "checkpoint",
@@ -38,7 +48,7 @@ LAYERS = [
         "sampler",
     },
     {"launch", "adapters", "lab", "report"},
-    {"recipes", "cli", "console", "console_compare", "console_tables"},
+    {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
@@ -99,7 +109,7 @@ def test_only_the_command_line_imports_launch_and_adapters():
         for unit in units(tree) & {"launch", "adapters"}
         if name.split(".")[0] != unit
     }
-    assert users <= {"cli", "console", "console_compare", "lab"}
+    assert users <= {"cli", "console", "console_compare", "console_evaluation", "lab"}
 
 
 def test_ops_and_objectives_are_pure():
