@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jackpot
-from jackpot import config, config_build, config_corrections, types
+from jackpot import config, config_build, config_corrections, config_tasks, types
 from jackpot.config import Config
 from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError
@@ -252,11 +252,11 @@ def test_a_correction_by_name_has_that_corrections_defaults():
 
 
 def test_a_task_by_name_has_that_tasks_settings():
-    assert build().task == build({"task": "arithmetic"}).task == config.ArithmeticConfig()
-    assert build({"task": "tool_arithmetic"}).task == config.ToolArithmeticConfig()
+    assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
+    assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()
     tool = {"name": "tool_arithmetic", "max_operand": 12}
-    assert build({"task": tool}).task == config.ToolArithmeticConfig(max_operand=12)
-    assert build({"task.max_operand": 12}).task == config.ArithmeticConfig(max_operand=12)
+    assert build({"task": tool}).task == config_tasks.ToolArithmeticConfig(max_operand=12)
+    assert build({"task.max_operand": 12}).task == config_tasks.ArithmeticConfig(max_operand=12)
     assert "min_terms 4 is above max_terms 3" in message({"task": tool | {"min_terms": 4}})
     text = message({"task": tool | {"max_operands": 12}})
     assert text.startswith("unknown setting 'task.max_operands'; did you mean 'task.max_operand'?")

@@ -51,8 +51,8 @@ LAYERS = [
     {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
 

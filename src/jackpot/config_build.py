@@ -15,7 +15,7 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` laid over `base`, key by key and downwards. A change of `name` replaces its whole block.
+    """`changes` laid over `base`, key by key and downwards. A change of `name` or `source` replaces its whole block.
 
     >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
     {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
@@ -23,14 +23,20 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, str) and "name" in old:
-            value = {"name": value}
+        if isinstance(old, Mapping) and isinstance(value, str) and (kind := _kind(old)):
+            value = {kind: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
-            old = {"name": old}
+            old = {_kind(value) or "name": old}
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        renamed = both and "name" in value and value["name"] != old.get("name")
+        kind = _kind(value) if both else None
+        renamed = kind is not None and value[kind] != old.get(kind)
         merged[key] = merge(old, value) if both and not renamed else value
     return merged
+
+
+def _kind(block: Mapping[str, Any]) -> str | None:
+    """The key that says what a block is; a short form such as `correction: tis` or `train: gsm8k` is this alone."""
+    return next((key for key in ("name", "source") if key in block), None)
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:

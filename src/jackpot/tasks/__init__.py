@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config import TaskConfig
+from jackpot.config_tasks import TaskConfig
 from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.tasks.base import Task
 from jackpot.tasks.tool_arithmetic import ToolArithmetic
