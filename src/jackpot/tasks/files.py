@@ -116,9 +116,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it anew") from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} after row {number}: text that is not UTF-8 ({error}); write it anew as UTF-8"
-        ) from error
+        raise DataError(f"{path} after row {number}: text that is not UTF-8 ({error}); write it anew as UTF-8") from error
 
 
 def _decoded(raw: bytes, place: str) -> str:
