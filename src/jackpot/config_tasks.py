@@ -78,7 +78,7 @@ Data = Annotated[DataConfig, BeforeValidator(_by_source)]
 
 
 class RewardConfig(Strict):
-    """One of the rewards of a response; they are summed."""
+    """One part of a reward; the parts are summed (docs/rewards.md)."""
 
     name: str  # correct, format, or package.module:function
     weight: Finite = 1.0

@@ -105,7 +105,7 @@ class Trainer:
             closing.callback(self._parts.task.close)
             closing.callback(self._parts.policy_engine.close)
             closing.callback(self._parts.engine.close)
-            self._tell_engine_events()  # of an iteration that did not end: perhaps they say why
+            self._tell_events()  # of an iteration that did not end: perhaps they say why
 
     def _finish_iteration(self, sums: Sums) -> None:
         """Evaluate, report and checkpoint when due."""
@@ -115,7 +115,7 @@ class Trainer:
         if last or self.iteration % config.evaluation.every == 0:
             with self._clock("evaluate"):
                 values |= self._evaluate()
-        self._tell_engine_events()
+        self._tell_events()
         values |= self._throughput(values)
         line = self._folder.report(self.iteration, values)
         self._accuracy = values.get("eval/policy_accuracy", -1.0)
@@ -153,8 +153,10 @@ class Trainer:
                 f"{sent[:12]}; training on what it writes would be training on unknown weights"
             )
 
-    def _tell_engine_events(self) -> None:
-        """What the engines have to say goes to events.jsonl, with the setting that the engine is of."""
+    def _tell_events(self) -> None:
+        """What task and engines have to say goes to events.jsonl, with the setting that the engine is of."""
+        for event in self._parts.task.take_events():
+            self._folder.event(self.iteration, event)
         for setting, engine in {"engine": self._parts.engine, "evaluation.engine": self._parts.policy_engine}.items():
             for event in engine.take_events():  # of an engine that is both, the second time is none
                 self._folder.event(self.iteration, event | {"engine": setting})

@@ -3,6 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from jackpot.optimizer import ModelOptimizer
 from jackpot.parts import Parts
 from jackpot.reference import Reference
 from jackpot.tasks import make_task
-from jackpot.tasks.base import Task
+from jackpot.tasks.base import Split, Task
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Trainer
 from jackpot.types import Role, Version
@@ -202,9 +203,10 @@ def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedT
 
 
 def check_lengths(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
-    """Refuse limits that the first prompt already breaks; engine and batching refuse single prompts too long."""
+    """Refuse limits that the first prompts already break; engine and batching refuse single prompts too long."""
     context = min(model.config.get_text_config().max_position_embeddings for model in models.values())
-    prompt, wanted = len(task.prompt("train", 0).token_ids), config.sampling.max_new_tokens
+    prompt = max(len(task.prompt(split, 0).token_ids) for split in get_args(Split))
+    wanted = config.sampling.max_new_tokens
     if prompt + wanted > context:
         raise ConfigError(
             f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the models' context of "

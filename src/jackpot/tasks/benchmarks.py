@@ -73,8 +73,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         hub="rawsh/2024_AMC12",
         test=Part(split="train", file="amc12_2024.jsonl", size=45),
         answer=_PLAIN,
-        note="AMC 12A and 12B of 2024 without the 5 problems that need a figure; no licence is stated, the problems are "
-        "the MAA's. The papers do not say which copy they used",
+        note="AMC 12A and 12B of 2024 without the 5 problems that need a figure; no licence is stated, the problems "
+        "are the MAA's. The papers do not say which copy they used",
     ),
     "aime24": Benchmark(
         hub="HuggingFaceH4/aime_2024",
@@ -92,6 +92,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         hub="agentica-org/DeepScaleR-Preview-Dataset",
         train=Part(split="train", file="deepscaler.jsonl", size=40315),
         answer=_PLAIN,
-        note="AIME and AMC before 2023, Omni-MATH and STILL, collected for DeepScaleR; MIT as its card says (not checked)",
+        note="AIME and AMC before 2023, Omni-MATH and STILL; MIT as its card says (not checked)",
     ),
 }

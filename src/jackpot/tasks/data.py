@@ -99,9 +99,7 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> Source:
     return _on_hub(name, benchmark.hub, part.split, benchmark, settings, instead)
 
 
-def _local(
-    name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig
-) -> Source:
+def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig) -> Source:
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
     files = find_files(path, part, split)
@@ -113,9 +111,7 @@ def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: Dat
     return Source(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings)
 
 
-def _reader(
-    first: Sequence[Record], benchmark: Benchmark, settings: DataConfig
-) -> Callable[[int, Record], Row]:
+def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], Row]:
     """How a row is read, decided by the columns of the first ones."""
     columns, place = {name for record in first for name in record.values}, first[0].place
     chosen = settings.columns

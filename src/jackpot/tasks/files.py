@@ -1,7 +1,7 @@
 """Rows of local files: JSON Lines, JSON, parquet, and folders of them. Layer 3.
 
-A record is a row as it stands in the file, with a place to name in errors: `problems.jsonl line 17`. Files are read from
-the first row to the last each time that they are asked for, JSON Lines and parquet without holding all of it.
+A record is a row as it stands in the file, with a place to name in errors: `problems.jsonl line 17`. Files are read
+from the first row to the last each time that they are asked for, JSON Lines and parquet without holding all of it.
 """
 
 import json
@@ -29,8 +29,8 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     """The file at `path`, or those of one split in the folder there, sorted by name.
 
     A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`,
-    `train-00000-of-00002.parquet`), or else of the name of the nearest folder on the way to it that has one. With `split`
-    None these are the files of `usual_split` where any file names a split, and all files where none does.
+    `train-00000-of-00002.parquet`), or else of the name of the nearest folder on the way to it that has one. With
+    `split` None these are the files of `usual_split` where any file names a split, and all files where none does.
 
     Raises:
         DataError: nothing there, not a kind of file that can be read, or no file of that split (lists those there are).
@@ -116,7 +116,9 @@ def _parquet(path: Path) -> Iterator[Record]:
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it anew") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} after row {number}: text that is not UTF-8 ({error}); write it anew as UTF-8") from error
+        raise DataError(
+            f"{path} after row {number}: text that is not UTF-8 ({error}); write it anew as UTF-8"
+        ) from error
 
 
 def _decoded(raw: bytes, place: str) -> str:
@@ -124,8 +126,8 @@ def _decoded(raw: bytes, place: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: not UTF-8, byte {error.start + 1} is 0x{raw[error.start]:02x}; convert the file, for example with "
-            f"iconv -f LATIN1 -t UTF-8"
+            f"{place}: not UTF-8, byte {error.start + 1} is 0x{raw[error.start]:02x}; convert the file, for example "
+            f"with iconv -f LATIN1 -t UTF-8"
         ) from error
 
 
