@@ -37,7 +37,7 @@ from jackpot.models.load import load_tokenizer
 from jackpot.ops.uniforms import stream_key
 from jackpot.passing import LEVEL, RESAMPLES, Summary, summarize
 from jackpot.tasks.base import Task
-from jackpot.tasks.sets import check_sets, make_set
+from jackpot.tasks.sets import SETS, check_sets, make_set
 from jackpot.types import Prompt, Request, Version
 
 SCHEMA_VERSION = 1
@@ -102,6 +102,8 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
         }
     for change in (*changes, {"model": model}):
         settings = merge(settings, change)
+    if "benchmarks" not in settings:
+        raise ConfigError(f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}")
     config = validated(BenchmarksConfig, settings)
     if len(set(config.benchmarks)) < len(config.benchmarks):
         raise ConfigError(f"benchmarks {', '.join(config.benchmarks)}: one is named twice; name each once")

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config_tasks import DataConfig, MathConfig
+from jackpot.config_tasks import DataConfig, MathConfig, QuestionConfig
 from jackpot.errors import DataError, unknown_name
 from jackpot.tasks.base import Answer, Split, Task
 from jackpot.tasks.benchmarks import BENCHMARKS
@@ -121,8 +121,8 @@ class Math(Task):
         ]
 
 
-def make_benchmark(name: str, tokenizer: PreTrainedTokenizerBase, settings: MathConfig) -> Math:
-    """A named data set as a task's test split, with the template, the judge and nothing else of `settings`.
+def make_benchmark(name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig) -> Math:
+    """A named data set as a task's test split.
 
     Every problem counts, however long: a published number is about all of them.
 
@@ -132,7 +132,8 @@ def make_benchmark(name: str, tokenizer: PreTrainedTokenizerBase, settings: Math
     if name not in BENCHMARKS:
         raise DataError(unknown_name("benchmark", name, BENCHMARKS))
     data = DataConfig(source=name)
-    return Math(tokenizer, settings.model_copy(update={"train": data, "test": data, "max_prompt_tokens": None}))
+    asked = settings.model_dump(include=set(QuestionConfig.model_fields))
+    return Math(tokenizer, MathConfig(train=data, test=data, **asked))
 
 
 def _warn(name: str, split: Split, tally: Tally, limit: int | None) -> None:
