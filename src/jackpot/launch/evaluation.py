@@ -128,15 +128,13 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
         record = _write_record(folder, config, digest, sets)
         files = [AnswerFile(folder, one.name, one.size, config.k) for one in sets]
         waiting = [(one, file) for one, file in zip(sets, files, strict=True) if not file.is_finished]
-        if waiting:
-            torch.set_num_threads(threads(config))
-            engine = make_engine(config.engine, str(path), pick_device(config), Version(0, 0))
-            undo.callback(engine.close)
-            _check_lengths(engine, [one for one, _ in waiting])
-            for one, file in waiting:
+        engine: Engine | None = None
+        for one, file in waiting:
+            if file.done < one.size * config.k:
+                engine = engine or _make_engine(config, path, [one for one, _ in waiting], undo)
                 _ask(engine, tokenizer, one, file, config, listen)
-                file.finish(one.prompt, {"asked": json.dumps(record["asked"])})
-                _write_summary(folder, record)
+            file.finish(one.prompt, {"asked": json.dumps(record["asked"])})
+            _write_summary(folder, record)
         summaries = _write_summary(folder, record)
     asked = {one.name for one, _ in waiting}
     return [
@@ -161,8 +159,11 @@ def _open_set(name: str, tokenizer: PreTrainedTokenizerBase, config: BenchmarksC
     return _Set(name=name, task=task, size=size, digest=f"sha256 {whole.hexdigest()}", longest=longest)
 
 
-def _check_lengths(engine: Engine, sets: Sequence[_Set]) -> None:
-    """Refuse before the first answer what the engine would refuse at some later one."""
+def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo: ExitStack) -> Engine:
+    """The engine; refused is now, and not after some answers, a prompt that it would refuse later."""
+    torch.set_num_threads(threads(config))
+    engine = make_engine(config.engine, path, pick_device(config), Version(0, 0))
+    undo.callback(engine.close)
     context = engine.capabilities.context_length
     for one in sets:
         tokens, uid = one.longest
@@ -171,6 +172,7 @@ def _check_lengths(engine: Engine, sets: Sequence[_Set]) -> None:
                 f"{one.name}: the prompt of {uid} has {tokens} tokens, and the context of {context} leaves no room for "
                 f"an answer; take a model or an engine with a longer context, or leave {one.name} out"
             )
+    return engine
 
 
 def _ask(
