@@ -8,18 +8,18 @@ from pathlib import Path
 import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
+SETTINGS = {
+    "config",
+    "config_base",
+    "config_build",
+    "config_corrections",
+    "config_engines",
+    "config_evaluation",
+    "config_tasks",
+}
 LAYERS = [
-    {
-        "types",
-        "errors",
-        "config",
-        "config_base",
-        "config_build",
-        "config_corrections",
-        "config_engines",
-        "config_tasks",
-    },
-    {"ops"},
+    {"types", "errors"} | SETTINGS,
+    {"ops", "answers"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
     {
@@ -51,8 +51,14 @@ LAYERS = [
     {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
+<<<<<<< HEAD
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
+=======
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
+HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
+>>>>>>> wt-T2
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
 
