@@ -198,7 +198,7 @@ def _after_hashes(text: str) -> str | None:
 
 def _last_boxed(text: str) -> str | None:
     r"""MATH's: what is in the last \boxed{...} whose braces close, or after \boxed without braces."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*", text)]):
+    for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         if not text.startswith("{", start):
             if bare := re.match(r"[^\s$\\{}]+", text[start:]):
                 return bare[0]

@@ -110,15 +110,21 @@ def _parquet(path: Path) -> Iterator[Record]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                for row in _rows_of(batch):
                     number += 1
                     yield Record(f"{path} row {number}", row)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it anew") from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} after row {number}: text that is not UTF-8 ({error}); write it anew as UTF-8"
-        ) from error
+        raise DataError(f"{path} row {number + 1}: not UTF-8 ({error}); write the file anew as UTF-8") from error
+
+
+def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # of the rows before it none came; which one is it?
+        for index in range(batch.num_rows):
+            yield from batch.slice(index, 1).to_pylist()
 
 
 def _decoded(raw: bytes, place: str) -> str:
