@@ -270,7 +270,7 @@ def test_bad_input_says_what_there_is() -> None:
     assert all(name in str(refused.value) for name in SETS)
     with pytest.raises(ConfigError, match=r"no benchmark was named.*aime24"):
         evaluation_config("starter:policy", [])
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(DataError, match="named twice"):
         evaluation_config("starter:policy", [{"benchmarks": ["arithmetic", "arithmetic"]}])
     with pytest.raises(ConfigError, match="k: 0 was given"):
         evaluation_config("starter:policy", [SMALL, {"k": 0}])

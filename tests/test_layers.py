@@ -51,14 +51,9 @@ LAYERS = [
     {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-<<<<<<< HEAD
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
-=======
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
 HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
->>>>>>> wt-T2
+TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
 

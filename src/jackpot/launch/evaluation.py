@@ -105,8 +105,6 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     if "benchmarks" not in settings:
         raise ConfigError(f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}")
     config = validated(BenchmarksConfig, settings)
-    if len(set(config.benchmarks)) < len(config.benchmarks):
-        raise ConfigError(f"benchmarks {', '.join(config.benchmarks)}: one is named twice; name each once")
     check_sets(config.benchmarks)
     return config
 

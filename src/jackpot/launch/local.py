@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config, OptimizerConfig
-from jackpot.config_evaluation import BenchmarksConfig
+from jackpot.config_evaluation import BenchmarksConfig, sets_of
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
@@ -28,6 +28,7 @@ from jackpot.parts import Parts
 from jackpot.reference import Reference
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Split, Task
+from jackpot.tasks.sets import make_sets
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Trainer
 from jackpot.types import Role, Version
@@ -80,6 +81,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
+        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task))
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None
@@ -90,6 +92,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     return Parts(
         config=config,
         task=task,
+        benchmarks=benchmarks,
         tokenizer=tokenizer,
         engine=engine,
         policy_engine=policy_engine,
