@@ -140,7 +140,7 @@ def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
     ("form", "text", "answer"),
     [
         ("hashes", "She pays 2*3=<<2*3=6>>6.\n#### 6", "6"),
-        ("hashes", "#### 5 no, ####  1,080 ", "1080"),
+        ("hashes", "#### 5\nno, ####  1,080 ", "1,080"),
         ("hashes", "six", None),
         ("hashes", "####", None),
         ("boxed", "so \\boxed{42}.", "42"),

@@ -37,7 +37,7 @@ from jackpot.models.load import load_tokenizer
 from jackpot.ops.uniforms import stream_key
 from jackpot.passing import LEVEL, RESAMPLES, Summary, summarize
 from jackpot.tasks.base import Task
-from jackpot.tasks.sets import SETS, check_sets, make_set
+from jackpot.tasks.sets import SETS, check_sets, make_sets
 from jackpot.types import Prompt, Request, Version
 
 SCHEMA_VERSION = 1
@@ -122,7 +122,10 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
         with needed(folder):
             folder.mkdir(parents=True, exist_ok=True)
             undo.callback(hold_lock(folder / ".lock").close)
-        sets = [_open_set(name, tokenizer, config, undo) for name in config.benchmarks]
+        tasks = make_sets(config.benchmarks, tokenizer, config)
+        for task in tasks.values():
+            undo.callback(task.close)
+        sets = [_open_set(name, task, config.problems) for name, task in tasks.items()]
         record = _write_record(folder, config, digest, sets)
         files = [AnswerFile(folder, one.name, one.size, config.k) for one in sets]
         waiting = [(one, file) for one, file in zip(sets, files, strict=True) if not file.is_finished]
@@ -141,14 +144,13 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
     ]
 
 
-def _open_set(name: str, tokenizer: PreTrainedTokenizerBase, config: BenchmarksConfig, undo: ExitStack) -> _Set:
-    """One set, every prompt of it seen once."""
-    task = make_set(name, tokenizer, config)
-    undo.callback(task.close)
+def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
+    """One set, every prompt of it seen once; `wanted` as in `BenchmarksConfig.problems`."""
     available = task.size("test")
-    size = min(
-        config.problems or (ENDLESS if available is None else available), available or config.problems or ENDLESS
-    )
+    if available is None:
+        size = wanted or ENDLESS
+    else:
+        size = min(available, wanted or available)
     whole, longest = sha256(), (0, "")
     for number in range(size):
         prompt = task.prompt("test", number)

@@ -28,6 +28,7 @@ from jackpot.parts import Parts
 from jackpot.reference import Reference
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Split, Task
+from jackpot.tasks.math import Math
 from jackpot.tasks.sets import make_sets
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Trainer
@@ -81,7 +82,8 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
-        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task))
+        judge = task.judge if isinstance(task, Math) else None
+        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), judge)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jackpot.answers.extract import hashed_answer
 from jackpot.config_tasks import ROW_NUMBER, DataConfig
 from jackpot.errors import DataError, unknown_name
 from jackpot.tasks.base import Split
@@ -190,14 +191,8 @@ def _number(value: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _after_hashes(text: str) -> str | None:
-    """GSM8K's: what follows the last ####, without the commas of 1,080."""
-    _, mark, answer = text.rpartition("####")
-    return answer.replace(",", "").strip() or None if mark else None
-
-
 def _last_boxed(text: str) -> str | None:
-    r"""MATH's: what is in the last \boxed{...} whose braces close, or after \boxed without braces."""
+    r"""MATH's: what is in the last \boxed{...} whose braces close, or after a \boxed without braces, as a few have it."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         if not text.startswith("{", start):
             if bare := re.match(r"[^\s$\\{}]+", text[start:]):
@@ -213,6 +208,6 @@ def _last_boxed(text: str) -> str | None:
 
 ANSWERS: dict[Answers, Callable[[str], str | None]] = {
     "plain": lambda text: text,
-    "hashes": _after_hashes,
+    "hashes": hashed_answer,
     "boxed": _last_boxed,
 }

@@ -12,7 +12,7 @@ from jackpot.errors import DataError, unknown_name
 from jackpot.tasks.base import Answer, Split, Task
 from jackpot.tasks.benchmarks import BENCHMARKS
 from jackpot.tasks.data import Row, Source, locate
-from jackpot.tasks.judging import Judge
+from jackpot.tasks.judging import NAMED, Judge
 from jackpot.tasks.problems import Problems, StreamedProblems, Tally
 from jackpot.tasks.templates import Template
 from jackpot.types import Prompt, Score
@@ -23,14 +23,19 @@ _log = logging.getLogger(__name__)
 class Math(Task):
     """The problems of `settings.train` and `settings.test`, written with the template and judged by the rewards.
 
-    A split is read when it is first asked for. The judge's processes start with the first answer.
+    A split is read when it is first asked for. The judge's processes start with the first answer, unless rewards of
+    one's own have to be looked for.
+
+    Args:
+        judge: one to share, which somebody else closes; None: one of its own.
 
     Raises:
-        DataError: no such benchmark or file, data that cannot be used, or a tokenizer without what the template needs.
+        DataError: no such benchmark or file, or a tokenizer without what the template needs.
+        ConfigError: a reward that does not exist or cannot be imported.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig) -> None:
-        self._tokenizer, self._settings = tokenizer, settings
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, judge: Judge | None = None) -> None:
+        self._settings, self._shared_judge = settings, judge
         self._sources: dict[Split, Source] = {
             split: locate(getattr(settings, split), split) for split in get_args(Split)
         }
@@ -39,6 +44,8 @@ class Math(Task):
         )
         self._problems: dict[Split, Problems | StreamedProblems] = {}
         self._told: dict[Split, int] = {}  # rows left out
+        if any(reward.name not in NAMED for reward in settings.rewards):
+            _ = self.judge
 
     def size(self, split: Split) -> int | None:
         """How many problems are left of the split; None for a stream."""
@@ -71,7 +78,7 @@ class Math(Task):
         return self.scores([Answer(prompt, response, finished)])[0]
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        return self._judge.scores(answers)
+        return self.judge.scores(answers)
 
     def take_events(self) -> list[dict[str, Any]]:
         """For each split, how many rows were read and why some were left out: once, and again when a stream has left
@@ -94,13 +101,14 @@ class Math(Task):
         return events
 
     def close(self) -> None:
-        if "_judge" in self.__dict__:
-            self._judge.close()
+        if self._shared_judge is None and "judge" in self.__dict__:
+            self.judge.close()
 
     @cached_property
-    def _judge(self) -> Judge:
+    def judge(self) -> Judge:
+        """To share with other tasks that have the same rewards."""
         settings = self._settings
-        return Judge(settings.rewards, workers=settings.workers, seconds=settings.seconds)
+        return self._shared_judge or Judge(settings.rewards, workers=settings.workers, seconds=settings.seconds)
 
     def _of(self, split: Split) -> Problems | StreamedProblems:
         """The problems of a split, read when they are first asked for."""
@@ -121,8 +129,10 @@ class Math(Task):
         ]
 
 
-def make_benchmark(name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig) -> Math:
-    """A named data set as a task's test split.
+def make_benchmark(
+    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, judge: Judge | None = None
+) -> Math:
+    """A named data set as a task's test split; `judge` as in `Math`.
 
     Every problem counts, however long: a published number is about all of them.
 
@@ -133,7 +143,7 @@ def make_benchmark(name: str, tokenizer: PreTrainedTokenizerBase, settings: Ques
         raise DataError(unknown_name("benchmark", name, BENCHMARKS))
     data = DataConfig(source=name)
     asked = settings.model_dump(include=set(QuestionConfig.model_fields))
-    return Math(tokenizer, MathConfig(train=data, test=data, **asked))
+    return Math(tokenizer, MathConfig(train=data, test=data, **asked), judge)
 
 
 def _warn(name: str, split: Split, tally: Tally, limit: int | None) -> None:

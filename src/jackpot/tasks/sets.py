@@ -9,6 +9,7 @@ from jackpot.errors import DataError, unknown_name
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Task
 from jackpot.tasks.benchmarks import BENCHMARKS
+from jackpot.tasks.judging import Judge
 from jackpot.tasks.math import make_benchmark
 
 MADE_UP = ("arithmetic", "tool_arithmetic")  # offline
@@ -24,21 +25,24 @@ def check_sets(names: Sequence[str]) -> None:
         raise DataError(f"benchmarks {', '.join(names)}: one is named twice; name each once")
 
 
-def make_sets(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig) -> dict[str, Task]:
-    """All of them by name. DataError as `check_sets` and `make_set`."""
-    check_sets(names)
-    return {name: make_set(name, tokenizer, settings) for name in names}
-
-
-def make_set(name: str, tokenizer: PreTrainedTokenizerBase, settings: SetsConfig) -> Task:
-    """A task whose test split is the set.
+def make_sets(
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, judge: Judge | None = None
+) -> dict[str, Task]:
+    """A task for each set, whose test split it is.
 
     Args:
-        name: one of `SETS`.
+        judge: of the benchmarks, which somebody else closes; None: the first of them has one that all share.
 
     Raises:
-        DataError: its data cannot be had.
+        DataError: as `check_sets`, or data that cannot be had.
     """
-    if name in BENCHMARKS:
-        return make_benchmark(name, tokenizer, settings.math)
-    return make_task(getattr(settings, name), tokenizer)
+    check_sets(names)
+    tasks: dict[str, Task] = {}
+    for name in names:
+        if name in BENCHMARKS:
+            task = make_benchmark(name, tokenizer, settings.math, judge)
+            judge = task.judge
+        else:
+            task = make_task(getattr(settings, name), tokenizer)
+        tasks[name] = task
+    return tasks
