@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from disks import largest_file
+from engines.reference import save_tiny_model
 from jackpot import evaluate as evaluating
 from jackpot.answer_files import AnswerFile
 from jackpot.config_engines import TransformersEngineConfig
 from jackpot.config_evaluation import ENDLESS
+from jackpot.config_tasks import RewardConfig
 from jackpot.engines.base import Engine
 from jackpot.errors import CheckpointError, ConfigError, DataError
 from jackpot.evaluate import answer, evaluate, request
@@ -29,9 +31,13 @@ from jackpot.launch.evaluation import Progress, Result, evaluate_model, evaluati
 from jackpot.launch.saved_models import find_model
 from jackpot.models.load import load_tokenizer
 from jackpot.tasks import make_task
+from jackpot.tasks.base import Answer
+from jackpot.tasks.data import DATA_FOLDER
+from jackpot.tasks.judging import Judge
 from jackpot.tasks.sets import SETS
-from jackpot.types import Rollout, Sampling, Version
+from jackpot.types import Prompt, Rollout, Sampling, Version
 from runs import Killed, run, small_config
+from tasks.texts import text_tokenizer, write_problems
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
@@ -278,8 +284,46 @@ def test_bad_input_says_what_there_is() -> None:
         evaluation_config("starter:policy", [SMALL, {"sampling": {"temprature": 1.0}}])
 
 
-def test_an_endless_set_has_so_many_problems() -> None:
-    assert evaluation_config("starter:policy", [{"benchmarks": "arithmetic"}]).problems is None and ENDLESS == 512
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model of real text that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, seed=0, vocab_size=512)
+    text_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_benchmarks_are_read_put_and_judged_as_the_settings_say(text_model, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    write_problems(tmp_path / "aime24.jsonl", [7, 8, 9])
+    write_problems(tmp_path / "math500.jsonl", ["1/2", "\\sqrt{2}"])
+    math = {"system_prompt": "Hi.", "instruction": "", "rewards": ["correct", {"name": "format", "weight": 0.5}]}
+    changes = {"benchmarks": "aime24", "k": 2, "problems": None, "math": math, "sampling": {"max_new_tokens": 12}}
+    [result] = evaluation(tmp_path / "out", changes, {"benchmarks": ["aime24", "math500"]}, model=text_model)[:1]
+    found = rows(tmp_path / "out", "aime24")
+    assert [row["uid"] for row in found] == [f"aime24/test/{number}" for number in (0, 0, 1, 1, 2, 2)]
+    assert found[2]["prompt"] == "<|system|>Hi.<|end|><|user|>what is 1?<|end|><|assistant|>"
+    assert (found[2]["answer"], result.summary.problems) == ("8", 3)
+    judge = Judge([RewardConfig(name="correct"), RewardConfig(name="format", weight=0.5)], workers=1, seconds=5.0)
+    with closing(judge):
+        for row in found + rows(tmp_path / "out", "math500"):
+            prompt = Prompt(uid="", text="", answer=row["answer"], token_ids=())
+            [score] = judge.scores([Answer(prompt, row["response"], row["finish"] == "stop")])
+            assert (row["correct"], row["reward"]) == (score.correct, score.reward)
+    assert {row["tokens"] for row in found} <= set(range(1, 13)) and any(row["finish"] == "length" for row in found)
+
+
+def test_a_prompt_that_fills_the_context_is_refused_before_the_first_answer(text_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    write_problems(tmp_path / "aime24.jsonl", [1, 2], problem=["short", "long " * 300])
+    with pytest.raises(DataError, match=r"aime24: the prompt of aime24/test/1 has \d+ tokens, and the context"):
+        evaluation(tmp_path / "out", {"benchmarks": "aime24"}, model=text_model)
+    assert not (tmp_path / "out" / "aime24.jsonl").exists()
+
+
+def test_an_endless_set_has_so_many_problems_and_a_finite_one_no_more_than_it_has(tmp_path: Path) -> None:
+    [result] = evaluation(tmp_path, {"k": 1, "problems": None})
+    assert result.summary.problems == ENDLESS == 512
 
 
 class Watched:

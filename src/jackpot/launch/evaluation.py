@@ -147,10 +147,8 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
 def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
     """One set, every prompt of it seen once; `wanted` as in `BenchmarksConfig.problems`."""
     available = task.size("test")
-    if available is None:
-        size = wanted or ENDLESS
-    else:
-        size = min(available, wanted or available)
+    size = wanted or available or ENDLESS
+    size = size if available is None else min(size, available)
     whole, longest = sha256(), (0, "")
     for number in range(size):
         prompt = task.prompt("test", number)
