@@ -8,7 +8,7 @@ from pathlib import Path
 import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
-CONFIGS = ("base", "build", "corrections", "engines", "published", "tasks")
+CONFIGS = ("base", "build", "corrections", "engines", "evaluation", "published", "tasks")
 SETTINGS = {"config", *(f"config_{part}" for part in CONFIGS)}
 LAYERS = [
     {"types", "errors"} | SETTINGS,
@@ -27,6 +27,7 @@ LAYERS = [
         "rows",
     },
     {
+        "answer_files",
         "trainer",
         "control",
         "checkpoint",
@@ -40,7 +41,7 @@ LAYERS = [
         "sampler",
     },
     {"launch", "adapters", "lab", "report"},
-    {"recipes", "cli", "console", "console_compare", "console_recipes", "console_tables"},
+    {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_recipes", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
@@ -102,7 +103,7 @@ def test_only_the_command_line_imports_launch_and_adapters():
         for unit in units(tree) & {"launch", "adapters"}
         if name.split(".")[0] != unit
     }
-    assert users <= {"cli", "console", "console_compare", "lab"}
+    assert users <= {"cli", "console", "console_compare", "console_evaluation", "lab"}
 
 
 def test_ops_and_objectives_are_pure():

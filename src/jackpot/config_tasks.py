@@ -91,25 +91,34 @@ Rewards = Annotated[
 ]
 
 
-class MathConfig(Strict):
-    """Problems with one final answer each, from files or the hub."""
+class QuestionConfig(Strict):
+    """How a problem with one final answer is put to a model, and how what it writes is judged."""
 
-    name: Literal["math"] = "math"
-    train: Data
-    test: Data
     template: Literal["chat", "base"] = "chat"  # the tokenizer's own, or plain text (tasks/templates.py)
     system_prompt: str | None = None
     instruction: str = INSTRUCTION  # after the problem; may be empty
-    max_prompt_tokens: Count | None = None  # problems with longer prompts are left out, and counted; null: none is
     rewards: Rewards = (RewardConfig(name="correct"),)
     workers: Count = 1  # processes that judge what is not a plain number
     seconds: Positive = 5.0  # to judge one response
 
     @model_validator(mode="after")
-    def _check(self) -> "MathConfig":
+    def _check_rewards(self) -> "QuestionConfig":
         names = [reward.name for reward in self.rewards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards: {', '.join(twice)} is given more than once; give it once, with its weight")
+        return self
+
+
+class MathConfig(QuestionConfig):
+    """Problems with one final answer each, from files or the hub."""
+
+    name: Literal["math"] = "math"
+    train: Data
+    test: Data
+    max_prompt_tokens: Count | None = None  # problems with longer prompts are left out, and counted; null: none is
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> "MathConfig":
         if self.test.streaming and self.test.limit is None:
             raise ValueError(
                 "test.streaming needs test.limit: evaluation must know how many problems there are; set a limit, or "

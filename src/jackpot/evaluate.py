@@ -61,6 +61,22 @@ class Evaluation:
         """Share of responses cut at the length limit."""
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
+    def of_role(self) -> dict[str, float]:
+        """Metrics about the task's own problems, behind `eval/ROLE_`."""
+        numbers = {"accuracy": self.accuracy, "reward": self.reward}
+        numbers |= {"pass_at_k": self.passed} if self.k > 1 else {}
+        return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
+
+    def of_set(self) -> dict[str, float]:
+        """Metrics about another set, behind `eval/NAME/`."""
+        return {
+            "mean_at_k": self.accuracy,
+            "pass_at_k": self.passed,
+            "tokens": self.mean_tokens,
+            "truncated": self.truncated,
+            "judge_problems": sum(score.problem is not None for score in self.scores) / len(self.scores),
+        }
+
 
 class Answered(NamedTuple):
     """One sampled answer and what the task says of it."""

@@ -214,20 +214,22 @@ class RunFolder:
         except OSError as error:
             self.failure(iteration, "files/failed", {"event": "write_failed", "file": file, "why": str(error)})
 
-    def save_evaluation(self, iteration: int, role: str, evaluation: Evaluation) -> None:
-        """Every problem, response and verdict of one evaluation, as JSON lines."""
-        name = f"eval/iteration-{iteration:06d}-{role}.jsonl"
+    def save_evaluation(self, iteration: int, of: str, evaluation: Evaluation) -> None:
+        """Every problem, response and verdict of one evaluation, as JSON lines; `of` a role or a benchmark."""
+        name = f"eval/iteration-{iteration:06d}-{of}.jsonl"
         rows = zip(evaluation.rollouts, evaluation.responses, evaluation.scores, strict=True)
         lines = (
             {
                 "prompt_uid": rollout.prompt.uid,
+                "sample": number % evaluation.k,
                 "prompt": rollout.prompt.text,
                 "response": response,
                 "answer": rollout.prompt.answer,
                 "correct": score.correct,
                 "finish": rollout.finish,
+                "judge_problem": score.problem,
             }
-            for rollout, response, score in rows
+            for number, (rollout, response, score) in enumerate(rows)
         )
         with self.dispensable(iteration, name):
             (self.path / "eval").mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config, OptimizerConfig
+from jackpot.config_evaluation import BenchmarksConfig, sets_of
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
@@ -27,6 +28,8 @@ from jackpot.parts import Parts
 from jackpot.reference import Reference
 from jackpot.tasks import make_task
 from jackpot.tasks.base import Split, Task
+from jackpot.tasks.math import Math
+from jackpot.tasks.sets import make_sets
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Trainer
 from jackpot.types import Role, Version
@@ -79,6 +82,8 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
+        judge = task.judge if isinstance(task, Math) else None
+        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), judge)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None
@@ -89,6 +94,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     return Parts(
         config=config,
         task=task,
+        benchmarks=benchmarks,
         tokenizer=tokenizer,
         engine=engine,
         policy_engine=policy_engine,
@@ -246,7 +252,7 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     return faithful
 
 
-def pick_device(config: Config) -> torch.device:
+def pick_device(config: Config | BenchmarksConfig) -> torch.device:
     """`auto` is CUDA where there is a GPU. ConfigError for cuda without one."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -254,7 +260,7 @@ def pick_device(config: Config) -> torch.device:
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
-def threads(config: Config) -> int:
+def threads(config: Config | BenchmarksConfig) -> int:
     """The number of CPU threads. `auto` is the cores that are free: beside another busy process, training with a thread
     too many ran 10 times slower."""
     return free_cores() if config.threads == "auto" else config.threads

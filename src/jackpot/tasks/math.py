@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config_tasks import DataConfig, MathConfig
+from jackpot.config_tasks import DataConfig, MathConfig, QuestionConfig
 from jackpot.errors import DataError, unknown_name
 from jackpot.tasks.base import Answer, Split, Task
 from jackpot.tasks.benchmarks import BENCHMARKS
@@ -129,9 +129,9 @@ class Math(Task):
 
 
 def make_benchmark(
-    name: str, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, judge: Judge | None = None
+    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, judge: Judge | None = None
 ) -> Math:
-    """A named data set as a task's test split, with the template and the rewards of `settings`; `judge` as in `Math`.
+    """A named data set as a task's test split; `judge` as in `Math`.
 
     Every problem counts, however long: a published number is about all of them.
 
@@ -141,8 +141,8 @@ def make_benchmark(
     if name not in BENCHMARKS:
         raise DataError(unknown_name("benchmark", name, BENCHMARKS))
     data = DataConfig(source=name)
-    settings = settings.model_copy(update={"train": data, "test": data, "max_prompt_tokens": None})
-    return Math(tokenizer, settings, judge)
+    asked = settings.model_dump(include=set(QuestionConfig.model_fields))
+    return Math(tokenizer, MathConfig(train=data, test=data, **asked), judge)
 
 
 def _warn(name: str, split: Split, tally: Tally, limit: int | None) -> None:
