@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,20 @@ PAPERS = [name for name in recipe_names() if recipe_notes(name, load_recipe(name
 RUNNABLE = [(name, arm) for name in PAPERS for arm in listed(name).arms]
 PAGE = (Path(__file__).parent.parent / "docs" / "reproducing.md").read_text()
 
-# Counted in the papers.
-ROWS = {
-    ("Jackpot", "Table 1"): 4 + 4 + 3,
-    ("Jackpot", "Table 2"): 2 + 2,
-    ("Jackpot", "Table 3"): 4 + 3 + 4,
-    ("submission", "Table 1"): 5 + 3 + 4,
-    ("submission", "Table 2"): 3 + 3,
-    ("submission", "Table 3"): 5 + 3 + 4,
-    ("submission", "Table 4"): 5 + 3 + 4,
-    ("submission", "Table 5"): 3,
-    ("submission", "Table 6"): 2,
-    ("submission", "Table 7"): 4,
-    ("submission", "Table 8"): 5,
-    ("submission", "Table 9"): 3,
+# Rows of each table, its numbers and their sum in percent, counted in the papers.
+TABLES = {
+    ("Jackpot", "Table 1"): (4 + 4 + 3, 72, "3267.7600"),
+    ("Jackpot", "Table 2"): (2 + 2, 32, "1624.07"),
+    ("Jackpot", "Table 3"): (4 + 3 + 4, 88, "3635.82"),
+    ("submission", "Table 1"): (5 + 3 + 4, 96, "3889.90"),
+    ("submission", "Table 2"): (3 + 3, 80, "2704.4"),
+    ("submission", "Table 3"): (5 + 3 + 4, 72, "5216.711"),
+    ("submission", "Table 4"): (5 + 3 + 4, 72, "2080.260"),
+    ("submission", "Table 5"): (3, 12, "783.334"),
+    ("submission", "Table 6"): (2, 8, "505.089"),
+    ("submission", "Table 7"): (4, 16, "1064.731"),
+    ("submission", "Table 8"): (5, 20, "1137.6"),
+    ("submission", "Table 9"): (3, 12, "795.792"),
 }
 
 
@@ -50,8 +51,19 @@ def test_every_row_of_every_table_is_there_once() -> None:
     ]
     assert Counter(rows).most_common(1)[0][1] == 1
     counts = Counter((paper, re.match(r"(Table \d+)?", table)[0]) for paper, table, _ in rows)
-    assert {key: count for key, count in counts.items() if key in ROWS} == ROWS
+    assert {key: counts[key] for key in TABLES} == {key: rows for key, (rows, _, _) in TABLES.items()}
     assert {paper for paper, _, _ in rows} == {"Jackpot", "submission", "Jet-RL", "TIS post"}
+
+
+@pytest.mark.parametrize(("paper", "table"), TABLES)
+def test_the_numbers_of_a_table_are_those_of_the_paper(paper: str, table: str) -> None:
+    numbers = [
+        Decimal(number)
+        for _, its_paper, its_table, _, _, number in published()
+        if (its_paper, its_table.partition(",")[0]) == (paper, table) and number != "null"
+    ]
+    _, count, total = TABLES[paper, table]
+    assert len(numbers) == count and sum(numbers) == Decimal(total)
 
 
 def test_what_cannot_run_is_what_needs_fewer_bits() -> None:
