@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jackpot
-from jackpot import config, config_build, config_corrections, types
+from jackpot import config, config_build, config_corrections, config_tasks, types
 from jackpot.config import Config
 from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError
@@ -84,7 +84,7 @@ UNKNOWN_VALUES = [
     ("objective.correction.target", "oldd", "; did you mean 'old'?", "new, old"),
     ("objective.aggregate", "tokens", "; did you mean 'token'?", "constant, sequence, token"),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
-    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, tool_arithmetic"),
+    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, math, tool_arithmetic"),
     ("precision", "fp8", ".", "bf16, fp32"),
 ]
 WRONG_VALUES = [
@@ -252,14 +252,62 @@ def test_a_correction_by_name_has_that_corrections_defaults():
 
 
 def test_a_task_by_name_has_that_tasks_settings():
-    assert build().task == build({"task": "arithmetic"}).task == config.ArithmeticConfig()
-    assert build({"task": "tool_arithmetic"}).task == config.ToolArithmeticConfig()
+    assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
+    assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()
     tool = {"name": "tool_arithmetic", "max_operand": 12}
-    assert build({"task": tool}).task == config.ToolArithmeticConfig(max_operand=12)
-    assert build({"task.max_operand": 12}).task == config.ArithmeticConfig(max_operand=12)
+    assert build({"task": tool}).task == config_tasks.ToolArithmeticConfig(max_operand=12)
+    assert build({"task.max_operand": 12}).task == config_tasks.ArithmeticConfig(max_operand=12)
     assert "min_terms 4 is above max_terms 3" in message({"task": tool | {"min_terms": 4}})
     text = message({"task": tool | {"max_operands": 12}})
     assert text.startswith("unknown setting 'task.max_operands'; did you mean 'task.max_operand'?")
+
+
+MATH = {"name": "math", "train": "gsm8k", "test": "math500"}
+
+
+def test_data_and_rewards_have_short_forms():
+    task = build({"task": MATH}).task
+    assert (task.train.source, task.test.source) == ("gsm8k", "math500")
+    assert [reward.name for reward in task.rewards] == ["correct"]
+    long = {
+        "train": {"source": "gsm8k", "limit": 5},
+        "rewards": [{"name": "correct"}, {"name": "format", "weight": 0.5}],
+    }
+    changed = build({"task": MATH, "task.train.limit": 5, "task.rewards": ["correct", "format"]}).task
+    assert changed.train == build({"task": MATH | long}).task.train
+    assert [(reward.name, reward.weight) for reward in build({"task": MATH | long}).task.rewards] == [
+        ("correct", 1.0),
+        ("format", 0.5),
+    ]
+    assert [reward.name for reward in changed.rewards] == ["correct", "format"]
+    assert build({"task": MATH, "task.rewards": "format"}).task.rewards == changed.rewards[1:]
+
+
+def test_another_source_of_data_replaces_its_block_and_the_same_one_does_not():
+    block = {"x": {"source": "own.jsonl", "columns": {"answer": "gold"}}}
+    assert merge(block, {"x": "gsm8k"}) == {"x": {"source": "gsm8k"}}
+    assert merge(block, {"x": {"source": "gsm8k"}}) == {"x": {"source": "gsm8k"}}
+    assert merge(block, {"x": "own.jsonl"}) == block
+    assert merge(block, {"x": {"limit": 5}}) == {"x": block["x"] | {"limit": 5}}
+    named = build({"task": MATH, "task.train": "math500"}).task.train
+    assert build({"task": MATH, "task.train.limit": 5, "task.train.source": "math500"}).task.train == named
+
+
+def test_settings_of_data_that_do_not_go_together_are_refused():
+    assert "test.streaming needs test.limit" in message({"task": MATH, "task.test.streaming": True})
+    assert build({"task": MATH, "task.test": {"streaming": True, "limit": 9}}).task.test.limit == 9
+    uid = {"task": MATH, "task.train": {"streaming": True, "columns": {"uid": "key"}}}
+    assert "columns.uid is 'key', but streaming cannot see whether ids are unique" in message(uid)
+    assert "rewards: format is given more than once" in message({"task": MATH, "task.rewards": ["format", "format"]})
+    assert message({"task": MATH, "task.train.lmit": 5}).startswith(
+        "unknown setting 'task.train.lmit'; did you mean 'task.train.limit'?"
+    )
+    assert (
+        message({"task": {"name": "math", "train": "gsm8k"}}) == "task.test: is missing; it has no default, so set it"
+    )
+    assert message({"task": MATH, "task.train.limit": 0}).startswith("task.train.limit: 0 was given.")
+    assert message({"task": MATH, "task.train": 3}).startswith("task.train: 3 was given.")
+    assert "did you mean 'plain'" in message({"task": MATH, "task.train.answers": "plane"})
 
 
 def test_merge_goes_down_key_by_key_and_leaves_its_arguments_alone():

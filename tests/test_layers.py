@@ -8,9 +8,11 @@ from pathlib import Path
 import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
+CONFIGS = ("base", "build", "corrections", "engines", "evaluation", "published", "tasks")
+SETTINGS = {"config", *(f"config_{part}" for part in CONFIGS)}
 LAYERS = [
-    {"types", "errors", "config", "config_base", "config_build", "config_corrections", "config_engines"},
-    {"ops"},
+    {"types", "errors"} | SETTINGS,
+    {"ops", "answers"},
     {"objectives"},
     {"tasks", "models", "engines", "precision"},
     {
@@ -25,6 +27,7 @@ LAYERS = [
         "rows",
     },
     {
+        "answer_files",
         "trainer",
         "control",
         "checkpoint",
@@ -33,15 +36,17 @@ LAYERS = [
         "files",
         "guards",
         "parts",
+        "passing",
         "rollout_files",
         "sampler",
     },
     {"launch", "adapters", "lab", "report"},
-    {"recipes", "cli", "console", "console_compare", "console_tables"},
+    {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_recipes", "console_tables"},
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard", "datasets"}
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
+HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = LAYERS[0] | {"ops", "objectives", "batching"}  # need torch and pydantic only
 
 
@@ -98,7 +103,7 @@ def test_only_the_command_line_imports_launch_and_adapters():
         for unit in units(tree) & {"launch", "adapters"}
         if name.split(".")[0] != unit
     }
-    assert users <= {"cli", "console", "console_compare", "lab"}
+    assert users <= {"cli", "console", "console_compare", "console_evaluation", "lab"}
 
 
 def test_ops_and_objectives_are_pure():

@@ -3,14 +3,25 @@
     >>> from jackpot import CorrectionInputs, make_correction
     >>> correction = make_correction("obrs", lam=1.0, c1=3.0, c2=3.0, mask="sampled", totals="prepass")
 
-This package's top level needs torch and pydantic only: the correction for use inside another framework.
+This package's top level needs torch and pydantic only: the correction for use inside another framework. Its names are
+imported when they are first used, so that a process that only judges answers (`jackpot.answers`) loads neither.
 """
 
-from jackpot.config import Config
-from jackpot.errors import JackpotError
-from jackpot.objectives.corrections import CORRECTIONS, Correction, CorrectionFn, CorrectionInputs, make_correction
-from jackpot.ops import obrs
-from jackpot.types import Rollout, Sampling, Version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jackpot.config import Config
+    from jackpot.errors import JackpotError
+    from jackpot.objectives.corrections import (
+        CORRECTIONS,
+        Correction,
+        CorrectionFn,
+        CorrectionInputs,
+        make_correction,
+    )
+    from jackpot.ops import obrs
+    from jackpot.types import Rollout, Sampling, Version
 
 __all__ = [
     "CORRECTIONS",
@@ -25,3 +36,24 @@ __all__ = [
     "make_correction",
     "obrs",
 ]
+
+_CORRECTIONS = "jackpot.objectives.corrections"
+_HOMES = {
+    "CORRECTIONS": _CORRECTIONS,
+    "Config": "jackpot.config",
+    "Correction": _CORRECTIONS,
+    "CorrectionFn": _CORRECTIONS,
+    "CorrectionInputs": _CORRECTIONS,
+    "JackpotError": "jackpot.errors",
+    "Rollout": "jackpot.types",
+    "Sampling": "jackpot.types",
+    "Version": "jackpot.types",
+    "make_correction": _CORRECTIONS,
+    "obrs": "jackpot.ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jackpot' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)

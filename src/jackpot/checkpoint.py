@@ -114,6 +114,18 @@ class Checkpoints:
             )
         return None, []
 
+    def best(self) -> Path | None:
+        """The best checkpoint; None before there is one. Changes nothing.
+
+        Raises:
+            CorruptCheckpoint: it is not what was written.
+        """
+        folder = (self._folder / "best").resolve()
+        if not folder.is_dir():
+            return None
+        _verify(folder)
+        return folder
+
     def whole(self) -> tuple[list[Path], list[CorruptCheckpoint]]:
         """Every checkpoint that is what was written, oldest first, and those that are not. Changes nothing."""
         found: list[Path] = []

@@ -24,6 +24,8 @@ from jackpot.console import (
     starter_progress,
 )
 from jackpot.console_compare import arms_progress
+from jackpot.console_evaluation import evaluation_progress, show_evaluation
+from jackpot.console_recipes import show_recipe, show_recipes
 from jackpot.console_tables import show_files, show_tables
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
@@ -33,12 +35,14 @@ from jackpot.lab.simulate.pairs import PROMPTS
 from jackpot.lab.simulate.simulation import simulate_families
 from jackpot.launch.arms import differing_arms
 from jackpot.launch.compare import Plan, run_arms
+from jackpot.launch.evaluation import evaluate_model, evaluation_config
 from jackpot.launch.local import launch, load_tokenizers, model_paths
 from jackpot.launch.memory import longest_prompt, plan_memory
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
-from jackpot.recipes import recipe_names, resolve, resolve_arms, split_names
+from jackpot.recipes import parse_override, recipe_names, resolve, resolve_arms, split_names
+from jackpot.recipes.listing import listed, listed_all
 from jackpot.report.build import watch as watch_runs
 from jackpot.report.build import write_report
 from jackpot.report.comparison import comparison_sections
@@ -46,6 +50,7 @@ from jackpot.report.folder import write_folder
 from jackpot.report.simulation import view_sections
 from jackpot.report.simulation_pairs import pair_sections
 from jackpot.report.tokens import MAX_TOKENS
+from jackpot.tasks.sets import SETS
 from jackpot.telemetry import RunFolder, run_config
 
 app = typer.Typer(
@@ -133,6 +138,58 @@ def compare(
     files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     show_tables(console, sections.values())
     show_files(console, files)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A folder, a hub name, starter:NAME, or the folder of a run: its best policy."),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings as key=value, e.g. sampling.temperature=0.6.")
+    ] = None,
+    benchmarks: Annotated[str, typer.Option(help=f"Names, with commas between them: {', '.join(SETS)}.")] = "",
+    k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
+    engine: Annotated[str | None, typer.Option(help="transformers (default), vllm or vllm_server.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,
+) -> None:
+    """Measure a model on sets of problems: mean@k, pass@k with intervals, truncation, and every answer as parquet.
+
+    The same command goes on after Ctrl-C or a kill; no answer is asked twice. Sets can be added to the folder later.
+
+    Not yet run on a GPU.
+    """
+    console = Console()
+    given = {"benchmarks": split_names(benchmarks), "k": k, "engine": engine}
+    changes = [{key: value} for key, value in given.items() if value]
+    config = evaluation_config(model, [*changes, *map(parse_override, overrides or [])])
+    folder = out or Path("runs") / f"eval-{model.strip('/.').replace('/', '-').replace(':', '-')}"
+    try:
+        with evaluation_progress(console) as listen:
+            results = evaluate_model(config, folder, listen)
+    except KeyboardInterrupt:
+        console.print("Stopped; the same command goes on from here.")
+        raise typer.Exit(130) from None
+    show_evaluation(console, results, folder)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One recipe, shown in full; default all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the recipes: which arm is which row of which paper's table, and what was published of it.
+
+    docs/reproducing.md says what the papers leave open, where they contradict themselves, and what we chose.
+    """
+    if as_json:
+        found = listed(name).as_json() if name else [recipe.as_json() for recipe in listed_all()]
+        typer.echo(json.dumps(found, indent=2))
+    elif name:
+        show_recipe(Console(), listed(name))
+    else:
+        show_recipes(Console(), listed_all())
 
 
 @app.command()

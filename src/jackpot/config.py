@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jackpot.config_base import Count, Decay, Finite, Names, NonNegative, Positive, Strict, by_name
+from jackpot.config_base import AnyNames, Count, Decay, Finite, Names, NonNegative, Positive, Strict
 from jackpot.config_corrections import (
     OBRSCorrection,
     PolicyCorrection,
@@ -16,6 +16,7 @@ from jackpot.config_corrections import (
     ZCorrection,
 )
 from jackpot.config_engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.config_tasks import ArithmeticConfig, TaskConfig
 from jackpot.types import Sampling
 
 
@@ -128,35 +129,6 @@ class CriticConfig(Strict):
     clip: Positive = 0.5  # of the value around the old one
 
 
-# Tasks: one class each, chosen by name.
-
-
-class ArithmeticConfig(Strict):
-    """Sums with written-out steps, made up on the spot."""
-
-    name: Literal["arithmetic"] = "arithmetic"
-    min_terms: Annotated[int, Field(ge=2)] = 2
-    max_terms: Annotated[int, Field(ge=2)] = 3
-    max_operand: Annotated[int, Field(ge=9)] = 40  # fewer numbers make too few problems to hold some out
-
-    @model_validator(mode="after")
-    def _check(self) -> "ArithmeticConfig":
-        if self.min_terms > self.max_terms:
-            raise ValueError(
-                f"min_terms {self.min_terms} is above max_terms {self.max_terms}; lower it or raise the other"
-            )
-        return self
-
-
-class ToolArithmeticConfig(ArithmeticConfig):
-    """The same sums, with a calculator that answers every `=`."""
-
-    name: Literal["tool_arithmetic"] = "tool_arithmetic"
-
-
-TaskConfig = Annotated[ArithmeticConfig | ToolArithmeticConfig, Field(discriminator="name"), by_name("arithmetic")]
-
-
 class DynamicSamplingConfig(Strict):
     """DAPO: sample further prompts until no group of the rollout batch has equal rewards (arXiv 2503.14476, 3.2)."""
 
@@ -202,7 +174,9 @@ class BatchConfig(Strict):
 
 class EvaluationConfig(Strict):
     every: Count = 50  # iterations; before the first and after the last one too
-    problems: Count = 512  # held out, one sampled answer each
+    problems: Count = 512  # held out, of the task
+    k: Count = 1  # sampled answers to each problem
+    benchmarks: AnyNames = ()  # further sets that the policy answers, k times each; all of their problems
     engine: EngineConfig | None = None  # of the policy where another model writes; null: one with engine's settings
 
 

@@ -11,11 +11,9 @@ Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 
-Names = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    Field(strict=False, min_length=1),  # a list in YAML
-]
+_one_is_enough = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+AnyNames = Annotated[tuple[str, ...], _one_is_enough, Field(strict=False)]  # a list in YAML
+Names = Annotated[AnyNames, Field(min_length=1)]
 
 
 class Strict(BaseModel):

@@ -1,18 +1,22 @@
 """From a recipe, an arm and overrides to a validated `Config`, with errors that help. Layer 0: pydantic only."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel
 
 from jackpot.config import Config
+from jackpot.config_published import BESIDE_SETTINGS
 from jackpot.errors import ConfigError, unknown_name
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` laid over `base`, key by key and downwards. A change of `name` replaces its whole block.
+    """`changes` laid over `base`, key by key and downwards. A change of `name` or `source` replaces its whole block.
 
     >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
     {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
@@ -20,14 +24,20 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, str) and "name" in old:
-            value = {"name": value}
+        if isinstance(old, Mapping) and isinstance(value, str) and (kind := _kind(old)):
+            value = {kind: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
-            old = {"name": old}
+            old = {_kind(value) or "name": old}
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        renamed = both and "name" in value and value["name"] != old.get("name")
+        kind = _kind(value) if both else None
+        renamed = kind is not None and value[kind] != old.get(kind)
         merged[key] = merge(old, value) if both and not renamed else value
     return merged
+
+
+def _kind(block: Mapping[str, Any]) -> str | None:
+    """The key that says what a block is; a short form such as `correction: tis` or `train: gsm8k` is this alone."""
+    return next((key for key in ("name", "source") if key in block), None)
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
@@ -43,7 +53,7 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
     Raises:
         ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
     """
-    settings = {key: value for key, value in recipe.items() if key != "arms"}
+    settings = {key: value for key, value in recipe.items() if key not in BESIDE_SETTINGS}
     arms = recipe.get("arms") or {}
     if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
         raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")
@@ -53,19 +63,37 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
         settings = merge(settings, arms[arm] or {})
     for override in overrides:
         settings = merge(settings, override)
+    return validated(Config, settings)
+
+
+def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
+    """Settings of this kind.
+
+    Raises:
+        ConfigError: an unknown key (with the likely one), a wrong type, or numbers that do not fit.
+    """
     try:
-        return Config.model_validate(settings)
+        return kind.model_validate(settings)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(one, settings) for one in error.errors())) from None
+        raise ConfigError("\n".join(_explain(one, settings, kind) for one in error.errors())) from None
 
 
-def _explain(error: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def differences(old: Any, new: Any, key: str = "") -> Iterable[str]:
+    """`key: old -> new` for every setting that differs between what a folder holds and what is asked now."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key}: {json.dumps(old)} in the folder, {json.dumps(new)} now"
+
+
+def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """One pydantic error as a sentence that names the key, the value and what is allowed."""
     is_missing = error["type"] == "missing" and not isinstance(error["loc"][-1], int)
     location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        siblings = _valid_keys(location[:-1], settings)
+        siblings = _valid_keys(location[:-1], settings, kind)
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
     if is_missing:
         return f"{'.'.join([*location, error['loc'][-1]])}: is missing; it has no default, so set it"
@@ -100,9 +128,9 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     return path, here
 
 
-def _valid_keys(path: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[BaseModel]) -> list[str]:
     """The settings allowed in the block at `path`, with the class that the block's `name` chooses."""
-    classes: list[type[BaseModel]] = [Config]
+    classes: list[type[BaseModel]] = [kind]
     here: Any = settings
     for part in path:
         here = here.get(part) if isinstance(here, Mapping) else None

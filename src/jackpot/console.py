@@ -99,9 +99,11 @@ def show_result(console: Console, config: Config, lines: Sequence[Line], folder:
     for column in ("model", "before", f"after {evaluated[-1]['iteration']} iterations", "change"):
         table.add_column(column, justify="left" if column == "model" else "right")
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    for role in roles:
-        before, after = evaluated[0][f"eval/{role}_accuracy"], evaluated[-1][f"eval/{role}_accuracy"]
-        table.add_row(role.replace("_", " "), f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points")
+    shown = {role.replace("_", " "): f"eval/{role}_accuracy" for role in roles}
+    shown |= {f"policy on {name}": f"eval/{name}/mean_at_k" for name in config.evaluation.benchmarks}
+    for name, metric in shown.items():
+        before, after = evaluated[0][metric], evaluated[-1][metric]
+        table.add_row(name, f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points")
     console.print(table)
     console.print(f"Run folder: {folder}", soft_wrap=True)
     if not finished:
@@ -188,7 +190,7 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], memo
         ),
         "objective": _objective(config),
         "engine": _engine(config),
-        "evaluation": f"{config.evaluation.problems} problems every {config.evaluation.every} iterations",
+        "evaluation": _evaluation(config),
         "run folder": str(folder),
     }
     table = Table(title="The plan (nothing was run)", show_header=False)
@@ -221,6 +223,14 @@ def _engine(config: Config) -> str:
     if other:
         parts.append(f"evaluation of the policy with {other.name} in {other.dtype}")
     return "; ".join(parts)
+
+
+def _evaluation(config: Config) -> str:
+    """Which problems, how many answers to each, how often."""
+    settings = config.evaluation
+    sets = ", ".join([f"{settings.problems} problems of the task", *settings.benchmarks])
+    answers = f", {settings.k} answers to each" if settings.k > 1 else ""
+    return f"{sets}{answers}, every {settings.every} iterations"
 
 
 def _objective(config: Config) -> str:

@@ -1,7 +1,7 @@
 """What a run is made of. Layer 5; only `launch` makes one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ class Parts:
     policy_engine: Engine  # answers for the policy in evaluations; `engine` itself where the policy writes
     learner: Learner
     costs: Mapping[Role, ForwardCost]  # of policy and rollout model, without adapters
+    benchmarks: Mapping[str, Task] = field(default_factory=dict)  # what else the policy is measured on: test splits
 
     @property
     def writer_cost(self) -> ForwardCost:

@@ -56,7 +56,7 @@ class Sampler:
     """Draws prompts and has the engine answer them.
 
     Args:
-        event: called with (iteration, event) for every rollout that cannot be used.
+        event: called with (iteration, event) for every rollout that cannot be used, or not be judged.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Sampler:
         for uid, why in (item for one in rounds for item in one.unusable.items()):
             self._event(iteration, {"event": f"{why}_rollout", "uid": uid})
         groups, wanted = [group for one in rounds for group in one.groups], config.batch.prompts
+        for item in (item for group in groups for item in group if item.score.problem):
+            self._event(iteration, {"event": f"judge_{item.score.problem}", "uid": item.rollout.uid})
         if config.batch.dynamic_sampling:
             groups.sort(key=_is_equal)
         first = next((one.groups for one in rounds if one.groups), [])
@@ -234,6 +236,8 @@ def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: For
     return {
         "reward/mean": mean([item.score.reward for item in judged]),
         "reward/correct": mean([item.score.correct for item in judged]),
+        "reward/judge_timeouts": mean([item.score.problem == "timeout" for item in judged]),
+        "reward/judge_crashes": mean([item.score.problem == "crash" for item in judged]),
         "reward/all_right": mean([all(item.score.correct for item in group) for group in groups]),
         "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
         "response/tokens": mean(lengths),

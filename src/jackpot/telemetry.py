@@ -18,7 +18,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -32,7 +32,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
 from jackpot.config import Config
-from jackpot.config_build import build_config
+from jackpot.config_build import build_config, differences
 from jackpot.errors import CheckpointError
 from jackpot.evaluate import Evaluation
 from jackpot.files import PARTIAL, AppendedFile, hold_lock, needed, write_whole
@@ -145,7 +145,7 @@ class RunFolder:
         """
         if not self._has_trained():
             return
-        if difference := list(_difference(_settings(run_config(self.path)), _settings(config))):
+        if difference := list(differences(_settings(run_config(self.path)), _settings(config))):
             listed = "\n  ".join(difference)
             raise CheckpointError(
                 f"{self.path} holds a run with other settings:\n  {listed}\n"
@@ -214,20 +214,22 @@ class RunFolder:
         except OSError as error:
             self.failure(iteration, "files/failed", {"event": "write_failed", "file": file, "why": str(error)})
 
-    def save_evaluation(self, iteration: int, role: str, evaluation: Evaluation) -> None:
-        """Every problem, response and verdict of one evaluation, as JSON lines."""
-        name = f"eval/iteration-{iteration:06d}-{role}.jsonl"
+    def save_evaluation(self, iteration: int, of: str, evaluation: Evaluation) -> None:
+        """Every problem, response and verdict of one evaluation, as JSON lines; `of` a role or a benchmark."""
+        name = f"eval/iteration-{iteration:06d}-{of}.jsonl"
         rows = zip(evaluation.rollouts, evaluation.responses, evaluation.scores, strict=True)
         lines = (
             {
                 "prompt_uid": rollout.prompt.uid,
+                "sample": number % evaluation.k,
                 "prompt": rollout.prompt.text,
                 "response": response,
                 "answer": rollout.prompt.answer,
                 "correct": score.correct,
                 "finish": rollout.finish,
+                "judge_problem": score.problem,
             }
-            for rollout, response, score in rows
+            for number, (rollout, response, score) in enumerate(rows)
         )
         with self.dispensable(iteration, name):
             (self.path / "eval").mkdir(exist_ok=True)
@@ -311,12 +313,3 @@ def _environment(threads: int) -> dict[str, Any]:
         "threads": threads,
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def _difference(old: Any, new: Any, key: str = "") -> Iterable[str]:
-    """`key: old -> new` for every setting that differs."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for name in sorted(old.keys() | new.keys()):
-            yield from _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield f"{key}: {json.dumps(old)} in the folder, {json.dumps(new)} now"

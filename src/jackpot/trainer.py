@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from jackpot.batching import micro_batches, optimizer_steps
 from jackpot.checkpoint import Checkpoints
 from jackpot.engines.base import Engine
 from jackpot.errors import CheckpointError, EngineError, JackpotError
-from jackpot.evaluate import evaluate
+from jackpot.evaluate import OWN, Evaluation, evaluate
 from jackpot.guards import (
     THOROUGH_CHECKS,
     NonFiniteGuard,
@@ -36,7 +35,7 @@ from jackpot.rollout_files import write_rollouts
 from jackpot.sampler import Sampler, mean, tokens_read, useless
 from jackpot.tasks.base import PromptStream
 from jackpot.telemetry import WITH_STANDARD_ERROR, Clock, RunFolder, numbers
-from jackpot.types import Prompt, Role, Rollout, Sampling, Score, ScoredRollout, TokenBatch
+from jackpot.types import Role, Rollout, Sampling, Score, ScoredRollout, TokenBatch
 
 Line = dict[str, Any]
 Listener = Callable[[Line], None]
@@ -99,12 +98,14 @@ class Trainer:
         return self.iteration == config.iterations
 
     def close(self) -> None:
-        """Free the engines and flush what is being written; all of it, whatever fails on the way."""
+        """Free the engines and the task and flush what is being written; all of it, whatever fails on the way."""
         with ExitStack() as closing:
             closing.callback(self._folder.close)
+            for task in (self._parts.task, *self._parts.benchmarks.values()):
+                closing.callback(task.close)
             closing.callback(self._parts.policy_engine.close)
             closing.callback(self._parts.engine.close)
-            self._tell_engine_events()  # of an iteration that did not end: perhaps they say why
+            self._tell_events()  # of an iteration that did not end: perhaps they say why
 
     def _finish_iteration(self, sums: Sums) -> None:
         """Evaluate, report and checkpoint when due."""
@@ -114,7 +115,7 @@ class Trainer:
         if last or self.iteration % config.evaluation.every == 0:
             with self._clock("evaluate"):
                 values |= self._evaluate()
-        self._tell_engine_events()
+        self._tell_events()
         values |= self._throughput(values)
         line = self._folder.report(self.iteration, values)
         self._accuracy = values.get("eval/policy_accuracy", -1.0)
@@ -152,36 +153,47 @@ class Trainer:
                 f"{sent[:12]}; training on what it writes would be training on unknown weights"
             )
 
-    def _tell_engine_events(self) -> None:
-        """What the engines have to say goes to events.jsonl, with the setting that the engine is of."""
+    def _tell_events(self) -> None:
+        """What task and engines have to say goes to events.jsonl, with the setting that the engine is of."""
+        for event in self._parts.task.take_events():
+            self._folder.event(self.iteration, event)
         for setting, engine in {"engine": self._parts.engine, "evaluation.engine": self._parts.policy_engine}.items():
             for event in engine.take_events():  # of an engine that is both, the second time is none
                 self._folder.event(self.iteration, event | {"engine": setting})
 
     def _evaluate(self) -> dict[str, float]:
-        """Both models on the same held-out problems with the same uniforms."""
-        config, parts = self._config, self._parts
+        """Both models on the same held-out problems with the same uniforms, and the policy on further sets."""
+        parts = self._parts
         shared = parts.policy_engine is parts.engine
         if not shared:
             self._send_weights(parts.policy_engine, "policy")
         engines = {"policy": parts.policy_engine} | ({} if shared else {"rollout_model": parts.engine})
-        results = {
-            role: evaluate(engine, parts.task, parts.tokenizer, self._test_prompts, config.sampling, config.seed)
-            for role, engine in engines.items()
-        }
-        if not shared:
-            parts.policy_engine.rest()
+        results = {role: self._answered(engine, OWN) for role, engine in engines.items()}
+        values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
         for role, result in results.items():
             self._folder.save_evaluation(self.iteration, role, result)
-        values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])  # the policy is its own rollout model where it writes itself
-            values[f"eval/{role}_accuracy"] = result.accuracy
-            values[f"eval/{role}_reward"] = result.reward
-            values[f"eval/{role}_tokens"] = result.mean_tokens
-            values[f"eval/{role}_truncated"] = result.truncated
+            values |= {f"eval/{role}_{name}": value for name, value in result.of_role().items()}
             values[f"eval/{role}_engine_gap"] = self._engine_gap(role, engines.get(role, parts.engine), result.rollouts)
+        for benchmark in parts.benchmarks:
+            result = self._answered(parts.policy_engine, benchmark)
+            self._folder.save_evaluation(self.iteration, benchmark, result)
+            values |= {f"eval/{benchmark}/{name}": value for name, value in result.of_set().items()}
+            values["tokens/evaluate"] += result.tokens
+        if not shared:
+            parts.policy_engine.rest()
         return values
+
+    def _answered(self, engine: Engine, name: str) -> Evaluation:
+        """The task's own held-out problems, or all of a benchmark's."""
+        config, parts = self._config, self._parts
+        task = parts.task if name == OWN else parts.benchmarks[name]
+        size, wanted = task.size("test"), config.evaluation.problems
+        count = wanted if size is None else size if name != OWN else min(wanted, size)
+        prompts = [task.prompt("test", index) for index in range(count)]
+        k = config.evaluation.k
+        return evaluate(engine, task, parts.tokenizer, prompts, config.sampling, config.seed, k=k, name=name)
 
     def _engine_gap(self, role: Role, engine: Engine, rollouts: Sequence[Rollout]) -> float:
         """Mean |p_engine - p_training| of tokens that the model's engine has just written; NaN where none can be used.
@@ -205,12 +217,6 @@ class Trainer:
 
     def _precisions(self, engine: Engine) -> list[str]:
         return [precision_of(engine.capabilities), self._config.precision]
-
-    @cached_property
-    def _test_prompts(self) -> list[Prompt]:
-        wanted, size = self._config.evaluation.problems, self._parts.task.size("test")
-        count = wanted if size is None else min(wanted, size)
-        return [self._parts.task.prompt("test", index) for index in range(count)]
 
     def _checkpoint(self, is_last: bool = False) -> None:
         """Write one. A failure is counted, told and tried again an iteration later; that of the last one raises."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 Finish = Literal["stop", "length", "aborted"]
+JudgeProblem = Literal["timeout", "crash"]
 Role = Literal["policy", "rollout_model", "critic"]
 
 
@@ -90,6 +91,7 @@ class Score:
 
     reward: float
     correct: bool
+    problem: JudgeProblem | None = None  # judging failed: what could not be judged counts as wrong and gives 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

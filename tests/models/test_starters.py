@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from jackpot.config import ArithmeticConfig
+from jackpot.config_tasks import ArithmeticConfig
 from jackpot.errors import ModelError
 from jackpot.models import starters
 from jackpot.models.starters import (

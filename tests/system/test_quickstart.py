@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jackpot.config import ArithmeticConfig
+from jackpot.config_tasks import ArithmeticConfig
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.evaluate import evaluate
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer

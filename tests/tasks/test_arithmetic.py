@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from jackpot.config import ArithmeticConfig
+from jackpot.config_tasks import ArithmeticConfig
 from jackpot.errors import DataError
 from jackpot.models.starters import make_tokenizer
 from jackpot.tasks.arithmetic import Arithmetic, split_of
@@ -62,7 +62,7 @@ def test_problems_follow_from_split_and_index_in_any_order_and_any_process(task)
     forward = [task.operands("test", index) for index in range(20)]
     assert [task.operands("test", index) for index in reversed(range(20))] == forward[::-1]
     program = (
-        "from jackpot.config import ArithmeticConfig\n"
+        "from jackpot.config_tasks import ArithmeticConfig\n"
         "from jackpot.tasks.arithmetic import Arithmetic\n"
         "print([Arithmetic(None, ArithmeticConfig()).operands('test', index) for index in range(20)])"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jackpot.config import ArithmeticConfig, ToolArithmeticConfig
+from jackpot.config_tasks import ArithmeticConfig, ToolArithmeticConfig
 from jackpot.models.starters import make_tokenizer
 from jackpot.tasks import make_task
 from jackpot.tasks.arithmetic import Arithmetic

@@ -131,7 +131,8 @@ def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
 
 def _examined(config: Config) -> dict[str, Any]:
     sampling = {f"sampling.{name}": getattr(config.sampling, name) for name in _ANSWERS}
-    return {"task": config.task, "evaluation.problems": config.evaluation.problems} | sampling
+    evaluation = {f"evaluation.{name}": getattr(config.evaluation, name) for name in ("problems", "k")}
+    return {"task": config.task} | evaluation | sampling
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int, judge: Judge, listen: Listener) -> dict[Job, str]:

@@ -3,12 +3,14 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config, OptimizerConfig
+from jackpot.config_evaluation import BenchmarksConfig, sets_of
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
@@ -25,7 +27,9 @@ from jackpot.optimizer import ModelOptimizer
 from jackpot.parts import Parts
 from jackpot.reference import Reference
 from jackpot.tasks import make_task
-from jackpot.tasks.base import Task
+from jackpot.tasks.base import Split, Task
+from jackpot.tasks.math import Math
+from jackpot.tasks.sets import make_sets
 from jackpot.telemetry import RunFolder
 from jackpot.trainer import Listener, Trainer
 from jackpot.types import Role, Version
@@ -78,6 +82,8 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
+        judge = task.judge if isinstance(task, Math) else None
+        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), judge)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None
@@ -88,6 +94,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
     return Parts(
         config=config,
         task=task,
+        benchmarks=benchmarks,
         tokenizer=tokenizer,
         engine=engine,
         policy_engine=policy_engine,
@@ -201,9 +208,10 @@ def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedT
 
 
 def check_lengths(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
-    """Refuse limits that the first prompt already breaks; engine and batching refuse single prompts too long."""
+    """Refuse limits that the first prompts already break; engine and batching refuse single prompts too long."""
     context = min(model.config.get_text_config().max_position_embeddings for model in models.values())
-    prompt, wanted = len(task.prompt("train", 0).token_ids), config.sampling.max_new_tokens
+    prompt = max(len(task.prompt(split, 0).token_ids) for split in get_args(Split))
+    wanted = config.sampling.max_new_tokens
     if prompt + wanted > context:
         raise ConfigError(
             f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the models' context of "
@@ -244,7 +252,7 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     return faithful
 
 
-def pick_device(config: Config) -> torch.device:
+def pick_device(config: Config | BenchmarksConfig) -> torch.device:
     """`auto` is CUDA where there is a GPU. ConfigError for cuda without one."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -252,7 +260,7 @@ def pick_device(config: Config) -> torch.device:
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
-def threads(config: Config) -> int:
+def threads(config: Config | BenchmarksConfig) -> int:
     """The number of CPU threads. `auto` is the cores that are free: beside another busy process, training with a thread
     too many ran 10 times slower."""
     return free_cores() if config.threads == "auto" else config.threads

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.config import ArithmeticConfig
+from jackpot.config_tasks import ArithmeticConfig
 from jackpot.errors import ModelError, unknown_name
 from jackpot.tasks.arithmetic import Arithmetic
 

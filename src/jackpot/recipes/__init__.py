@@ -10,6 +10,7 @@ import yaml
 from jackpot.config import Config
 from jackpot.config_build import build_config, merge, nest
 from jackpot.errors import ConfigError, unknown_name
+from jackpot.recipes.notes import check_runnable
 
 
 def recipe_names() -> list[str]:
@@ -20,23 +21,35 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> dict[str, Any]:
     """The recipe of the package with this name, or the YAML file at this path.
 
-    `base: NAME` takes the settings of another recipe, not its arms, and lays this one's over them; a path in it is
-    meant from where the command runs.
+    `base: NAME` takes the settings and the GPUs of another recipe, not its arms nor what was published of them, and
+    lays this one's over them; a path in it is meant from where the command runs.
 
     Raises:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
     """
-    chain = [name]
-    recipe = _read(name)
-    while base := recipe.pop("base", None):
-        if base in chain:
-            raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*chain, base])}")
-        chain.append(base)
-        recipe = merge({key: value for key, value in _read(base).items() if key != "arms"}, recipe)
-    return recipe
+    (_, recipe), *bases = _chain(name)
+    for _, base in bases:
+        recipe = merge({key: value for key, value in base.items() if key not in ("arms", "published")}, recipe)
+    return {key: value for key, value in recipe.items() if key != "base"}
 
 
-def _read(name: str) -> dict[str, Any]:
+def recipe_files(name: str) -> list[Path]:
+    """The file of a recipe and those of its bases, in this order; raises as `load_recipe`."""
+    return [path for path, _ in _chain(name)]
+
+
+def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The recipe and its bases, each as it stands in its file."""
+    names, chain = [name], [_read(name)]
+    while base := chain[-1][1].get("base"):
+        if base in names:
+            raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*names, base])}")
+        names.append(base)
+        chain.append(_read(base))
+    return chain
+
+
+def _read(name: str) -> tuple[Path, dict[str, Any]]:
     path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parent / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")
@@ -46,12 +59,14 @@ def _read(name: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds {type(recipe).__name__}, a recipe is a mapping of settings")
-    return recipe
+    return path, recipe
 
 
 def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
     """The settings of `jackpot train NAME --arm ARM key=value ...`."""
-    return build_config(load_recipe(name), arm, [parse_override(text) for text in overrides])
+    recipe = load_recipe(name)
+    check_runnable(name, recipe, [arm])
+    return build_config(recipe, arm, [parse_override(text) for text in overrides])
 
 
 def resolve_arms(
@@ -67,6 +82,7 @@ def resolve_arms(
     if not known:
         raise ConfigError(f"recipe {name!r} has no arms; write some (arms: {{NAME: {{settings}}}}) to compare them")
     wanted = list(arms) or known
+    check_runnable(name, recipe, wanted)
     if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
         raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; name each once")
     changes = [{"threads": 1}, *map(parse_override, overrides)]

@@ -69,6 +69,8 @@ PARTS = (
         (
             Metrics(r"eval/policy_accuracy"),
             Metrics(r"eval/rollout_model_accuracy"),
+            Metrics(r"eval/[^/]+/(mean|pass)_at_k"),
+            Metrics(r"eval/.*_pass_at_k"),
             Metrics(r"eval/.*_reward"),
             Metrics(r"reward/.*"),
             Metrics(r"sampling/.*"),
@@ -194,7 +196,7 @@ PARTS = (
         "How long responses are, and where the seconds go.",
         (
             Metrics(r"response/.*"),
-            Metrics(r"eval/.*_(tokens|truncated)"),
+            Metrics(r"eval/.*[_/](tokens|truncated)"),
             Metrics(r"speed/.*"),
             Metrics(r"seconds/.*"),
             Metrics(r"cpu_seconds/.*"),

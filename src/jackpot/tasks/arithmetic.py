@@ -10,7 +10,7 @@ from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config import ArithmeticConfig
+from jackpot.config_tasks import ArithmeticConfig
 from jackpot.errors import DataError
 from jackpot.tasks.base import Split, Task
 from jackpot.types import Prompt, Score

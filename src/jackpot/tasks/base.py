@@ -2,9 +2,10 @@
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,14 @@ from jackpot.ops.uniforms import stream_key
 from jackpot.types import Prompt, Score
 
 Split = Literal["train", "test"]
+
+
+class Answer(NamedTuple):
+    """One decoded response to a prompt. `finished` is False where it was cut at the limit."""
+
+    prompt: Prompt
+    response: str
+    finished: bool
 
 
 class Task(ABC):
@@ -28,6 +37,10 @@ class Task(ABC):
     def size(self, split: Split) -> int | None:
         """How many problems the split has; None where it is endless."""
 
+    def first_index(self, split: Split, seed: int) -> int:
+        """The index at which a run with this seed enters an endless split: a place of its own for each seed."""
+        return stream_key(seed, "prompts") % 2**40
+
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
         """Problem number `index` of a split, tokenized; the same index always gives the same problem."""
@@ -35,6 +48,18 @@ class Task(ABC):
     @abstractmethod
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Judge one decoded response. `finished` is False where it was cut at the limit."""
+
+    def scores(self, answers: Sequence[Answer]) -> list[Score]:
+        """Judge many, in their order. A task whose judge works elsewhere, or on several at once, has its own."""
+        return [self.score(*answer) for answer in answers]
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """What happened since the last call and a person should know of, such as data that was left out: an `event`
+        each, with its details."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 - most tasks hold nothing
+        """Free what judging holds, such as processes; nothing is judged afterwards."""
 
     def reply(self, prompt: Prompt, response: str) -> str | None:
         """What the tool appends to the decoded response so far, which ends with a token of `turn_ends`; None ends it.
@@ -52,9 +77,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
 class PromptStream:
     """An endless, resumable source of prompts from one split.
 
-    A finite split is walked in a new order in each epoch; an endless one by increasing index from a place of its own
-    for each seed. The state is one number and a resumed stream goes on with the next prompt, none twice and none left
-    out.
+    A finite split is walked in a new order in each epoch; an endless one by increasing index from `Task.first_index`.
+    The state is one number and a resumed stream goes on with the next prompt, none twice and none left out.
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
@@ -62,7 +86,7 @@ class PromptStream:
         self._size = task.size(split)
         if self._size == 0:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
-        self._first = stream_key(seed, "prompts") % 2**40  # of an endless split
+        self._first = task.first_index(split, seed)  # of an endless split
         self._position = 0
 
     def next(self, n: int) -> list[Prompt]:

@@ -8,7 +8,7 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config import ToolArithmeticConfig
+from jackpot.config_tasks import ToolArithmeticConfig
 from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.types import Prompt
 
