@@ -173,7 +173,7 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ),
         ("a.jsonl", '{"problem": "p", "answer": "1"}'.encode("utf-16"), "line 1: not UTF-8, byte 1 is 0xff"),
         ("a.json", b'[{"problem": "gr\xfc\xdf"}]', "a.json: not UTF-8, byte 17 is 0xfc"),
-        ("a.jsonl", b'{"problem": "half \\ud83d", "answer": "1"}\n', "line 1: column 'problem' has half a character"),
+        pytest.param("a.jsonl", b'{"problem": "half \\ud83d", "answer": "1"}\n', "has half a character", id="half"),
         ("a.jsonl", b'{"problem": "p"\n', "line 1: not JSON"),
         ("a.jsonl", b'["p", "1"]\n', "line 1: a list; a row is a mapping"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: not JSON"),
