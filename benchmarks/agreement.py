@@ -130,8 +130,13 @@ def verdicts(wanted: list[Case], workers: int) -> tuple[list[bool | None], list[
     ours = [compare_plainly(case.answer, case.gold) for case in wanted]
     asked = [number for number, verdict in enumerate(ours) if verdict is None]
     print(f"{len(wanted)} cases, {len(asked)} of them for the processes", file=sys.stderr)
-    for function, numbers, results in ((VERDICT, asked, ours), (ALONE, range(len(wanted)), theirs := [None] * len(wanted))):
-        jobs = [Job(function, {"answer": wanted[number].answer, "reference": wanted[number].gold}) for number in numbers]
+    for function, numbers, results in (
+        (VERDICT, asked, ours),
+        (ALONE, range(len(wanted)), theirs := [None] * len(wanted)),
+    ):
+        jobs = [
+            Job(function, {"answer": wanted[number].answer, "reference": wanted[number].gold}) for number in numbers
+        ]
         start = time.perf_counter()
         for number, outcome in zip(numbers, pool.run(jobs), strict=True):
             results[number] = None if outcome.problem else outcome.value == 1.0
