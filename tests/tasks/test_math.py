@@ -1,16 +1,18 @@
 """The math task: prompts, the length filter and its count, streams that are resumed, benchmarks by name."""
 
 import logging
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from jackpot.config_tasks import INSTRUCTION, DataConfig, MathConfig
-from jackpot.errors import DataError
+from jackpot.errors import ConfigError, DataError, TrainingError
 from jackpot.tasks import make_task
-from jackpot.tasks.base import PromptStream
+from jackpot.tasks.base import Answer, PromptStream
 from jackpot.tasks.data import DATA_FOLDER
 from jackpot.tasks.math import Math, make_benchmark
+from published import data_folder
 from tasks.texts import text_tokenizer, write_problems
 
 TOKENIZER = text_tokenizer()
@@ -125,3 +127,35 @@ def test_a_benchmark_by_name_has_the_tasks_template_and_all_its_problems(tmp_pat
     assert task.prompt("test", 0).text.startswith("<|system|>Be brief.<|end|><|user|>a\n")
     with pytest.raises(DataError, match="unknown benchmark 'aime2024'; did you mean 'aime24'"):
         make_benchmark("aime2024", TOKENIZER, settings)
+
+
+def test_problems_of_real_sets_are_asked_and_judged(monkeypatch):
+    """The published answer is right and another number wrong, in a box and in GSM8K's form."""
+    monkeypatch.setenv(DATA_FOLDER, str(data_folder()))
+    settings = MathConfig(train=DataConfig(source="gsm8k"), test=DataConfig(source="math500"))
+    with closing(Math(TOKENIZER, settings)) as task:
+        sets = [("train", task), ("test", task)]
+        sets += [("test", make_benchmark(name, TOKENIZER, settings, task.judge)) for name in ("amc22_23", "aime24")]
+        for split, one in sets:
+            prompts = [one.prompt(split, index) for index in range(30)]
+            assert all(INSTRUCTION in prompt.text and "####" not in prompt.text for prompt in prompts)
+            for form in ("so it is \\boxed{{{}}}.", "so\n#### {}"):
+                right = one.scores([Answer(prompt, form.format(prompt.answer), True) for prompt in prompts])
+                wrong = one.scores([Answer(prompt, form.format("-987654321"), True) for prompt in prompts])
+                assert all(score.correct and score.reward == 1.0 for score in right)
+                assert not any(score.correct or score.reward for score in wrong)
+            if one is not task:
+                one.close()
+        prompt = task.prompt("test", 0)
+        assert task.score(prompt, f"\\boxed{{{prompt.answer}}}", True).correct  # the others left its judge open
+
+
+def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_judges_no_more(ten):
+    for name, said in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
+        with pytest.raises(ConfigError, match=said):
+            make(ten, rewards=[name])
+    with closing(make(ten, rewards=["tasks.texts:remainder"])) as task:
+        prompt = task.prompt("train", 1)
+        assert task.score(prompt, "12345", True).reward == pytest.approx(5 / 7)
+    with pytest.raises(TrainingError, match="closed"):
+        task.score(prompt, "12345", True)

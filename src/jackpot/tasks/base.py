@@ -37,7 +37,7 @@ class Task(ABC):
     def size(self, split: Split) -> int | None:
         """How many problems the split has; None where it is endless."""
 
-    def first(self, split: Split, seed: int) -> int:
+    def first_index(self, split: Split, seed: int) -> int:
         """The index at which a run with this seed enters an endless split: a place of its own for each seed."""
         return stream_key(seed, "prompts") % 2**40
 
@@ -59,7 +59,7 @@ class Task(ABC):
         return []
 
     def close(self) -> None:  # noqa: B027 - most tasks hold nothing
-        """Free what judging holds, such as processes; nothing is judged afterwards."""
+        """Free what judging holds, such as processes; nothing is judged afterwards. A second time does nothing."""
 
     def reply(self, prompt: Prompt, response: str) -> str | None:
         """What the tool appends to the decoded response so far, which ends with a token of `turn_ends`; None ends it.
@@ -77,9 +77,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
 class PromptStream:
     """An endless, resumable source of prompts from one split.
 
-    A finite split is walked in a new order in each epoch; an endless one by increasing index from `Task.first`. The
-    state is one number and a resumed stream goes on with the next prompt, none twice and none left
-    out.
+    A finite split is walked in a new order in each epoch; an endless one by increasing index from `Task.first_index`.
+    The state is one number and a resumed stream goes on with the next prompt, none twice and none left out.
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
@@ -87,7 +86,7 @@ class PromptStream:
         self._size = task.size(split)
         if self._size == 0:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
-        self._first = task.first(split, seed)  # of an endless split
+        self._first = task.first_index(split, seed)  # of an endless split
         self._position = 0
 
     def next(self, n: int) -> list[Prompt]:

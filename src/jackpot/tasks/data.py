@@ -192,7 +192,7 @@ def _number(value: Decimal) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""MATH's: what is in the last \boxed{...} whose braces close, or after a \boxed without braces, as a few have it."""
+    r"""MATH's: what is in the last \boxed{...} whose braces close, or after a \boxed without any."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         if not text.startswith("{", start):
             if bare := re.match(r"[^\s$\\{}]+", text[start:]):

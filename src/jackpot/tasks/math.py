@@ -51,7 +51,7 @@ class Math(Task):
         """How many problems are left of the split; None for a stream."""
         return self._of(split).size
 
-    def first(self, split: Split, seed: int) -> int:
+    def first_index(self, split: Split, seed: int) -> int:
         """0: a stream begins where its source does, whatever the seed."""
         return 0
 
@@ -124,9 +124,8 @@ class Math(Task):
         limit = self._settings.max_prompt_tokens
         if limit is None or not rows:
             return [True] * len(rows)
-        return [
-            length <= limit for length in self._template.lengths([self._template.text(row.problem) for row in rows])
-        ]
+        lengths = self._template.lengths([self._template.text(row.problem) for row in rows])
+        return [length <= limit for length in lengths]
 
 
 def make_benchmark(
