@@ -51,7 +51,8 @@ def launch(config: Config, path: Path, listen: Listener) -> Trainer:
         found, corrupt = checkpoints.find()
         state = found.state if found else None
         parts = make_parts(config, found.folder if found else None, state)
-        undo.callback(parts.task.close)
+        for task in parts.tasks:
+            undo.callback(task.close)
         undo.callback(parts.policy_engine.close)
         undo.callback(parts.engine.close)
         torch.set_num_threads(folder.start(config, threads(config)))
