@@ -79,6 +79,7 @@ def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows
         assert (row["prompt"], row["answer"], row["judge_problem"]) == (prompt.text, prompt.answer, None)
         assert row["correct"] == (row["finish"] == "stop" and row["response"].partition("#")[2] == prompt.answer)
         assert row["reward"] == float(row["correct"])
+        assert row["tokens"] == len(row["response"]) + (row["finish"] == "stop")  # one a character, and the end
     right = [sum(row["correct"] for row in found[first : first + 3]) for first in range(0, 60, 3)]
     assert 0 < sum(right) < 60
     summary = result.summary
@@ -139,7 +140,7 @@ def test_a_torn_or_foreign_line_is_asked_again(whole, tmp_path: Path, caplog) ->
 def test_a_kill_before_or_after_the_table_costs_nothing(whole, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         evaluation(tmp_path, kill_after=60)
-    evaluation(tmp_path, kill_after=0)  # nothing is asked
+    evaluation(tmp_path, {"device": "cuda"}, kill_after=0)  # nothing is asked, so no engine is made there
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     (tmp_path / "arithmetic.jsonl").write_text("left over")
     [result] = evaluation(tmp_path, kill_after=0)  # nothing is asked

@@ -72,10 +72,10 @@ def answer(request):
     )
 
 
-def sampler_of(rules, *overrides, change=lambda rollout: rollout):
+def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Numbered):
     """A sampler of 4 prompts with 4 answers each, its prompt stream, the events it told, and its engine."""
     config = small_config(*overrides)
-    task, engine, told = Numbered(rules), Writer(change), []
+    task, engine, told = task_class(rules), Writer(change), []
     tokenizer = load_tokenizer("starter:policy")
     parts = Parts(
         config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=engine, learner=None, costs=COSTS
@@ -250,3 +250,36 @@ def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled()
     tokens = torch.tensor(4 * (2 * [1.0] + 3 * LENGTH * [0.0]), dtype=torch.float64)
     wanted = ((1.0 - tokens.mean()) / tokens.std()).item()
     assert batch.scored[0].advantages.tolist() == pytest.approx([wanted] * LENGTH, rel=1e-6)
+
+
+def test_what_could_not_be_judged_is_counted_by_its_cause_and_told():
+    class Failing(Numbered):
+        def scores(self, answers):
+            scores = super().scores(answers)
+            if answers[0].prompt.uid == "1":
+                scores[2], scores[3] = (replace(scores[2], problem=why) for why in ("timeout", "crash"))
+            return [replace(one, problem="timeout") if answers[0].prompt.uid == "3" else one for one in scores]
+
+    sampler, _, told, _ = sampler_of(lambda number: MIXED, task_class=Failing)
+    batch = sampler.next_batch(5)
+    assert value(batch, "reward/judge_timeouts") == 5 / 16 and value(batch, "reward/judge_crashes") == 1 / 16
+    assert len(batch.scored) == 16  # with the reward that it has
+    wanted = [("judge_timeout", "5/1#2"), ("judge_crash", "5/1#3")] + [("judge_timeout", f"5/3#{n}") for n in range(4)]
+    assert told == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
+
+
+def test_a_group_is_judged_at_once_with_what_a_task_needs_to_know():
+    asked = []
+
+    class Asked(Numbered):
+        def scores(self, answers):
+            asked.append(list(answers))
+            return super().scores(answers)
+
+    def cut(rollout):
+        return replace(rollout, finish="length") if rollout.uid.endswith("#1") else rollout
+
+    sampler_of(lambda number: MIXED, change=cut, task_class=Asked)[0].next_batch(1)
+    assert [len(answers) for answers in asked] == [4] * 4
+    assert [answer.finished for answer in asked[0]] == [True, False, True, True]
+    assert {answer.prompt.uid for answer in asked[2]} == {"2"}

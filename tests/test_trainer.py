@@ -19,6 +19,7 @@ from jackpot.models.load import load_tokenizer
 from jackpot.ops.digest import weights_digest
 from jackpot.recipes import load_recipe
 from jackpot.tasks import make_task
+from jackpot.tasks.arithmetic import Arithmetic
 from jackpot.tasks.base import PromptStream, Task
 from jackpot.types import Prompt, Rollout, Score
 from runs import metrics, run, small_config
@@ -162,10 +163,12 @@ def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
 
 
 @pytest.mark.parametrize("where", ["check_top_log_probs", "Trainer", "the second engine"])
-def test_a_launch_that_fails_closes_every_engine_that_it_made(
+def test_a_launch_that_fails_closes_every_engine_that_it_made_and_the_task(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[TransformersEngine] = []
+    closed: list[Task] = []
+    monkeypatch.setattr(Arithmetic, "close", lambda task: closed.append(task))
 
     def fail(*arguments: object) -> None:
         raise EngineError("no more")
@@ -182,6 +185,7 @@ def test_a_launch_that_fails_closes_every_engine_that_it_made(
     with pytest.raises(EngineError, match="no more"):
         run(small_config(), tmp_path)
     assert len(engines) == (1 if where == "the second engine" else 2)
+    assert closed
     for engine in engines:
         with pytest.raises(EngineError, match="closed"):
             engine.submit([])
@@ -193,11 +197,15 @@ def test_a_trainer_closes_everything_though_an_engine_fails_at_it(
     def fail(engine: TransformersEngine) -> None:
         raise EngineError("no events")
 
+    closed: list[Task] = []
+    monkeypatch.setattr(Arithmetic, "close", lambda task: closed.append(task))
     trainer = local.launch(small_config(), tmp_path, lambda line: None)
     engines = {trainer._parts.engine, trainer._parts.policy_engine}
+    closed.clear()  # that of the prompts that the launch looked at
     monkeypatch.setattr(TransformersEngine, "take_events", fail)
     with pytest.raises(EngineError, match="no events"):
         trainer.close()
+    assert closed == [trainer._parts.task]
     for engine in engines:
         with pytest.raises(EngineError, match="closed"):
             engine.submit([])

@@ -27,6 +27,11 @@ class Parts:
     benchmarks: Mapping[str, Task] = field(default_factory=dict)  # what else the policy is measured on: test splits
 
     @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All that somebody has to close."""
+        return (self.task, *self.benchmarks.values())
+
+    @property
     def writer_cost(self) -> ForwardCost:
         """Of the model that writes the rollouts."""
         return self.costs.get("rollout_model", self.costs["policy"])

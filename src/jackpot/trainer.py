@@ -101,7 +101,7 @@ class Trainer:
         """Free the engines and the task and flush what is being written; all of it, whatever fails on the way."""
         with ExitStack() as closing:
             closing.callback(self._folder.close)
-            for task in (self._parts.task, *self._parts.benchmarks.values()):
+            for task in self._parts.tasks:
                 closing.callback(task.close)
             closing.callback(self._parts.policy_engine.close)
             closing.callback(self._parts.engine.close)
@@ -154,8 +154,8 @@ class Trainer:
             )
 
     def _tell_events(self) -> None:
-        """What task and engines have to say goes to events.jsonl, with the setting that the engine is of."""
-        for event in self._parts.task.take_events():
+        """What tasks and engines have to say goes to events.jsonl, with the setting that the engine is of."""
+        for event in (event for task in self._parts.tasks for event in task.take_events()):
             self._folder.event(self.iteration, event)
         for setting, engine in {"engine": self._parts.engine, "evaluation.engine": self._parts.policy_engine}.items():
             for event in engine.take_events():  # of an engine that is both, the second time is none

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
@@ -40,6 +41,20 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     run(config, tmp_path / "stopped", kill_after=2)
     run(config, tmp_path / "stopped")
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", ["policy", "rollout_model"])
+
+
+def test_a_model_is_measured_with_vllm_as_with_transformers(tmp_path: Path) -> None:
+    """The same uniforms: only what lies within rounding of a boundary comes out otherwise."""
+    responses = []
+    for engine, settings in (("transformers", []), ("vllm", ["engine.cache_gib=0.25"])):
+        folder = tmp_path / engine
+        asked = ["--benchmarks", "arithmetic", "--k", "2", "--engine", engine, "--out", folder, "problems=64"]
+        command = [JACKPOT, "eval", "starter:policy", *asked, *settings]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0 and "mean@2" in done.stdout, done.stderr
+        responses.append(pq.read_table(folder / "arithmetic.parquet")["response"].to_pylist())
+    assert sum(one != other for one, other in zip(*responses, strict=True)) <= 1
+    assert len(responses[0]) == 128
 
 
 @pytest.mark.parametrize("arm", ["obrs", "on_policy"])

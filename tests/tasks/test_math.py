@@ -12,7 +12,8 @@ from jackpot.tasks import make_task
 from jackpot.tasks.base import Answer, PromptStream
 from jackpot.tasks.data import DATA_FOLDER
 from jackpot.tasks.math import Math, make_benchmark
-from tasks.texts import SHARED_DATA, needs_data, text_tokenizer, write_problems
+from published import data_folder
+from tasks.texts import text_tokenizer, write_problems
 
 TOKENIZER = text_tokenizer()
 
@@ -128,10 +129,9 @@ def test_a_benchmark_by_name_has_the_tasks_template_and_all_its_problems(tmp_pat
         make_benchmark("aime2024", TOKENIZER, settings)
 
 
-@needs_data
 def test_problems_of_real_sets_are_asked_and_judged(monkeypatch):
     """The published answer is right and another number wrong, in a box and in GSM8K's form."""
-    monkeypatch.setenv(DATA_FOLDER, str(SHARED_DATA))
+    monkeypatch.setenv(DATA_FOLDER, str(data_folder()))
     settings = MathConfig(train=DataConfig(source="gsm8k"), test=DataConfig(source="math500"))
     with closing(Math(TOKENIZER, settings)) as task:
         sets = [("train", task), ("test", task)]

@@ -1,18 +1,11 @@
 """A tokenizer for real text, made in a moment, and problems to write with it."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from jackpot.tasks.data import DATA_FOLDER
-
-SHARED_DATA = Path(os.environ.get(DATA_FOLDER) or Path(__file__).parents[3] / "shared" / "data")
-needs_data = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason=f"no benchmarks in {SHARED_DATA}: set {DATA_FOLDER}")
 
 CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"

@@ -33,6 +33,7 @@ _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+|[A-Z]{2}|[A-Za-z]\([A-Za-z]\))(?:_\{?\w\}?)? ?(?:=|\\in(?![A-Za-z]))")
+_TWO_NUMBERS = re.compile(r"(?<![_^\d.,])\d[\d.,]* \d")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
 
 
@@ -79,7 +80,7 @@ def _as_number(answer: str, number: Quantity, ask: Ask) -> Verdict:
     if not _is_one_expression(answer):
         return False
     body = split_unit(answer, is_reference=False)
-    if body is None or not units_agree(body.unit, number.unit):
+    if body is None or not units_agree(body.unit, number.unit) or r"\infty" in answer:
         return False
     return ask(body.text, _written(number.value))
 
@@ -89,8 +90,10 @@ def _written(value: Fraction) -> str:
 
 
 def _is_one_expression(text: str) -> bool:
-    """Not empty, not words, not several, and no relation."""
-    return bool(text) and _words(text) is None and not _RELATION.search(text) and read_structure(text) is None
+    """Not empty, not words, no relation, not several: `5 6` is no product."""
+    if not text or _words(text) is not None or _RELATION.search(text) or _TWO_NUMBERS.search(text):
+        return False
+    return read_structure(text) is None
 
 
 def _as_structure(answer: str, reference: Structure, ask: Ask) -> Verdict:
@@ -136,6 +139,8 @@ def _as_expression(answer: str, reference: str, ask: Ask) -> Verdict:
     if answer == reference:
         return True
     if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)) or read_structure(answer) is not None:
+        return False
+    if (r"\infty" in answer) != (r"\infty" in reference):
         return False
     mine = split_unit(answer, is_reference=False)
     theirs = split_unit(reference, is_reference=True) or Body(reference, "")

@@ -9,7 +9,7 @@ What is done beside `math_verify.verify`:
 - Two expressions that it calls equal must agree to 30 digits at three points: to it, what differs by less than 1e-15
   does not differ.
 - Two equations that it calls equal must differ by a factor that is the same at three points.
-- Degrees inside an expression are degrees: it drops the sign.
+- Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
 """
 
 import logging
@@ -18,7 +18,7 @@ import re
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from math_verify import verify
 from math_verify.parser import parse_latex_cached
-from sympy import Basic, Eq, Expr, Float, Rational, Symbol
+from sympy import Basic, Eq, Expr, Float, I, Rational, Symbol
 
 logging.getLogger("math_verify").disabled = True
 for name in ("grader", "parser"):
@@ -27,7 +27,8 @@ for name in ("grader", "parser"):
 _STYLE = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
-_DEGREES = re.compile(r"\^\\circ(?![A-Za-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\[a-z]+|[a-z]|\)) ?\^\\circ(?![A-Za-z])")
+_COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile("[A-Za-z]")
 _DIGITS, _CLOSE = 40, Rational(1, 10**30)
 _PRIMES = ((2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37), (41, 43, 47, 53, 59, 61))
 
@@ -38,29 +39,38 @@ def equal_expressions(answer: str, reference: str) -> bool:
     Raises:
         MemoryError: the process has no more.
     """
+    if _letters_differ(answer, reference):
+        return False
     theirs = parse(reference)
     mine = None if theirs is None else parse(answer)
     if mine is None or theirs is None:
         return False
     try:
         equal = verify(theirs, mine, strict=True, timeout_seconds=None, raise_on_error=True)
+        return bool(equal) and _agree(mine, theirs)
     except MemoryError:
         raise
     except Exception:  # whatever sympy cannot do with what a model wrote
         return False
-    return bool(equal) and _agree(mine, theirs)
 
 
 def parse(text: str) -> Basic | None:
     """An expression, equation or inequality with exact numbers; None for what math-verify cannot parse."""
-    text = _DEGREES.sub(r"\\cdot\\frac{\\pi}{180}", text)
+    text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     try:
         parsed = parse_latex_cached(normalize_latex(text, config=_STYLE))
-        return parsed.xreplace({number: Rational(str(number)) for number in parsed.atoms(Float)})
+        exact: dict[Basic, Basic] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
+        return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
     except MemoryError:
         raise
     except Exception:  # of its many kinds none says more
         return None
+
+
+def _letters_differ(one: str, other: str) -> bool:
+    """Whether a letter is a capital on one side and small on the other, or there are other primes."""
+    mine, theirs = (set(_LETTER.findall(_COMMAND.sub(" ", text))) for text in (one, other))
+    return one.count("'") != other.count("'") or bool({letter.swapcase() for letter in mine - theirs} & (theirs - mine))
 
 
 def _agree(one: Basic, other: Basic) -> bool:

@@ -78,5 +78,5 @@ def _after_hashes(text: str, finished: bool) -> str | None:
     end = text.find("\n", last.end())
     if end < 0 and not finished:
         return None
-    line = text[last.end() : end if end >= 0 else len(text)]
+    line = text[last.end() : end if end >= 0 else len(text)].strip()
     return line if len(line) <= LONGEST else None

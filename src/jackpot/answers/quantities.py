@@ -110,6 +110,7 @@ def units_agree(one: str, other: str) -> bool:
 
 _TEXT_UNIT = re.compile(r" ?\\text\{([^{}]*)\}(?:\^\{?(\d)\}?)?$")
 _SIGN_UNIT = re.compile(r" ?(%|\^\\circ|¢|€|£)$")
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # of degrees, not degrees
 _PLAIN_UNIT = re.compile(r"(?<=[\d}.]) ?([A-Za-z]+(?:[. ]{1,2}[A-Za-z]+){0,4}[. ]{0,2})(?:\^\{?(\d)\}?)?$")
 
 
@@ -118,7 +119,7 @@ def split_unit(text: str, is_reference: bool) -> Body | None:
 
     None where words follow that are neither, so that nobody reads them as a product of letters.
     """
-    if match := _SIGN_UNIT.search(text):
+    if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return Body(text[: match.start()], _CANONICAL[match[1]])
     if match := _TEXT_UNIT.search(text):
         unit = _unit(match[1], match[2])

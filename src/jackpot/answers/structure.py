@@ -103,7 +103,7 @@ def _is_separator(token: str) -> bool:
 
 def _both_signs(part: str) -> list[str]:
     r"""`1 \pm x` as `1 + x` and `1 - x`."""
-    if len(_PLUS_MINUS.findall(part)) != 1:
+    if len(_PLUS_MINUS.findall(part)) != 1 or _bracketed(part) is not None:
         return [part]
     return [_PLUS_MINUS.sub("+", part).removeprefix("+"), _PLUS_MINUS.sub("-", part)]
 

@@ -51,6 +51,8 @@ def launch(config: Config, path: Path, listen: Listener) -> Trainer:
         found, corrupt = checkpoints.find()
         state = found.state if found else None
         parts = make_parts(config, found.folder if found else None, state)
+        for task in parts.tasks:
+            undo.callback(task.close)
         undo.callback(parts.policy_engine.close)
         undo.callback(parts.engine.close)
         torch.set_num_threads(folder.start(config, threads(config)))
@@ -73,17 +75,20 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
 
 
 def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> Parts:
-    """Models, task, engines and learner, all with the same weights and version. An error leaves no engine open."""
+    """Models, task, engines and learner, all with the same weights and version. An error leaves nothing open."""
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
     trained = {role: load_trained(config, role, path, device, state is not None) for role, path in paths.items()}
     check_vocabulary(trained, tokenizer)
-    task = make_task(config.task, tokenizer)
-    check_lengths(config, trained, task)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
+        task = make_task(config.task, tokenizer)
+        undo.callback(task.close)
+        check_lengths(config, trained, task)
         judge = task.judge if isinstance(task, Math) else None
         benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), judge)
+        for one in benchmarks.values():
+            undo.callback(one.close)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None

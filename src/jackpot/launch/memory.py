@@ -8,7 +8,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +68,8 @@ class Shape(NamedTuple):
 
 def longest_prompt(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens, among the first prompts of the task."""
-    prompts = PromptStream(make_task(config.task, tokenizer), "train", config.seed).next(PROMPTS_LOOKED_AT)
+    with closing(make_task(config.task, tokenizer)) as task:
+        prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
     return max(len(prompt.token_ids) for prompt in prompts)
 
 

@@ -44,14 +44,14 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
         )
     before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config)
-    task = make_task(config.task, tokenizer)
-    prompts = [task.prompt("test", index) for index in range(problems)]
     settings = TransformersEngineConfig(dtype=config.engine.dtype)  # servers hold one model, and this needs four
-    answers: list[list[Answer]] = [[] for _ in prompts]
-    for role in before:
-        for is_after, path in ((False, before[role]), (True, after[role])):
-            with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
-                result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
-            for row, response, score in zip(answers, result.responses, result.scores, strict=True):
-                row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
+    with closing(make_task(config.task, tokenizer)) as task:
+        prompts = [task.prompt("test", index) for index in range(problems)]
+        answers: list[list[Answer]] = [[] for _ in prompts]
+        for role in before:
+            for is_after, path in ((False, before[role]), (True, after[role])):
+                with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
+                    result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
+                for row, response, score in zip(answers, result.responses, result.scores, strict=True):
+                    row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
     return list(zip(prompts, answers, strict=True))

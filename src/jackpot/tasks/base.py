@@ -59,7 +59,7 @@ class Task(ABC):
         return []
 
     def close(self) -> None:  # noqa: B027 - most tasks hold nothing
-        """Free what judging holds, such as processes; nothing is judged afterwards."""
+        """Free what judging holds, such as processes; nothing is judged afterwards. A second time does nothing."""
 
     def reply(self, prompt: Prompt, response: str) -> str | None:
         """What the tool appends to the decoded response so far, which ends with a token of `turn_ends`; None ends it.

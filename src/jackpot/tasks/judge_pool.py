@@ -55,7 +55,7 @@ class _Place:
 
 
 class JudgePool:
-    """Starts its processes at once; `run` shares jobs among them.
+    """Starts its processes at once, and waits for them where there are functions to import or jobs to do.
 
     Args:
         functions: `package.module:function`, importable from `sys.path` or the current folder.
@@ -75,7 +75,7 @@ class JudgePool:
         for _ in range(workers):
             self._places.append(self._start())
         try:
-            while not all(place.is_ready for place in self._places):
+            while functions and not all(place.is_ready for place in self._places):
                 self._turn([], {}, deque())
         except BaseException:
             self.close()

@@ -1,0 +1,106 @@
+"""How many answers the judge takes in a second of one core: CPU seconds, so that a busy machine does not matter.
+
+    OMP_NUM_THREADS=1 python benchmarks/judging.py --data ../shared/data --repetitions 5
+
+Every second answer is wrong. `plain` are GSM8K's own solutions, judged in this process; `plain, long` the same with the
+answer in a box after 4,000 characters of text; `algebra` are MATH's gold answers e, written as e + 0, of those that are
+neither numbers nor words: judged in one judge process, whose CPU seconds count.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jackpot.answers.compare import compare_plainly
+from jackpot.answers.extract import hashed_answer
+from jackpot.config_tasks import RewardConfig
+from jackpot.tasks.base import Answer
+from jackpot.tasks.judge_pool import Job, JudgePool
+from jackpot.tasks.judging import VERDICT, Judge
+from jackpot.types import Prompt
+
+GROUP = 8  # answers that are judged together, as the sampler does; equal questions among them are asked once
+FILLER = "We add 3 and 4 to get $3 + 4 = 7$, and then {carefully} go on. "
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plain_answers(folder: Path, long: bool) -> list[Answer]:
+    """Solutions of GSM8K; every second one is judged against the answer of the problem after it."""
+    solutions = [row["answer"] for name in ("gsm8k_test", "gsm8k_train") for row in rows(folder / f"{name}.jsonl")]
+    golds = [hashed_answer(solution) or "" for solution in solutions]
+    text = FILLER * (4_000 // len(FILLER))
+    answers = []
+    for number, (solution, gold) in enumerate(zip(solutions, golds, strict=True)):
+        reference = gold if number % 2 else golds[(number + 1) % len(golds)]
+        response = f"{text}\\boxed{{{gold}}}" if long else solution
+        prompt = Prompt(uid=str(number), text="", answer=reference, token_ids=(0,))
+        answers.append(Answer(prompt, response, True))
+    return answers
+
+
+def algebra_jobs(folder: Path) -> list[Job]:
+    golds = [str(row["answer"]) for row in rows(folder / "math500.jsonl")]
+    pairs = [(f"{gold}+{number % 2}", gold) for number, gold in enumerate(golds)]
+    return [
+        Job(VERDICT, {"answer": answer, "reference": gold})
+        for answer, gold in pairs
+        if compare_plainly(answer, gold) is None and compare_plainly(gold, f"{gold}0") is None
+    ]
+
+
+def processor_seconds(process: int) -> float:
+    """Of another process, all threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def told(name: str, count: int, repetitions: int, spend: Callable[[], float]) -> None:
+    rates = [count / spend() for _ in range(repetitions)]
+    low, middle, high = min(rates), statistics.median(rates), max(rates)
+    print(f"| {name} | {count} | {middle:,.0f} ({low:,.0f} to {high:,.0f}) |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--repetitions", type=int, default=5)
+    given = parser.parse_args()
+    judge = Judge([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=5.0)
+    print("| answers | how many | judged in a CPU second, median (smallest to largest) |\n|---|---|---|")
+    for name, long in (("plain", False), ("plain, long", True)):
+        answers = plain_answers(given.data, long)
+
+        def spend(answers: list[Answer] = answers) -> float:
+            start = time.process_time()
+            scores = [
+                score
+                for first in range(0, len(answers), GROUP)
+                for score in judge.scores(answers[first : first + GROUP])
+            ]
+            spent = time.process_time() - start
+            assert 0.5 <= sum(score.correct for score in scores) / len(scores) < 0.6
+            return spent
+
+        told(name, len(answers), given.repetitions, spend)
+    judge.close()
+    jobs = algebra_jobs(given.data)
+    pool = JudgePool([], workers=1, seconds=20.0)
+
+    def spend_there() -> float:
+        start = processor_seconds(pool.process_ids[0])
+        pool.run(jobs)
+        return processor_seconds(pool.process_ids[0]) - start
+
+    told("algebra", len(jobs), given.repetitions, spend_there)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()
