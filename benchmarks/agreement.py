@@ -1,22 +1,23 @@
 r"""How the judge agrees with the gold answers of the published sets: the tables of docs/rewards.md, printed.
 
-    python benchmarks/agreement.py --data ../shared/data > agreement.md
+    python benchmarks/agreement.py --data ../shared/data          what the judge says
+    python benchmarks/agreement.py --data ../shared/data --alone  what math-verify alone says of the same
 
-Every gold answer is judged against itself as the file has it, against an equal answer in another form, and against near
-misses. `tests/answers/test_agreement.py` holds the page to what this prints. The judge works as in training, in
-processes. Beside it math-verify alone, as its README calls it, with the answer between dollar signs.
+Every gold answer that is not a number, and 300 that are, is judged against itself, against an equal answer in another
+form and against near misses, as in training: plainly or in processes. `tests/answers/test_agreement.py` holds the page
+to what the first command prints, and judges all gold answers against themselves.
 """
 
 import argparse
 import json
 import re
 import sys
-import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jackpot.answers.compare import compare_plainly
+from jackpot.answers.compare import compare, compare_plainly
 from jackpot.answers.extract import hashed_answer
 from jackpot.answers.latex import clean
 from jackpot.answers.quantities import read_quantity
@@ -25,15 +26,24 @@ from jackpot.tasks.judge_pool import Job, JudgePool
 from jackpot.tasks.judging import VERDICT
 
 SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
-MOST_NUMBERS = 300  # gold answers that are numbers; of all others each is taken
-ALONE = "agreement_alone:verdict"
-UNITS = {r"\text{ cm}": r"\text{ m}", "%": r"\text{ dollars}", r"^\circ": r"\text{ hours}"}
+ALONE, PARSES = "agreement_alone:verdict", "agreement_alone:parses"
+MOST_NUMBERS = 300
+SECONDS = 20.0  # for one verdict: MATH's longest matrices take a few
+EQUAL = ("itself", "in another form")
+UNITS = {
+    r"\text{cm}": r"\text{m}",
+    "%": r"\text{ dollars}",
+    r"^\circ": r"\text{ hours}",
+    r"\text{feet}": r"\text{ inches}",
+}
+_RELATION = re.compile(r"[=<>:]|\\(?:le|ge|in|approx)(?![a-z])")
+_NO_ALGEBRA = re.compile(r"\\(?:text|circ|triangle)(?![a-z])|%|_|(?<![\\A-Za-z])[A-Za-z]{3}")
 
 
 class Case(NamedTuple):
     """An answer to judge against a gold answer."""
 
-    kind: str  # itself, rewritten, or the near miss
+    kind: str
     answer: str
     gold: str
 
@@ -45,57 +55,67 @@ def golds(folder: Path, name: str) -> list[str]:
     return [str(answer) for answer in answers if answer not in (None, "")]
 
 
+def chosen(folder: Path) -> list[str]:
+    """Each gold answer once, and of those that are numbers the first `MOST_NUMBERS`."""
+    unique = list(dict.fromkeys(gold for name in SETS for gold in golds(folder, name)))
+    numbers = {gold for gold in unique if read_quantity(clean(gold), is_reference=True) is not None}
+    few = [gold for gold in unique if gold in numbers][:MOST_NUMBERS]
+    return few + [gold for gold in unique if gold not in numbers]
+
+
 def cases(gold: str) -> Iterator[Case]:
-    """Itself, an equal answer and wrong ones."""
-    yield Case("itself", gold, gold)
-    if rewritten := doubled(clean(gold)):
-        yield Case("rewritten", rewritten, gold)
-    for kind, answer in near_misses(clean(gold)):
+    """Itself, an equal answer if it has a form for that, and wrong ones."""
+    text = clean(gold)
+    yield Case(EQUAL[0], gold, gold)
+    if (other := doubled(text)) is not None:
+        yield Case(EQUAL[1], other, gold)
+    for kind, answer in near_misses(text):
         yield Case(kind, answer, gold)
 
 
 def doubled(text: str) -> str | None:
-    r"""Every number or expression e of an answer as \frac{2(e)}{2}; None for words and what has no such form."""
+    r"""Every number or expression e of an answer as \frac{2(e)}{2}; None for words, relations and what has a unit."""
+    number = read_quantity(text, is_reference=True)
+    if number is not None:
+        return rf"\frac{{{2 * number.value.numerator}}}{{{2 * number.value.denominator}}}"
     structure = read_structure(text)
     if structure is not None:
         members = [doubled(member) for member in structure.members]
         return None if None in members else joined(structure, members)
-    number = read_quantity(text, is_reference=True)
-    if number is not None:
-        return rf"\frac{{{2 * number.value.numerator}}}{{{2 * number.value.denominator}}}"
     if r"\infty" in text:
         return text
-    if r"\text" in text or re.search(
-        "[=<>_:%]|\\\\(le|ge|in|circ|approx|triangle)|[A-Za-z]{3}", re.sub(r"\\[a-z]+", "", text)
-    ):
+    if _RELATION.search(text) or _NO_ALGEBRA.search(text) or re.fullmatch("[A-Za-z]*", text):
         return None
-    return rf"\frac{{2({text})}}{{2}}" if re.search(r"\d|\\", text) else None
+    return rf"\frac{{2({text})}}{{2}}"
 
 
 def near_misses(text: str) -> Iterator[tuple[str, str]]:
-    """Wrong answers that look like the right one."""
+    """Wrong answers that look like the right one, with what was done to it."""
+    yield from (("another unit", text.removesuffix(one) + other) for one, other in UNITS.items() if text.endswith(one))
     structure, number = read_structure(text), read_quantity(text, is_reference=True)
     if number is not None:
         value = number.value
         yield "one more", str(value + 1)
+        yield "two answers", rf"{value} \text{{ or }} {value + 1}"
         if value:
-            yield "other sign", str(-value)
+            yield "another sign", str(-value)
             yield "ten times", str(value * 10)
         if abs(value) not in (0, 1):
             yield "upside down", str(1 / value)
-        yield "two answers", f"{value} \\text{{ or }} {value + 1}"
-        yield from (("other unit", text.replace(unit, other)) for unit, other in UNITS.items() if text.endswith(unit))
         return
     if structure is not None:
         yield from near_structures(structure)
-    elif re.search(r"[=<>_:]|\\(le|ge|in|circ|approx)(?![a-z])", text) is None and re.search(r"\d|\\(?!text)", text):
+    elif not _RELATION.search(text) and not _NO_ALGEBRA.search(text) and re.search(r"\d|\\", text):
         yield "one more", f"{text}+1"
-        yield "other sign", f"-({text})"
+        yield "another sign", f"-({text})"
+    if name := re.match(r"[a-z] ?=", text):
+        yield "another name", chr((ord(text[0]) - 96) % 26 + 97) + text[1:]
+    if based := re.fullmatch(r"(.*_\{?)(\d+)(\}?)", text):
+        yield "another base", f"{based[1]}{int(based[2]) + 1}{based[3]}"
     if digit := re.search(r"\d", text):
-        changed = str((int(digit.group()) + 1) % 10)
-        yield "another digit", text[: digit.start()] + changed + text[digit.end() :]
-    elif letters := re.search(r"(?<![\\A-Za-z])[A-Za-z]+(?!\{)", text.replace(r"\text{", "{")):
-        yield "another word", letters.group()[:-1] + chr((ord(letters.group()[-1].lower()) - 96) % 26 + 97)
+        yield "another digit", text[: digit.start()] + str((int(digit[0]) + 1) % 10) + text[digit.end() :]
+    elif name is None and (letters := re.search(r"(?<![\\A-Za-z])[A-Za-z]+(?!\{)", text.replace(r"\text{", "{"))):
+        yield "another word", letters[0][:-1] + chr((ord(letters[0][-1].lower()) - 96) % 26 + 97)
 
 
 def near_structures(structure: Structure) -> Iterator[tuple[str, str]]:
@@ -107,10 +127,10 @@ def near_structures(structure: Structure) -> Iterator[tuple[str, str]]:
         other = {"()": "[]", "[]": "()", "[)": "(]", "(]": "[)"}[structure.kind]
         yield "other brackets", joined(structure._replace(kind=other), members)
     if structure.kind in ("list", "set", "union"):
-        yield "one twice", joined(structure, [*members[:-1], members[0], members[0]])
+        yield "one twice", joined(structure, [*members, members[0]])
 
 
-def joined(structure: Structure, members: list[str]) -> str:
+def joined(structure: Structure, members: Sequence[str]) -> str:
     """The structure with these members in place of its own."""
     kind = structure.kind
     if kind.startswith("matrix"):
@@ -119,43 +139,78 @@ def joined(structure: Structure, members: list[str]) -> str:
         return r"\begin{pmatrix}" + r" \\ ".join(rows) + r"\end{pmatrix}"
     if kind in ("union", "list", "ratio"):
         return {"union": r" \cup ", "list": ", ", "ratio": ":"}[kind].join(members)
-    opening, closing = {"set": (r"\{", r"\}")}.get(kind, (kind[0], kind[-1]))
+    opening, closing = (r"\{", r"\}") if kind == "set" else (kind[0], kind[-1])
     return opening + ", ".join(members) + closing
 
 
-def verdicts(wanted: list[Case], workers: int) -> tuple[list[bool | None], list[bool | None]]:
-    """Ours and math-verify's alone; None where the time was up or the process ended."""
-    sys.path.append(str(Path(__file__).parent))
-    pool = JudgePool([ALONE], workers=workers, seconds=20.0)
-    ours = [compare_plainly(case.answer, case.gold) for case in wanted]
-    asked = [number for number, verdict in enumerate(ours) if verdict is None]
+def verdicts(pool: JudgePool, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
+    """The judge's, or math-verify's; None where the time was up or the process ended."""
+    found = [None if alone else compare_plainly(case.answer, case.gold) for case in wanted]
+    asked = [number for number, verdict in enumerate(found) if verdict is None]
     print(f"{len(wanted)} cases, {len(asked)} of them for the processes", file=sys.stderr)
-    for function, numbers, results in (
-        (VERDICT, asked, ours),
-        (ALONE, range(len(wanted)), theirs := [None] * len(wanted)),
-    ):
-        jobs = [
-            Job(function, {"answer": wanted[number].answer, "reference": wanted[number].gold}) for number in numbers
-        ]
-        start = time.perf_counter()
-        for number, outcome in zip(numbers, pool.run(jobs), strict=True):
-            results[number] = None if outcome.problem else outcome.value == 1.0
-        print(f"{function}: {len(jobs)} in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    pool.close()
-    return ours, theirs
+    jobs = [
+        Job(ALONE if alone else VERDICT, {"answer": wanted[number].answer, "reference": wanted[number].gold})
+        for number in asked
+    ]
+    for number, outcome in zip(asked, pool.run(jobs), strict=True):
+        found[number] = None if outcome.problem else outcome.value == 1.0
+    return found
+
+
+def table(wanted: Sequence[Case], found: Sequence[bool | None]) -> list[str]:
+    """How many of each kind were judged as they should be, and each that was not."""
+    count, right, others = Counter(), Counter(), []
+    for case, verdict in zip(wanted, found, strict=True):
+        count[case.kind] += 1
+        right[case.kind] += verdict is (case.kind in EQUAL)
+        if verdict is not (case.kind in EQUAL):
+            said = {True: "right", False: "wrong", None: "no verdict"}[verdict]
+            others.append(f"| `{case.gold}` | {case.kind} | `{case.answer}` | {said} |")
+    lines = ["| answer | should be | how many | are |", "|---|---|---|---|"]
+    lines += [
+        f"| {kind} | {'right' if kind in EQUAL else 'wrong'} | {n} | {right[kind]} |" for kind, n in count.items()
+    ]
+    head = (
+        ["", "| gold answer | case | answer | judged |", "|---|---|---|---|"]
+        if others
+        else ["", "Judged otherwise: none."]
+    )
+    return lines + head + [line.replace("||", r"\|\|") for line in others]
+
+
+def unparsable(pool: JudgePool, unique: Sequence[str], wanted: Sequence[Case]) -> list[str]:
+    """Gold answers with a part that is left to math-verify and that it cannot parse."""
+    parts: dict[str, str] = {}
+    for case in wanted:
+        compare(
+            case.answer, case.gold, lambda answer, reference, gold=case.gold: parts.setdefault(reference, gold) and None
+        )
+    outcomes = pool.run([Job(PARSES, {"text": part}) for part in parts])
+    bad = {gold for (_, gold), outcome in zip(parts.items(), outcomes, strict=True) if outcome.value != 1.0}
+    return [gold for gold in unique if gold in bad]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--dump", type=Path, default=Path("/tmp/agreement.json"))
+    parser.add_argument("--alone", action="store_true")
     given = parser.parse_args()
-    unique = {gold: None for name in SETS for gold in golds(given.data, name)}
-    numbers = [gold for gold in unique if read_quantity(clean(gold), is_reference=True)]
-    wanted = [case for gold in unique if gold not in numbers[MOST_NUMBERS:] for case in cases(gold)]
-    ours, theirs = verdicts(wanted, given.workers)
-    given.dump.write_text(json.dumps([[*case, a, b] for case, a, b in zip(wanted, ours, theirs, strict=True)]))
+    print("\n".join(report(given.data, given.workers, given.alone)))
+
+
+def report(folder: Path, workers: int, alone: bool = False) -> list[str]:
+    """The lines of the page."""
+    sys.path.append(str(Path(__file__).parent))  # where the processes find math-verify alone
+    unique = chosen(folder)
+    wanted = [case for gold in unique for case in cases(gold)]
+    pool = JudgePool([ALONE, PARSES], workers=workers, seconds=SECONDS)
+    lines = table(wanted, verdicts(pool, wanted, alone))
+    if not alone:
+        listed = ", ".join(f"`{gold}`" for gold in unparsable(pool, unique, wanted))
+        lines += ["", f"Left to math-verify, which cannot parse them: {listed or 'none'}."]
+    pool.close()
+    return lines
 
 
 if __name__ == "__main__":

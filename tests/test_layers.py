@@ -171,3 +171,11 @@ def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+def test_answers_are_judged_without_torch_and_the_package_has_its_names_all_the_same():
+    program = "import sys, jackpot, jackpot.answers.worker\nassert 'torch' not in sys.modules\n"
+    program += "for name in jackpot.__all__:\n    assert getattr(jackpot, name) is not None\n"
+    program += "assert 'torch' in sys.modules\njackpot.nothing"
+    done = run(program)
+    assert "AttributeError: module 'jackpot' has no attribute 'nothing'" in done.stderr, done.stderr

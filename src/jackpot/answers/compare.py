@@ -142,6 +142,8 @@ def _as_expression(answer: str, reference: str, ask: Ask) -> Verdict:
         return False
     if (r"\infty" in answer) != (r"\infty" in reference):
         return False
+    if _RELATION.search(reference):
+        return ask(answer, reference)
     mine = split_unit(answer, is_reference=False)
     theirs = split_unit(reference, is_reference=True) or Body(reference, "")
     if mine is None or not mine.text or _words(mine.text) is not None or not units_agree(mine.unit, theirs.unit):

@@ -8,7 +8,7 @@ What is done beside `math_verify.verify`:
 - Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
 - Two expressions that it calls equal must agree to 30 digits at three points: to it, what differs by less than 1e-15
   does not differ.
-- Two equations that it calls equal must differ by a factor that is the same at three points.
+- Two equations that it calls equal must differ by a factor that is the same at three points, and have an unknown.
 - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
 """
 
@@ -77,7 +77,9 @@ def _agree(one: Basic, other: Basic) -> bool:
     """A second opinion; what cannot be evaluated, such as an inequality, is as math-verify says."""
     if isinstance(one, Eq) and isinstance(other, Eq):
         pairs = _values(one.lhs - one.rhs, other.lhs - other.rhs)
-        return all(_close(a * pairs[0][1], b * pairs[0][0]) for a, b in pairs)
+        return bool(one.free_symbols) and all(
+            a != 0 and b != 0 and _close(a * pairs[0][1], b * pairs[0][0]) for a, b in pairs
+        )
     if isinstance(one, Expr) and isinstance(other, Expr):
         return all(_close(a, b) for a, b in _values(one, other))
     return True

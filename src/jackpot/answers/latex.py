@@ -56,6 +56,7 @@ _REWRITES = [
 _SPACES = re.compile(r"\s+")
 _NEEDLESS = re.compile(r"(?<=[^A-Za-z0-9,;]) | (?![A-Za-z0-9])(?<=[A-Za-z0-9] )")
 _COMMAND = re.compile(r"\\(frac|sqrt)(?![A-Za-z])\s*(?=[^\s{\[])")  # without a brace after it
+_LOOSE = re.compile(r"(\\(?:frac|sqrt)) +(?=[{\[])|(?<=\}) +(?=\{)")
 _HALF_DONE = re.compile(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])")
 _TOKEN = r"\\[A-Za-z]+|[^{}]"
 
@@ -84,7 +85,7 @@ def _outside_dollars(text: str) -> str:
 
 def _with_braces(text: str) -> str:
     r"""`\frac12`, `\frac{1}b` and `\sqrt3` with the braces that they stand for."""
-    text = _COMMAND.sub(r"\\\1\0", text)  # NUL: here one token is an argument
+    text = _COMMAND.sub(r"\\\1\0", _LOOSE.sub(r"\1", text))  # NUL: here one token is an argument
     text = re.sub(rf"\0({_TOKEN})", r"{\1}", text)
     text = _HALF_DONE.sub(r"\1\0", text)
     return re.sub(rf"\0({_TOKEN})", r"{\1}", text).replace("\0", "")
