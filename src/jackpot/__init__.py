@@ -49,11 +49,13 @@ _HOMES = {
     "Sampling": "jackpot.types",
     "Version": "jackpot.types",
     "make_correction": _CORRECTIONS,
-    "obrs": "jackpot.ops",
 }
+_MODULES = {"obrs": "jackpot.ops.obrs"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'jackpot' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)
