@@ -20,7 +20,7 @@ _SECONDS = 5.0  # between two lines where there is no terminal
 
 @contextmanager
 def evaluation_progress(console: Console) -> Iterator[Listener]:
-    """A listener that shows answers, how many are right and the time left: a bar for each set in a terminal, else plain
+    """A listener that shows answers, tokens a second and the time left: a bar for each set in a terminal, else plain
     lines."""
     if not console.is_terminal:
         yield _PlainProgress(console)
@@ -57,7 +57,8 @@ class _PlainProgress:
 
 
 def _so_far(progress: Progress) -> str:
-    return f"{progress.correct / progress.fresh:.1%} right so far, {progress.tokens / progress.fresh:,.0f} tokens each"
+    """How fast; not how many are right: the answers that end first are the short ones."""
+    return f"{progress.tokens / progress.seconds:,.0f} tokens/s"
 
 
 def show_evaluation(console: Console, results: Sequence[Result], folder: Path) -> None:
@@ -85,7 +86,7 @@ def show_evaluation(console: Console, results: Sequence[Result], folder: Path) -
 
 def _percent(estimate: Estimate) -> str:
     """The value, and its interval if it has one."""
-    interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
+    interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
     return f"{100 * estimate.value:.1f}{interval}"
 
 

@@ -119,6 +119,42 @@ def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) 
         assert all(stopped[name].equal(whole[name]) for name in whole)
 
 
+def test_eval_measures_a_model_and_says_when_it_is_done(tmp_path: Path) -> None:
+    command = ("eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "4", "problems=16", "threads=1")
+    result = jackpot(*command, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for text in ("4 sampled answers", "arithmetic", "16", "mean@4", "pass@4", "pass@2", "truncated", "64/64 answers"):
+        assert text in result.stdout
+    folder = tmp_path / "runs" / "eval-starter-policy"
+    assert {path.name for path in folder.iterdir()} == {".lock", "arithmetic.parquet", "config.yaml", "summary.json"}
+    told = json.loads((folder / "summary.json").read_text())["benchmarks"]["arithmetic"]
+    assert f"{100 * told['mean_at_k']['value']:.1f} (" in result.stdout
+    assert f"{100 * told['pass_at_k']['4']['value']:.1f} (" in result.stdout
+    again = jackpot(*command, cwd=tmp_path)
+    assert again.returncode == 0 and "finished before; nothing was asked" in again.stdout
+    other = jackpot(*command, "seed=1", cwd=tmp_path)
+    assert other.returncode == 2 and "seed: 0 in the folder, 1 now" in other.stderr and "Traceback" not in other.stderr
+
+
+def test_ctrl_c_in_eval_says_how_to_go_on(tmp_path: Path) -> None:
+    command = [JACKPOT, "eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "64", "threads=1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    lines, deadline = tmp_path / "runs" / "eval-starter-policy" / "arithmetic.jsonl", time.monotonic() + 200
+    while not lines.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 130 and "the same command goes on from here" in output
+    assert lines.read_text().endswith("\n")
+
+
+def test_eval_of_an_unknown_benchmark_lists_those_that_exist(tmp_path: Path) -> None:
+    result = jackpot("eval", "starter:policy", "--benchmarks", "arithmetic,gsm8", cwd=tmp_path)
+    assert result.returncode == 2 and "did you mean 'gsm8k'" in result.stderr and "math500" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def _bad_model(folder: Path, vocab_size: int = 32) -> str:
     save_tiny_model(folder, seed=0, vocab_size=vocab_size)
     load_tokenizer("starter:policy").save_pretrained(folder)

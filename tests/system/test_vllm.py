@@ -44,17 +44,18 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
 
 
 def test_a_model_is_measured_with_vllm_as_with_transformers(tmp_path: Path) -> None:
-    """The same uniforms: only what lies within rounding of a boundary comes out otherwise."""
-    responses = []
+    """The engines draw other answers; how often they are right differs by chance alone."""
+    right = []
     for engine, settings in (("transformers", []), ("vllm", ["engine.cache_gib=0.25"])):
         folder = tmp_path / engine
-        asked = ["--benchmarks", "arithmetic", "--k", "2", "--engine", engine, "--out", folder, "problems=64"]
+        asked = ["--benchmarks", "arithmetic", "--k", "4", "--engine", engine, "--out", folder, "problems=64"]
         command = [JACKPOT, "eval", "starter:policy", *asked, *settings]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0 and "mean@2" in done.stdout, done.stderr
-        responses.append(pq.read_table(folder / "arithmetic.parquet")["response"].to_pylist())
-    assert sum(one != other for one, other in zip(*responses, strict=True)) <= 1
-    assert len(responses[0]) == 128
+        assert done.returncode == 0 and "mean@4" in done.stdout, done.stderr
+        table = pq.read_table(folder / "arithmetic.parquet").to_pydict()
+        assert table["sample"] == [0, 1, 2, 3] * 64 and set(table["finish"]) == {"stop"}
+        right.append(sum(table["correct"]) / 256)
+    assert abs(right[0] - right[1]) < 4 * (2 * 0.25 / 256) ** 0.5
 
 
 @pytest.mark.parametrize("arm", ["obrs", "on_policy"])

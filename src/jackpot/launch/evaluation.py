@@ -10,6 +10,7 @@ The same command goes on where it was. What decides the answers may not change m
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -54,8 +55,8 @@ class Progress:
     done: int  # answers, those of earlier starts too
     total: int
     fresh: int  # answers of this start
-    correct: int  # of the fresh ones
     tokens: int  # of the fresh ones
+    seconds: float  # that these took
 
 
 Listener = Callable[[Progress], None]
@@ -183,7 +184,7 @@ def _ask(
 ) -> None:
     """Every answer that is not in the file yet."""
     under_way: dict[str, tuple[int, int]] = {}  # by the uid of its request, problem number and sample
-    done, fresh, correct, tokens = file.done, 0, 0, 0
+    done, fresh, tokens, began = file.done, 0, 0, time.monotonic()
 
     def requests() -> Iterator[Request]:
         prompt: tuple[int, Prompt] | None = None
@@ -198,11 +199,16 @@ def _ask(
     for ended in answer(engine, one.task, tokenizer, requests(), config.engine.max_batch_size * servers):
         file.add((*under_way.pop(item.rollout.uid), item) for item in ended)
         fresh += len(ended)
-        correct += sum(item.score.correct for item in ended)
         tokens += sum(len(item.rollout.token_ids) for item in ended)
-        total = one.size * config.k
         listen(
-            Progress(benchmark=one.name, done=done + fresh, total=total, fresh=fresh, correct=correct, tokens=tokens)
+            Progress(
+                benchmark=one.name,
+                done=done + fresh,
+                total=one.size * config.k,
+                fresh=fresh,
+                tokens=tokens,
+                seconds=time.monotonic() - began,
+            )
         )
         for event in engine.take_events():
             _log.warning(": ".join(map(str, event.values())))
