@@ -46,9 +46,10 @@ def says(problem: str, response: str, answer: str, finished: bool) -> float:
     return 1.0
 
 
-def held(**_: object) -> float:
-    """How many blocks this process still holds from earlier calls."""
-    return float(len(KEPT))
+def waits(*, response: str, **_: object) -> float:
+    """As many seconds as the response says, which it returns."""
+    time.sleep(float(response))
+    return float(response)
 
 
 def process(**_: object) -> float:

@@ -1,6 +1,8 @@
 """What is shipped and written down is complete."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -46,3 +48,9 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     written = {ENDINGS.sub("", name) for name in from_run}
     elsewhere = ("seconds/", "cpu_seconds/", "eval/", "checkpoint/", "events/")
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()
+
+
+@pytest.mark.parametrize("name", jackpot.__all__)
+def test_every_public_name_is_there_in_a_fresh_process(name):
+    done = subprocess.run([sys.executable, "-c", f"from jackpot import {name}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

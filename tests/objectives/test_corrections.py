@@ -346,7 +346,9 @@ def test_an_unknown_correction_lists_the_known_ones():
     assert {name for name, _ in EVERY} | {"ppo_is", "tis_adjusted"} == CORRECTIONS.keys()
 
 
-@pytest.mark.parametrize(("field", "valid"), [("mask", "expected, sampled"), ("totals", "auto, none, prepass, previous")])
+@pytest.mark.parametrize(
+    ("field", "valid"), [("mask", "expected, sampled"), ("totals", "auto, none, prepass, previous")]
+)
 def test_an_unknown_mode_lists_the_known_ones(field, valid):
     with pytest.raises(ConfigError, match=f"'nonsense'.*{valid}"):
         make_correction("obrs", **OBRS | {field: "nonsense"})

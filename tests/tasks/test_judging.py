@@ -209,6 +209,12 @@ def test_a_judge_without_processes_is_refused():
         judge_of("correct", workers=0)
 
 
+def test_the_order_of_rewards_is_that_of_answers_though_a_later_one_ends_first():
+    seconds = [0.5, 0.01, 0.02, 0.03, 0.04]
+    with closing(judge_of("reward_functions:waits", workers=2)) as one:
+        assert [score.reward for score in one.scores([answer(str(wait)) for wait in seconds])] == seconds
+
+
 def test_several_processes_share_the_load():
     with closing(judge_of("reward_functions:process", workers=2)) as one:
         wait_until(lambda: len({score.reward for score in one.scores([answer("")] * 20)}) == 2)
