@@ -1,5 +1,6 @@
 """The judge in its processes: rewards, limits, and what a hostile answer or a bad reward function costs."""
 
+import math
 import os
 import signal
 import subprocess
@@ -165,6 +166,16 @@ def test_a_process_that_ended_between_two_calls_is_replaced_and_nobody_pays():
         assert one.scores([answer(FINE)])[0].correct
         os.kill(one._pool.process_ids[0], signal.SIGKILL)
         assert one.scores([answer(FINE), answer(WRONG)]) == [score(1.0, True), score(0.0, False)]
+
+
+def test_a_reward_function_is_given_a_response_of_ten_megabytes():
+    with closing(judge_of("reward_functions:length", seconds=PATIENCE)) as one:
+        assert one.scores([answer("x" * 10_000_000), answer("é")]) == [score(1e7, False), score(1.0, False)]
+
+
+def test_a_limit_of_infinity_is_none():
+    with closing(judge_of("correct", seconds=math.inf)) as one:
+        assert one.scores([answer(FINE)]) == [score(1.0, True)]
 
 
 def test_rewards_are_summed_by_their_weights_and_correct_is_the_verdict_whatever_they_are():

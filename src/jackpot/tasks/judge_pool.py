@@ -26,6 +26,7 @@ _ENTRY = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jackpot.
 START_SECONDS = 120.0  # until a process must be ready
 _LONGEST_LINE = 2**20  # bytes of a result
 _CHUNK = 2**16
+_LONGEST_WAIT = 1e6  # seconds; the operating system takes no endless ones
 
 
 class Job(NamedTuple):
@@ -59,7 +60,7 @@ class JudgePool:
 
     Args:
         functions: `package.module:function`, importable from `sys.path` or the current folder.
-        seconds: for one job.
+        seconds: for one job; infinity is eleven days.
 
     Raises:
         ConfigError: a function that cannot be imported.
@@ -67,8 +68,8 @@ class JudgePool:
     """
 
     def __init__(self, functions: Sequence[str], *, workers: int, seconds: float) -> None:
-        self._seconds = seconds
-        orders = {"functions": list(functions), "seconds": seconds}
+        self._seconds = min(seconds, _LONGEST_WAIT)
+        orders = {"functions": list(functions), "seconds": self._seconds}
         self._orders = json.dumps(orders).encode() + b"\n"
         self._places: list[_Place] = []
         self._end = weakref.finalize(self, _end_all, self._places)
