@@ -141,7 +141,7 @@ def test_the_limit_counts_every_token_and_a_reply_that_leaves_no_room_is_not_wri
 
 def test_evaluation_takes_turns_too():
     prompts = [TOOL.prompt("test", number) for number in range(40)]
-    result = evaluate(starter_engine(), TOOL, TOKENIZER, prompts, Sampling(max_new_tokens=32), seed=0)
+    result = evaluate(starter_engine(), TOOL, TOKENIZER, prompts, Sampling(max_new_tokens=32), seed=0, k=1)
     assert not all(rollout.sampled_mask.all() for rollout in result.rollouts)
     pairs = [match for text in result.responses for match in re.finditer(r"(?:^|[=#])(\d+)\+(\d+)=(\d+)", text)]
     assert pairs and all(int(pair[1]) + int(pair[2]) == int(pair[3]) for pair in pairs)

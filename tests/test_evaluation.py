@@ -375,7 +375,7 @@ def test_answers_come_once_each_with_few_under_way(name: str) -> None:
         assert len(first) == 4 and drawn <= 10
         found = {item.rollout.uid: item for group in [first, *groups] for item in group}
         assert engine.most <= 10 and set(engine.submitted.values()) == {1}
-        expected = evaluate(plain, task, tokenizer, prompts, Sampling(max_new_tokens=24), seed=0)
+        expected = evaluate(plain, task, tokenizer, prompts, Sampling(max_new_tokens=24), seed=0, k=1)
     assert [one.uid for one in expected.rollouts] == [f"eval/{prompt.uid}" for prompt in prompts]
     assert len(found) == 23
     for rollout, response, score in zip(expected.rollouts, expected.responses, expected.scores, strict=True):

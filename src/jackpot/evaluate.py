@@ -108,7 +108,7 @@ def evaluate(
     sampling: Sampling,
     seed: int,
     *,
-    k: int = 1,
+    k: int,
     name: str = OWN,
 ) -> Evaluation:
     """Sample k answers to each prompt as in training. The same seed draws the same uniforms every time, so that two

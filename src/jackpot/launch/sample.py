@@ -51,7 +51,7 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
         for role in before:
             for is_after, path in ((False, before[role]), (True, after[role])):
                 with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
-                    result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed)
+                    result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed, k=1)
                 for row, response, score in zip(answers, result.responses, result.scores, strict=True):
                     row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
     return list(zip(prompts, answers, strict=True))

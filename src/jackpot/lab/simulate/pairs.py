@@ -97,7 +97,7 @@ class Bench:
         """The models in two folders, on what the second one writes."""
         written = self._answers(writer)
         with closing(self._engine(policy)) as engine:
-            alone = evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed)
+            alone = evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
             scores = engine.score(written.rollouts, self._config.sampling.temperature)
         chosen = _first(written.rollouts, MOST_STATES)
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
@@ -108,7 +108,7 @@ class Bench:
 
     def _answers(self, path: str) -> Evaluation:
         with closing(self._engine(path)) as engine:
-            return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed)
+            return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
     def _engine(self, path: str) -> Engine:
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # servers hold one model of their own
