@@ -99,7 +99,6 @@ def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows
 
 def test_answers_do_not_depend_on_how_many_are_asked_at_once_or_on_k(whole, tmp_path: Path) -> None:
     evaluation(tmp_path / "few", {"engine": {"max_batch_size": 5}})
-    assert (tmp_path / "few" / "arithmetic.parquet").read_bytes() != b""
     assert rows(tmp_path / "few") == rows(whole[0])
     evaluation(tmp_path / "one", {"k": 1, "problems": 7})
     assert rows(tmp_path / "one") == [row for row in rows(whole[0]) if row["sample"] == 0][:7]
@@ -187,7 +186,7 @@ def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: 
     with pytest.raises(Killed):
         evaluation(tmp_path, kill_after=30)
     evaluation(tmp_path, {"engine": {"max_batch_size": 7}, "device": "cpu", "math": {"workers": 3}})
-    assert rows(tmp_path) == rows(whole[0])
+    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     [result] = evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
     told = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]
     assert list(told) == ["arithmetic", "tool_arithmetic"]

@@ -135,12 +135,13 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
             if file.done < one.size * config.k:
                 engine = engine or _make_engine(config, path, [one for one, _ in waiting], undo)
                 _ask(engine, tokenizer, one, file, config, listen)
-            file.finish(one.prompt, {"asked": json.dumps(record["asked"])})
+            asked = _decisive(record | {"data": {one.name: record["data"][one.name]}})
+            file.finish(one.prompt, {"asked": json.dumps(asked)})
             _write_summary(folder, record)
         summaries = _write_summary(folder, record)
-    asked = {one.name for one, _ in waiting}
+    new = {one.name for one, _ in waiting}
     return [
-        Result(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in asked)
+        Result(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in new)
         for one, file in zip(sets, files, strict=True)
     ]
 
