@@ -3,8 +3,9 @@
     python mutation_server.py < jobs.json > results.json
 
 A job is {"file", "snippet", "broken", "test"}: in `file`, `snippet` stands exactly once and becomes `broken`, in memory
-only; all items of `test` run. The answer has one entry for each job, {"failed", "text"}, and one more for all tests on
-the code as it is. `failed` is None where the tests could not be run; `text` is the end of what they said.
+only; the items of `test` run until one fails. The answer has one entry for each job, {"failed", "text"}, and one more
+for all items that failed, on the code as it is. `failed` names the item, or is "" where all passed and None where they
+could not be run; `text` is the end of what they said.
 
 A function is broken by giving it the code object compiled from the broken source: whoever imported it has it at once.
 """
@@ -15,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -39,43 +40,54 @@ class Server:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted(f"{session.testsfailed} errors while collecting")
-        self._functions = [thing for thing in gc.get_objects() if isinstance(thing, FunctionType)]
+        self._functions = functions_of(self._sources)
         self._items = session.items
         gc.freeze()  # a child's collector would write to all pages and so copy them
-        self.results = [forked(lambda job=job: self._fails(job)) for job in self._jobs]
-        self.results.append(forked(lambda: run(self._items)))
+        self.results = [forked(lambda job=job: self._failed(job)) for job in self._jobs]
+        noticed = {result["failed"] for result in self.results}
+        self.results.append(forked(lambda: run([item for item in self._items if item.nodeid in noticed])))
         return True
 
-    def _fails(self, job: dict) -> tuple[bool, str]:
+    def _failed(self, job: dict) -> tuple[str, str]:
         """Break the code and run the job's test."""
         name = f"tests/{job['test']}"
         chosen = [item for item in self._items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
         if not chosen:
             raise LookupError(f"{name} names no test")
-        source = self._sources[job["file"]]
-        self._swap(source, source.replace(job["snippet"], job["broken"]))
+        self._swap(job["file"], job["snippet"], job["broken"])
         return run(chosen)
 
-    def _swap(self, source: str, broken: str) -> None:
+    def _swap(self, file: str, snippet: str, broken: str) -> None:
         """Give every function that differs its broken code."""
-        codes = (code_of_functions(compile(text, "module", "exec")) for text in (source, broken))
+        source = self._sources[file]
+        texts = (source, source.replace(snippet, broken))
+        codes = (code_of_functions(compile(text, "module", "exec")) for text in texts)
         changed = {old: new for old, new in zip(*codes, strict=True) if old != new}
-        swapped = [function for function in self._functions if function.__code__ in changed]
+        swapped = [function for function in self._functions[file] if function.__code__ in changed]
         if not swapped:
             raise LookupError("no function that was imported has this code")
         for function in swapped:
             function.__code__ = changed[function.__code__]
 
 
-def run(items: list[pytest.Item]) -> tuple[bool, str]:
-    """Run until one fails."""
+def run(items: list[pytest.Item]) -> tuple[str, str]:
+    """Run until one fails; its name, "" if all passed."""
     for item, following in zip(items, [*items[1:], None], strict=True):
         for report in runtestprotocol(item, log=False, nextitem=following):
             if report.failed and report.when != "call":
                 raise RuntimeError(report.longreprtext)
             if report.failed:
-                return True, f"{item.nodeid}\n{report.longreprtext}"
-    return False, f"{len(items)} passed"
+                return item.nodeid, report.longreprtext
+    return "", f"{len(items)} passed"
+
+
+def functions_of(files: Iterable[str]) -> dict[str, list[FunctionType]]:
+    """All that were imported from each file. A child that looked through the others too would copy their memory."""
+    found: dict[str, list[FunctionType]] = {file: [] for file in files}
+    for thing in gc.get_objects():
+        if isinstance(thing, FunctionType) and thing.__code__.co_filename in found:
+            found[thing.__code__.co_filename].append(thing)
+    return found
 
 
 def code_of_functions(code: CodeType) -> Iterator[CodeType]:
@@ -86,7 +98,7 @@ def code_of_functions(code: CodeType) -> Iterator[CodeType]:
             yield from [inner] if is_function else code_of_functions(inner)
 
 
-def forked(job: Callable[[], tuple[bool, str]]) -> dict:
+def forked(job: Callable[[], tuple[str, str]]) -> dict:
     """What the job returns in a process of its own."""
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What each rank does in test_ranks.py; a module of its own so that spawned processes can import it."""
+"""What each rank does in test_ranks.py."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ GRADIENT_DESCENT = [
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_take_the_steps_of_one(case: str, tmp_path: Path) -> None:
     config = small_config(*CASES[case], *GRADIENT_DESCENT)
-    mp.spawn(run_rank, args=(config, tmp_path), nprocs=2)
+    mp.start_processes(run_rank, args=(config, tmp_path), nprocs=2, start_method="fork")  # nothing is imported again
     whole = step(config, 0, 1)
     start = make_parts(config, None, None).learner
     before = {f"{role}/{name}": w for role in ("policy", "rollout_model") for name, w in start.weights(role)}

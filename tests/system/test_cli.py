@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from commands import SCREEN, jackpot
 from engines.reference import save_tiny_model
 from jackpot import cli
 from jackpot.models.load import load_model, load_tokenizer
@@ -22,16 +23,12 @@ from runs import SMALL, metrics, run, small_config, weights
 JACKPOT = Path(sys.executable).with_name("jackpot")
 
 
-def jackpot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "160", "NO_COLOR": "1"}
-    return subprocess.run([JACKPOT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished small run in runs/quickstart-seed0, and what the command printed."""
+    """A finished small run in runs/quickstart-seed0, and what the command printed: a process as a user starts it."""
     cwd = tmp_path_factory.mktemp("home")
-    result = jackpot("train", "quickstart", *SMALL, cwd=cwd)
+    command, environment = [JACKPOT, "train", "quickstart", *SMALL], os.environ | SCREEN
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return cwd / "runs" / "quickstart-seed0", result.stdout
 
@@ -96,7 +93,7 @@ def test_the_plan_counts_what_is_trained() -> None:
 
 
 def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) -> None:
-    settings = (*SMALL, "iterations=40", "checkpoint.every=100")
+    settings = (*SMALL, "iterations=40", "evaluation.every=20", "checkpoint.every=100")
     process = subprocess.Popen(
         [JACKPOT, "train", "quickstart", *settings, "--run", "stopped"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
@@ -206,7 +203,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_says_what_was_given_and_what_to_do(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_bad_input_says_what_was_given_and_what_to_do(case: str, tmp_path: Path) -> None:
     folders = {
         "corrupt": lambda: _corrupt(tmp_path / "corrupt"),
         "tokenizer": lambda: _other_tokenizer(tmp_path / "tokenizer"),
@@ -216,13 +213,10 @@ def test_bad_input_says_what_was_given_and_what_to_do(case: str, tmp_path: Path,
     arguments, expected = BAD_INPUT[case]
     made = {name: make() for name, make in folders.items() if any(f"{{{name}}}" in text for text in arguments)}
     arguments = [text.format(**made) for text in arguments]
-    monkeypatch.setattr(sys, "argv", ["jackpot", "train", *arguments, "--run", str(tmp_path / "run"), "threads=1"])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    errors = capsys.readouterr().err
-    assert exit_info.value.code == 2
-    assert all(text in errors for text in expected), errors
-    assert "Traceback" not in errors
+    result = jackpot("train", *arguments, "--run", str(tmp_path / "run"), "threads=1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert all(text in result.stderr for text in expected), result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_the_starters_are_what_the_recipe_loads() -> None:

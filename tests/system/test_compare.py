@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from commands import SCREEN, jackpot
 from jackpot import cli
 from jackpot.errors import CheckpointError, ConfigError
 from jackpot.files import hold_lock
@@ -29,16 +30,16 @@ PATIENCE = 240.0
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     command = [JACKPOT, "compare", "quickstart", *arguments]
-    environment = os.environ | {"COLUMNS": "160", "NO_COLOR": "1"}
+    environment = os.environ | SCREEN
     return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
 def compare(*arguments: str, cwd: Path) -> tuple[int, str, str]:
-    process = start(*arguments, cwd=cwd)
-    output, error = process.communicate(timeout=PATIENCE)
-    return process.returncode, output, error
+    """The runs are processes of their own."""
+    done = jackpot("compare", "quickstart", *arguments, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
 
 
 def lines(run: Path) -> list[dict]:
