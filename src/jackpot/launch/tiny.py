@@ -46,7 +46,7 @@ from jackpot.tasks.made_up import made_up_rows
 ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4
 NEW_TOKENS, TOP_LOG_PROBS = 32, 128  # tokens of a response, and captured for each: the small vocabularies have few more
 PROBLEM_BYTES = 300  # of a problem's text
-SEQUENCES = 16  # of a rollout batch, at least
+SEQUENCES = 32  # of a rollout batch, at least: 8 groups, of which 2 in 10,000 times none has two rewards
 STEP_SEQUENCES = 2  # of an optimizer step, at least
 AROUND_TOKENS = 120  # of a prompt: what a chat template puts around the texts, at most
 SMALL_ENOUGH = 10_000_000  # parameters of a model that stays as it is
@@ -244,7 +244,7 @@ def _write_data(config: Config, folder: Path) -> list[str]:
     said = []
     for number, (file, source) in enumerate(_sources(config).items()):
         path = _data_folder(folder) / file
-        origin = f"the first problems of {source.name}" if source.is_local else "made-up problems"
+        origin = f"{'the first' if source.is_local else 'made up in place of the'} problems of {source.name}"
         if path.exists():
             origin = "as it was"
         else:
