@@ -41,7 +41,16 @@ LAYERS = [
         "sampler",
     },
     {"launch", "adapters", "lab", "report"},
-    {"recipes", "cli", "console", "console_compare", "console_evaluation", "console_recipes", "console_tables"},
+    {
+        "recipes",
+        "cli",
+        "console",
+        "console_compare",
+        "console_evaluation",
+        "console_recipes",
+        "console_tables",
+        "console_tiny",
+    },
 ]
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
@@ -103,7 +112,7 @@ def test_only_the_command_line_imports_launch_and_adapters():
         for unit in units(tree) & {"launch", "adapters"}
         if name.split(".")[0] != unit
     }
-    assert users <= {"cli", "console", "console_compare", "console_evaluation", "lab"}
+    assert users <= {"cli", "console", "console_compare", "console_evaluation", "console_tiny", "lab"}
 
 
 def test_ops_and_objectives_are_pure():

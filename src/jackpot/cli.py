@@ -27,6 +27,7 @@ from jackpot.console_compare import arms_progress
 from jackpot.console_evaluation import evaluation_progress, show_evaluation
 from jackpot.console_recipes import show_recipe, show_recipes
 from jackpot.console_tables import show_files, show_tables
+from jackpot.console_tiny import show_tiny
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
 from jackpot.lab.diagnose import diagnose as diagnosis_of
@@ -40,6 +41,7 @@ from jackpot.launch.local import launch, load_tokenizers, model_paths
 from jackpot.launch.memory import longest_prompt, plan_memory
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
+from jackpot.launch.tiny import tiny_run
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
 from jackpot.recipes import parse_override, recipe_names, resolve, resolve_arms, split_names
 from jackpot.recipes.listing import listed, listed_all
@@ -71,6 +73,14 @@ def train(
     arm: Annotated[str | None, typer.Option(help="One of the recipe's arms.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-seedN.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    tiny: Annotated[
+        bool,
+        typer.Option(
+            "--tiny",
+            help="Try the recipe out anywhere, without hub or GPU: 2 iterations with small random models of the same "
+            "families. What it changes is printed; key=value changes the recipe before that.",
+        ),
+    ] = False,
 ) -> None:
     """Train, or continue the run that is in the folder from its newest checkpoint that is not corrupt.
 
@@ -81,12 +91,24 @@ def train(
     """
     console = Console()
     config = resolve(recipe, arm, overrides or [])
-    folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, arm, f"seed{config.seed}"]))
+    name = "-".join(filter(None, [Path(recipe).stem, arm, "tiny" if tiny else None, f"seed{config.seed}"]))
+    folder = run or Path("runs") / name
+    if tiny:
+        if dry_run:
+            raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
+        with tiny_run(config, folder / "tiny") as small:
+            show_tiny(console, small)
+            _train_and_show(console, small.config, folder)
+        return
     if dry_run:
         sizes, tokenizer = model_sizes(config), load_tokenizers(model_paths(config, None))
         memory = plan_memory(config, sizes, longest_prompt(config, tokenizer))
         show_plan(console, config, sizes, memory, folder)
         return
+    _train_and_show(console, config, folder)
+
+
+def _train_and_show(console: Console, config: Config, folder: Path) -> None:
     finished = _train(console, config, folder)
     show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, finished)
 

@@ -38,6 +38,7 @@ class Source:
     records: Callable[[], Iterator[Record]]
     benchmark: Benchmark  # what is read where the settings leave it open
     settings: DataConfig
+    is_local: bool  # False: on the hub, which is asked when the rows are
 
     def rows(self) -> Iterator[Row]:
         """Every row up to `limit`.
@@ -104,12 +105,12 @@ def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Ben
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
     files = find_files(path, part, split)
-    return Source(name, lambda: read_files(files), benchmark, settings)
+    return Source(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
 def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: DataConfig, instead: str) -> Source:
     subset, streaming = settings.subset or benchmark.subset, settings.streaming
-    return Source(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings)
+    return Source(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False)
 
 
 def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], Row]:
