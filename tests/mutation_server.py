@@ -26,7 +26,7 @@ import torch
 from _pytest.runner import runtestprotocol
 
 TESTS = Path(__file__).resolve().parent
-CPU_SECONDS = 60  # for one job: a mutation may loop for ever
+CPU_SECONDS = 60  # for one test: a mutation may loop for ever
 SECONDS = 600  # or wait for ever; a busy machine is slow
 
 
@@ -44,8 +44,9 @@ class Server:
         self._items = session.items
         gc.freeze()  # a child's collector would write to all pages and so copy them
         self.results = [forked(lambda job=job: self._failed(job)) for job in self._jobs]
-        noticed = {result["failed"] for result in self.results}
-        self.results.append(forked(lambda: run([item for item in self._items if item.nodeid in noticed])))
+        names = {result["failed"] for result in self.results}
+        noticed = [item for item in self._items if item.nodeid in names]
+        self.results.append(forked(lambda: run(noticed), tests=len(noticed)))
         return True
 
     def _failed(self, job: dict) -> tuple[str, str]:
@@ -98,13 +99,14 @@ def code_of_functions(code: CodeType) -> Iterator[CodeType]:
             yield from [inner] if is_function else code_of_functions(inner)
 
 
-def forked(job: Callable[[], tuple[str, str]]) -> dict:
-    """What the job returns in a process of its own."""
+def forked(job: Callable[[], tuple[str, str]], tests: int = 1) -> dict:
+    """What the job returns in a process of its own, which may run so many tests."""
+    cpu_seconds, seconds = CPU_SECONDS * max(1, tests), SECONDS * max(1, tests)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.alarm(seconds)
         try:
             failed, text = job()
         except BaseException as error:
@@ -116,7 +118,7 @@ def forked(job: Callable[[], tuple[str, str]]) -> dict:
     with os.fdopen(reader) as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
-    silent = f"died, or took more than {CPU_SECONDS} seconds of CPU or {SECONDS} in all"
+    silent = f"died, or took more than {cpu_seconds} seconds of CPU or {seconds} in all"
     return json.loads(answer) if answer else {"failed": None, "text": silent}
 
 
@@ -130,7 +132,8 @@ def main() -> None:
     hypothesis.settings.load_profile("mutation")
     server = Server(json.load(sys.stdin))
     names = sorted({f"{TESTS}/{job['test']}" for job in server._jobs})
-    status = pytest.main(["-q", "-p", "no:cacheprovider", *names], plugins=[server])
+    plain = ["--assert=plain", "--tb=native"]  # nobody reads what a broken formula says
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *plain, *names], plugins=[server])
     if not server.results:
         sys.exit(f"pytest ended with {status}")
     json.dump(server.results, answers)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Lin
     with contextlib.closing(launch(config, folder, listen)) as trainer, contextlib.suppress(Killed):
         trainer.train()
     return lines
+
+
+def run_and_copy(config: Config, folder: Path, copy: Path, after: int) -> None:
+    """Train until the end; `copy` is the folder as a kill leaves it once the line of iteration `after` is written."""
+
+    def listen(line: Line) -> None:
+        if line["iteration"] == after:
+            shutil.copytree(folder, copy, symlinks=True)
+
+    with contextlib.closing(launch(config, folder, listen)) as trainer:
+        trainer.train()
 
 
 def weights(folder: Path, role: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jackpot.checkpoint import load_state
 from jackpot.errors import CheckpointError
 from jackpot.launch.local import launch
 from jackpot.models.starters import starter_path
-from runs import assert_same_run, metrics, run, small_config
+from runs import assert_same_run, metrics, run, run_and_copy, small_config
 
 REGIMES = {
     "joint": (),
@@ -34,8 +34,7 @@ REGIMES = {
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
     config = small_config(*REGIMES[regime])
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)  # the checkpoint is that of iteration 2
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)  # the checkpoint is that of iteration 2
     assert metrics(tmp_path / "killed")[-1]["iteration"] == 3
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "reward/me')  # a line cut short
@@ -48,8 +47,7 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("regime", ["joint", "lora"])
 def test_a_run_killed_before_its_first_checkpoint_begins_again(regime: str, tmp_path: Path) -> None:
     config = small_config(*REGIMES[regime])
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=1)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=1)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
 
