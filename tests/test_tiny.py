@@ -168,7 +168,7 @@ def lines_of(made: Tiny, folder: Path) -> list[dict]:
     lines = run(made.config, folder)
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for line in lines[1:]:
-        learned(line, made.config)
+        learned(line)
     return lines
 
 

@@ -1,0 +1,88 @@
+"""`jackpot train --tiny`: what a user types, and what is printed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jackpot import cli
+
+JACKPOT = Path(sys.executable).with_name("jackpot")
+OWN = """
+base: joint_3b
+evaluation: {benchmarks: []}
+policy: {path: meta-llama/Llama-3.1-8B}
+rollout_model: {path: meta-llama/Llama-3.2-1B}
+arms:
+  frozen: {rollout_model: {optimizer: null}}
+"""
+
+
+def jackpot(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key != "JACKPOT_DATA"}
+    kept |= {"COLUMNS": "160", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [JACKPOT, *arguments], cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Somebody's own recipe, and what the command printed."""
+    cwd = tmp_path_factory.mktemp("home")
+    (cwd / "mine.yaml").write_text(OWN)
+    result = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", "threads=1", cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return cwd, result.stdout
+
+
+def row(output: str, key: str) -> list[str]:
+    [line] = [line for line in output.splitlines() if line.startswith(f"│ {key} ")]
+    return [cell.strip() for cell in line.strip("│").split("│")][1:]
+
+
+def test_it_says_what_it_changes_and_what_came_out(trained: tuple[Path, str]) -> None:
+    _, output = trained
+    assert "Its numbers mean nothing" in output
+    assert row(output, "engine") == ["vllm", "transformers"] and row(output, "iterations") == ["218", "2"]
+    folder = "runs/mine-frozen-tiny-seed7"
+    assert row(output, "policy.path") == ["meta-llama/Llama-3.1-8B", f"{folder}/tiny/models/meta-llama--Llama-3.1-8B"]
+    assert "math_train.jsonl: made up in place of the problems of math" in output
+    assert "iteration 2/2" in output and f"Run folder: {folder}" in output
+    assert "objective" not in output.partition("iteration 0/2")[0] and "seed" not in row(output, "policy.path")[0]
+
+
+def test_the_same_command_finds_the_run_and_other_commands_read_it(trained: tuple[Path, str]) -> None:
+    cwd, _ = trained
+    again = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", "threads=1", cwd=cwd)
+    assert again.returncode == 0 and "finished (2 iterations)" in again.stdout, again.stderr
+    run = "runs/mine-frozen-tiny-seed7"
+    answered = jackpot("sample", run, "--problems", "1", cwd=cwd, JACKPOT_DATA=f"{run}/tiny/data")
+    assert answered.returncode == 0 and "before" in answered.stdout, answered.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("google/gemma-2-2b", ["'google/gemma-2-2b' is of no family", "Llama 3", "Qwen/Qwen2.5-3B", "policy.path="]),
+        ("Qwen/Qwen3-4B-Base", ["the tokenizers differ at token '<tool_response>'"]),  # as they would in earnest
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(
+    policy: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["joint_3b", "--tiny", f"policy.path={policy}", "--run", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["jackpot", "train", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    errors = capsys.readouterr().err
+    assert exit_info.value.code == 2 and "Traceback" not in errors
+    assert all(text in errors for text in expected), errors
+
+
+def test_a_run_and_a_plan_at_once_are_refused() -> None:
+    result = CliRunner().invoke(cli.app, ["train", "joint_3b", "--tiny", "--dry-run"])
+    assert result.exit_code == 1 and "give one of them" in str(result.exception)
