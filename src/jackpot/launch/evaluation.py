@@ -43,7 +43,7 @@ from jackpot.types import Prompt, Request, Version
 
 SCHEMA_VERSION = 1
 _HOW = ("model", "benchmarks", "device", "threads", "engine", "math.workers")  # may change on the way
-_KEPT = ("engine.name", "engine.dtype")  # of those, what may not
+_KEPT = ("engine.name", "engine.dtype", "engine.context_length")  # of those, what may not: it cuts or moves answers
 _log = logging.getLogger(__name__)
 
 
@@ -98,11 +98,13 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     if run := run_of(model):
         settings = {
             "sampling": run.sampling.model_dump(exclude={"num_top_log_probs"}),
-            "engine": {"name": "transformers", "dtype": run.engine.dtype},
+            "engine": {"name": "transformers"},
             **sets_of(run.task).model_dump(),
         }
     for change in (*changes, {"model": model}):
         settings = merge(settings, change)
+    if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
+        settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
     if "benchmarks" not in settings:
         raise ConfigError(f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}")
     config = validated(BenchmarksConfig, settings)

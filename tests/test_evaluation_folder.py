@@ -1,0 +1,53 @@
+"""What `jackpot eval` makes of a folder that is already there, and of a run's settings."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jackpot.config_engines import VLLMEngineConfig
+from jackpot.errors import CheckpointError
+from jackpot.launch.evaluation import Result, evaluate_model, evaluation_config
+from runs import run, small_config
+
+SMALL = {"benchmarks": ["arithmetic"], "k": 2, "problems": 4, "threads": 1, "sampling": {"max_new_tokens": 24}}
+
+
+def evaluation(folder: Path, *changes: dict) -> list[Result]:
+    return evaluate_model(evaluation_config("starter:policy", [SMALL, *changes]), folder, lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a whole evaluation; nobody changes it."""
+    folder = tmp_path_factory.mktemp("whole")
+    evaluation(folder)
+    return folder
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
+
+
+def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: Path) -> None:
+    record = yaml.safe_load((finished / "config.yaml").read_text())
+    record["asked"]["engine"] = json.loads(VLLMEngineConfig(context_length=512).model_dump_json())
+    (finished / "config.yaml").write_text(yaml.safe_dump(record))
+    engine = {"engine": {"name": "vllm", "context_length": 512, "memory_share": 0.3}}
+    assert evaluation(finished, engine)[0].was_done
+    with pytest.raises(CheckpointError, match=r"engine\.context_length: 512 in the folder, 64 now"):
+        evaluation(finished, engine, {"engine": {"context_length": 64}})
+
+
+def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+    run(small_config("engine.dtype=bf16", "precision=bf16"), tmp_path, kill_after=0)
+    model, named = str(tmp_path), {"benchmarks": "arithmetic"}
+    for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_batch_size": 3}}]):
+        assert evaluation_config(model, [named, *changes]).engine.dtype == "bf16"
+    told = evaluation_config(model, [named, {"engine": "vllm"}, {"engine": {"dtype": "fp32"}}])
+    assert (told.engine.name, told.engine.dtype) == ("vllm", "fp32")
+    assert evaluation_config("starter:policy", [named, {"engine": "vllm"}]).engine.dtype == "fp32"
