@@ -5,12 +5,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from jackpot.config_engines import VLLMEngineConfig
 from jackpot.errors import CheckpointError
+from jackpot.evaluate import judge
 from jackpot.launch.evaluation import Result, evaluate_model, evaluation_config
+from jackpot.tasks.data import DATA_FOLDER
+from jackpot.tasks.sets import make_sets
+from jackpot.types import Rollout
 from runs import run, small_config
+from tasks.texts import text_tokenizer, write_problems
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 2, "problems": 4, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
@@ -51,3 +57,38 @@ def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise
     told = evaluation_config(model, [named, {"engine": "vllm"}, {"engine": {"dtype": "fp32"}}])
     assert (told.engine.name, told.engine.dtype) == ("vllm", "fp32")
     assert evaluation_config("starter:policy", [named, {"engine": "vllm"}]).engine.dtype == "fp32"
+
+
+def test_a_cut_answer_may_stand_in_a_closed_box_and_one_that_was_given_up_is_wrong(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    write_problems(tmp_path / "aime24.jsonl", [7])
+    rewards = ["correct", {"name": "format", "weight": 0.5}]
+    config = evaluation_config("starter:policy", [{"benchmarks": "aime24", "math": {"rewards": rewards}}])
+    tokenizer = text_tokenizer()
+    task = make_sets(config.benchmarks, tokenizer, config)["aime24"]
+    ended = {"closed": ("\\boxed{7} so", "length"), "open": ("\\boxed{7", "length"), "line": ("#### 7", "length")}
+    ended |= {"given up": ("\\boxed{7} so", "aborted"), "right": ("\\boxed{7}", "stop")}
+    rollouts = []
+    for uid, (text, finish) in ended.items():
+        ids, prompt = torch.tensor(tokenizer.encode(text)), task.prompt("test", 0)
+        rollouts.append(
+            Rollout(
+                uid=uid,
+                prompt=prompt,
+                finish=finish,
+                token_ids=ids,
+                rollout_log_probs=torch.zeros(len(ids)),
+                sampled_mask=torch.ones(len(ids), dtype=torch.bool),
+                top_ids=torch.zeros(len(ids), 0, dtype=torch.int64),
+                top_log_probs=torch.zeros(len(ids), 0),
+                versions=torch.zeros(len(ids), 2, dtype=torch.int64),
+            )
+        )
+    try:
+        responses, scores = judge(rollouts, task, tokenizer)
+    finally:
+        task.close()
+    assert responses == [text for text, _ in ended.values()]
+    found = dict(zip(ended, scores, strict=True))
+    assert {uid for uid, score in found.items() if score.correct} == {"closed", "right"}
+    assert found["given up"].reward == 0.0 and found["right"].reward == 1.5
