@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -92,3 +93,67 @@ def test_a_cut_answer_may_stand_in_a_closed_box_and_one_that_was_given_up_is_wro
     found = dict(zip(ended, scores, strict=True))
     assert {uid for uid, score in found.items() if score.correct} == {"closed", "right"}
     assert found["given up"].reward == 0.0 and found["right"].reward == 1.5
+
+
+@pytest.mark.parametrize("left", ["arithmetic.parquet", "aime24.jsonl"])
+def test_answers_without_a_word_on_what_was_asked_are_not_taken(finished: Path, left: str) -> None:
+    (finished / "config.yaml").unlink()
+    (finished / "arithmetic.parquet").rename(finished / left)
+    before = (finished / left).read_bytes()
+    with pytest.raises(CheckpointError, match=rf"holds answers \({left}\) but no config\.yaml .*--out another folder"):
+        evaluation(finished)
+    assert (finished / left).read_bytes() == before and not (finished / "config.yaml").exists()
+
+
+def test_files_of_somebody_else_are_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text("{}")
+    assert not evaluation(tmp_path)[0].was_done
+
+
+RECORDS = {
+    "no yaml": (b"asked: [1", r"cannot read what was asked in .*config\.yaml"),
+    "no text": (b"\xff\xfe\xff", r"cannot read what was asked in .*config\.yaml"),
+    "a list": (b"[1, 2]", "is not of an evaluation"),
+    "empty": (b"", "is not of an evaluation"),
+    "a part": (b"schema_version: 1\nmodel_digest: x\ndata: {}\n", "is not of an evaluation"),
+    "another shape": (b"schema_version: 1\nmodel_digest: x\nasked: {}\ndata: [1]\n", "is not of an evaluation"),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_broken_record_is_an_error_that_says_what_to_do(record: str, finished: Path) -> None:
+    content, message = RECORDS[record]
+    (finished / "config.yaml").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"(?s){message}.*--out another folder"):
+        evaluation(finished)
+    assert (finished / "config.yaml").read_bytes() == content
+
+
+@pytest.mark.parametrize("kept", [0, 3, 500, -1])
+def test_a_table_that_was_cut_short_is_an_error_that_says_what_to_do(kept: int, finished: Path) -> None:
+    table = finished / "arithmetic.parquet"
+    table.write_bytes(table.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"(?s)cannot read the answers in .*arithmetic\.parquet.*remove it"):
+        evaluation(finished)
+    table.unlink()
+    assert not evaluation(finished)[0].was_done
+
+
+LINE = {"number": 0, "sample": 0, "response": "2#4", "correct": False, "reward": 0.0, "tokens": 4, "finish": "stop"}
+LINE |= {"judge_problem": None}
+DAMAGE = {"number": "0", "sample": True, "response": None, "correct": 1, "reward": float("nan"), "tokens": None}
+DAMAGE |= {"finish": 3, "judge_problem": 0}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_line_that_lacks_a_field_or_has_nonsense_in_it_is_asked_again(name, whole, tmp_path: Path, caplog) -> None:
+    shutil.copy(whole / "config.yaml", tmp_path)
+    lacking = {field: value for field, value in LINE.items() if field != name}
+    lines = (lacking, LINE | {name: DAMAGE[name]}, LINE | {"number": 1})
+    (tmp_path / "arithmetic.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluation(tmp_path)
+    found, expected = (pq.read_table(one / "arithmetic.parquet").to_pylist() for one in (tmp_path, whole))
+    assert found[2]["response"] == "2#4"  # the whole line was taken
+    del found[2], expected[2]
+    assert found == expected
+    assert "2 lines cannot be read" in caplog.text
