@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ SCHEMA = pa.schema(
         "judge_problem": pa.string(),  # timeout or crash; null where the judge came to a verdict
     }
 )
+_FIELDS: dict[str, tuple[type, ...]] = {  # of a line
+    "number": (int,),  # of the problem
+    "sample": (int,),
+    "response": (str,),
+    "correct": (bool,),
+    "reward": (float, int),
+    "tokens": (int,),
+    "finish": (str,),
+    "judge_problem": (str, type(None)),
+}
 _ROWS_AT_ONCE = 1024
 _log = logging.getLogger(__name__)
 
@@ -150,7 +161,12 @@ class AnswerFile:
             yield rows
 
     def _check_table(self) -> None:
-        rows, (problems, k) = pq.read_metadata(self.path).num_rows, self._shape
+        try:
+            rows, (problems, k) = pq.read_metadata(self.path).num_rows, self._shape
+        except (OSError, pa.ArrowException) as error:
+            raise CheckpointError(
+                f"cannot read the answers in {self.path}: {error}. Bring the file back, or remove it to ask them again"
+            ) from error
         if rows != problems * k:
             raise CheckpointError(
                 f"{self.path} has {rows} answers, asked for are {problems} problems x {k}; it was not written by this "
@@ -167,7 +183,7 @@ def read_outcomes(path: Path) -> Outcomes:
     columns = ["correct", "reward", "tokens", "finish", "judge_problem"]
     try:
         table = pq.read_table(path, columns=columns)
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise CheckpointError(f"cannot read the answers in {path}: {error}") from error
     about = table.schema.metadata or {}
     if (version := about.get(b"schema_version", b"none").decode()) != str(SCHEMA_VERSION):
@@ -217,9 +233,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _which(text: bytes) -> tuple[int, int]:
-    """Problem number and sample of a line; (-1, -1) where it is not one of ours."""
+    """Problem number and sample of a line; (-1, -1) where it is not one of ours, whole."""
     try:
         line = json.loads(text)
-        return line["number"], line["sample"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError):
         return -1, -1
+    if not isinstance(line, dict) or line.keys() != _FIELDS.keys():
+        return -1, -1
+    fits = all(type(line[name]) in types for name, types in _FIELDS.items()) and isfinite(line["reward"])
+    return (line["number"], line["sample"]) if fits else (-1, -1)

@@ -163,10 +163,18 @@ def _as_they_end(
 
 
 def judge(rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[Score]]:
-    """Decode every response and ask the task about all of them at once."""
+    """Decode every response and ask the task about all of them at once.
+
+    What the engine gave up is wrong and gives 0, whatever stands in it. A response that was cut at its limit is as the
+    task says: one that had closed its answer by then can be right.
+    """
     responses = [decode(tokenizer, rollout.token_ids) for rollout in rollouts]
     answers = [
         Answer(rollout.prompt, response, rollout.finish == "stop")
         for rollout, response in zip(rollouts, responses, strict=True)
     ]
-    return responses, task.scores(answers)
+    scores = [
+        Score(reward=0.0, correct=False) if rollout.finish == "aborted" else score
+        for rollout, score in zip(rollouts, task.scores(answers), strict=True)
+    ]
+    return responses, scores

@@ -102,7 +102,8 @@ class Outcomes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Shares are of all answers. An answer that was given up or could not be judged counts as wrong, and is counted."""
+    """Shares are of all answers. An answer that was given up or could not be judged is wrong, and is counted here; one
+    that was cut at the limit is what the task said of it."""
 
     problems: int
     k: int  # answers to each

@@ -43,7 +43,8 @@ from jackpot.types import Prompt, Request, Version
 
 SCHEMA_VERSION = 1
 _HOW = ("model", "benchmarks", "device", "threads", "engine", "math.workers")  # may change on the way
-_KEPT = ("engine.name", "engine.dtype")  # of those, what may not
+_KEPT = ("engine.name", "engine.dtype", "engine.context_length")  # of those, what may not: it cuts or moves answers
+_KEYS = ("schema_version", "model_digest", "data")  # of config.yaml, beside `asked`
 _log = logging.getLogger(__name__)
 
 
@@ -98,11 +99,13 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     if run := run_of(model):
         settings = {
             "sampling": run.sampling.model_dump(exclude={"num_top_log_probs"}),
-            "engine": {"name": "transformers", "dtype": run.engine.dtype},
+            "engine": {"name": "transformers"},
             **sets_of(run.task).model_dump(),
         }
     for change in (*changes, {"model": model}):
         settings = merge(settings, change)
+    if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
+        settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
     if "benchmarks" not in settings:
         raise ConfigError(f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}")
     config = validated(BenchmarksConfig, settings)
@@ -225,10 +228,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
     asked = json.loads(config.model_dump_json())
     data = {one.name: {"problems": one.size, "digest": one.digest} for one in sets}
     record = {"schema_version": SCHEMA_VERSION, "asked": asked, "model_digest": digest, "data": data}
-    if path.is_file():
-        before = yaml.safe_load(path.read_text())
-        if not isinstance(before, dict) or "model_digest" not in before:
-            raise CheckpointError(f"{path} is not of an evaluation; give --out another folder")
+    if before := _read_record(path):
         known = {name: before["data"].get(name, one) for name, one in data.items()}
         old, new = _decisive(before | {"data": known}), _decisive(record)
         if difference := list(differences(old, new)):
@@ -244,6 +244,32 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
     return record
 
 
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """What an earlier start asked; None in a folder where none was.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not of an evaluation, or there are answers without it.
+    """
+    if not path.is_file():
+        names = (f"{name}{ending}" for name in SETS for ending in (".parquet", ".jsonl"))
+        if found := [name for name in names if (path.parent / name).exists()]:
+            raise CheckpointError(
+                f"{path.parent} holds answers ({', '.join(found)}) but no config.yaml that says what was asked; bring "
+                f"it back, move the answers away, or give --out another folder"
+            )
+        return None
+    try:
+        record = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"cannot read what was asked in {path}: {error}. Bring the file back, or give --out another folder"
+        ) from error
+    is_ours = isinstance(record, dict) and record.keys() >= {"asked", *_KEYS}
+    if not is_ours or not all(isinstance(record[key], dict) for key in ("asked", "data")):
+        raise CheckpointError(f"{path} is not of an evaluation; give --out another folder")
+    return record
+
+
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the answers."""
     settings = _flat(record["asked"])
@@ -252,7 +278,7 @@ def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in settings.items()
         if key in _KEPT or not any(key == how or key.startswith(f"{how}.") for how in _HOW)
     }
-    return kept | {key: record[key] for key in ("schema_version", "model_digest", "data")}
+    return kept | {key: record[key] for key in _KEYS}
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
