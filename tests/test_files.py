@@ -33,7 +33,10 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
 
 
 def test_what_a_run_needs_is_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot begin in .*No such file.*--run"), needed(tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"cannot begin in .*No such file.*, or give another folder$"),
+        needed(tmp_path),
+    ):
         (tmp_path / "nowhere" / "file").write_text("")
 
 
@@ -47,7 +50,7 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
             signal.pause()
     os.read(ready, 1)
     try:
-        with pytest.raises(CheckpointError, match=rf"in use by process {child} on .*--run another folder"):
+        with pytest.raises(CheckpointError, match=rf"in use by process {child} on .*, or give another folder$"):
             hold_lock(path)
     finally:
         os.kill(child, signal.SIGKILL)

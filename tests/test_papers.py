@@ -115,6 +115,15 @@ def test_a_setting_without_a_source_or_a_reason_is_seen() -> None:
     assert unsourced(text) == ["b: {c: 2}", "d: 3  # not published", "e: 4  # source: somebody"]
 
 
+@pytest.mark.parametrize(("name", "figures"), [("tis_dapo_32b", {"1"}), ("tis_dapo_distill", {"3"})])
+def test_a_recipe_of_the_post_cites_the_figures_of_its_own_model(name: str, figures: set[str]) -> None:
+    """Figure 1 is of 32B, and so is "the first 250 steps"; Figure 3 is of 1.5B."""
+    text = recipe_files(name)[0].read_text()
+    assert set(re.findall(r"source: TIS post, Figure (\d)", text)) <= figures
+    source = next(line for line in text.splitlines() if line.startswith("iterations: "))
+    assert ("not published for this model" in source) == (name == "tis_dapo_distill")
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_page_names_the_recipe_and_its_ambiguities(name: str) -> None:
     assert f"`{name}`" in PAGE

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from jackpot.config_base import Count, Strict
 
-PAPERS = {
+PAPERS = {  # a recipe's name for a paper, and its title
     "Jackpot": "Jackpot: Optimal Budgeted Rejection Sampling for Extreme Actor-Policy Mismatch RL, arXiv 2602.06107",
     "submission": "Jackpot: Align Actor-Policy Distribution for Scalable and Stable RL for LLM, its earlier submission",
     "Jet-RL": "Jet-RL: On-Policy FP8 RL with Unified Training and Rollout Precision Flow, arXiv 2601.14243",
@@ -34,7 +34,7 @@ class PublishedRow(Strict):
 class PublishedTable(Strict):
     """Rows of one table of one paper that this recipe is about. Accuracies are in percent."""
 
-    paper: Literal["Jackpot", "submission", "Jet-RL", "TIS post"]
+    paper: Literal[tuple(PAPERS)]
     table: str  # its name, and which block of it
     columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
     rows: Annotated[tuple[PublishedRow, ...], Field(strict=False, min_length=1)]

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jackpot.config_published import PublishedRow, PublishedTable
+from jackpot.config_published import PAPERS, PublishedRow, PublishedTable
 from jackpot.recipes.listing import Listed
 
 _INDENTED = (" ", "-", "#")
@@ -36,6 +36,8 @@ def show_recipe(console: Console, recipe: Listed) -> None:
         _print(console, f"\n{path}\n\n{_without(blocks, path)}\n")
     arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
     _show_table(console, "Arms", ("arm", "changes"), arms)
+    for paper in dict.fromkeys(table.paper for table in recipe.published):
+        _print(console, f"{paper} is {PAPERS[paper]}")
     _show_published(console, recipe)
 
 

@@ -65,7 +65,7 @@ def needed(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"cannot begin in {folder}: {error}. Mend that (is the disk full? may you write there?) and run the same "
-            f"command, or give --run another folder (of jackpot eval: --out)"
+            f"command, or give another folder"
         ) from error
 
 
@@ -86,8 +86,8 @@ def hold_lock(path: Path) -> IO[str]:
         holder = file.read().strip() or "another process"
         file.close()
         raise CheckpointError(
-            f"{path.parent} is in use by {holder}; two at once would spoil it. Wait for it or stop it, or give --run "
-            f"another folder (of jackpot eval: --out)"
+            f"{path.parent} is in use by {holder}; two at once would spoil it. Wait for it or stop it, or give "
+            f"another folder"
         ) from None
     except OSError as error:  # some network file systems
         _log.warning("cannot lock %s: %s; make sure that no other process uses the folder", path, error)

@@ -58,6 +58,8 @@ def test_one_recipe_in_full_has_the_sources_of_its_settings_and_of_its_bases() -
     assert "Table 1, third block" in text and "Table 1, second block" not in text
     assert "small_on_policy" not in text  # an arm of joint_4b alone
     assert "published:\n" not in text  # shown as tables
+    assert lines_with(text, "Jackpot is Jackpot: Optimal Budgeted Rejection Sampling", "arXiv 2602.06107")
+    assert not lines_with(text, "Jet-RL is ")  # of no table of this recipe
 
 
 def test_a_program_gets_all_recipes_or_one() -> None:

@@ -54,10 +54,12 @@ def test_lengths_are_those_of_the_prompts(name, begins):
 
 
 def test_what_a_tokenizer_cannot_do_is_refused_with_the_way_out():
-    with pytest.raises(DataError, match=r"no chat template; use task\.template=base"):
+    with pytest.raises(DataError, match=r"^the tokenizer has no chat template; use `template: base`"):
         template("chat", text_tokenizer(chat=None))
     assert template("chat", text_tokenizer(chat=NO_SYSTEM)).text("1+1?").startswith("<|user|>")
-    with pytest.raises(DataError, match=r"with task\.system_prompt: no system role; leave task\.system_prompt out"):
+    with pytest.raises(
+        DataError, match=r"with `system_prompt`: no system role; leave `system_prompt` out .* `template: base`$"
+    ):
         template("chat", text_tokenizer(chat=NO_SYSTEM), system_prompt="Be brief.")
     with pytest.raises(DataError, match="no tokens for plain text"):
         template("base", make_tokenizer())

@@ -63,18 +63,18 @@ class Template:
 def chat(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
-            "task.template is 'chat', but the tokenizer has no chat template; use task.template=base, or the tokenizer "
-            "of a model that was trained to chat"
+            "the tokenizer has no chat template; use `template: base`, or the tokenizer of a model that was trained to "
+            "chat"
         )
     messages = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     messages.append({"role": "user", "content": question})
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        with_system = " and with task.system_prompt" if system_prompt is not None else ""
+        with_system = " and with `system_prompt`" if system_prompt is not None else ""
         raise DataError(
             f"the tokenizer's chat template cannot be used with a user's message{with_system}: {error}; leave "
-            f"task.system_prompt out if there is one, or use task.template=base"
+            f"`system_prompt` out if there is one, or use `template: base`"
         ) from error
 
 
