@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackpot.answers.latex import clean
-from jackpot.answers.quantities import read_quantity, units_agree
+from jackpot.answers.quantities import LABEL, read_quantity, units_agree
 
 
 def read(text, is_reference=False):
@@ -54,7 +54,10 @@ def read(text, is_reference=False):
         (r"5 \mathrm{cm}^2", 5, "centimeter^2"),
         ("5 square feet", 5, "foot^2"),
         (r"20 \text{ sq. in}", 20, "inch^2"),
-        (r"14 \text{ right triangles}", 14, ""),
+        (r"14 \text{ right triangles}", 14, LABEL),
+        (r"14\text{ }", 14, ""),
+        ("5 sec", 5, "second"),
+        ("5 min", 5, "minute"),
         (r"\frac{11}{15}\text{ days}.", Fraction(11, 15), "day"),
     ],
 )
@@ -87,6 +90,7 @@ NO_NUMBERS = [
 ]
 NO_NUMBERS += ["", "5 m", "5 6", "9" * 1001, "5 dozen", "$5 million", r"5\text{ million}", "5 or 6", r"5\text{ or so}"]
 NO_NUMBERS += [r"5\text{ remainder 2}", "5 remainder 2", r"\frac{1}{x}", r"\sqrt{4}", "$5 cents"]
+NO_NUMBERS += ["18eggs", "3 eighths", r"3\text{ ninths}", "5 sin x", r"5\text{ lakh}", "5 factorial", r"\frac12xyz"]
 
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
@@ -96,13 +100,18 @@ def test_nothing_else_is_a_number(text):
 
 
 def test_plain_words_are_a_label_in_an_answer_and_a_product_of_letters_in_a_reference():
-    assert read("18 eggs") == (18, "")
+    assert read("18 eggs") == (18, LABEL)
     assert read("18 eggs", is_reference=True) is None
 
 
 def test_two_known_units_must_be_the_same():
     assert units_agree("", "meter") and units_agree("meter", "") and units_agree("meter", "meter")
     assert not units_agree("meter", "centimeter")
+
+
+def test_a_label_is_no_unit_where_the_reference_has_one_and_any_where_it_has_none():
+    assert not units_agree(LABEL, "meter")
+    assert units_agree(LABEL, "") and units_agree(LABEL, LABEL) and units_agree("meter", LABEL)
 
 
 spellings = st.sampled_from(

@@ -237,6 +237,25 @@ def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(t
         locate(DataConfig(source=str(tmp_path), split="dev"), "train")
 
 
+def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):
+    write(tmp_path / "Train.jsonl", [problem(1)])
+    write(tmp_path / "TEST.jsonl", [problem(2)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
+    assert [row.answer for row in rows(tmp_path, "test")] == ["2"]
+
+
+def test_files_that_name_no_split_beside_others_that_do_are_left_out_and_told(tmp_path, caplog):
+    write(tmp_path / "train.jsonl", [problem(1)])
+    write(tmp_path / "test.jsonl", [problem(2)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1"] and not caplog.records
+    for number in range(7):
+        write(tmp_path / "extra" / f"more{number}.jsonl", [problem(3)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
+    (told,) = [record.message for record in caplog.records]
+    assert "(train): 7 files name no split and are left out, for others do: extra/more0.jsonl, extra/more1" in told
+    assert "extra/more4.jsonl and 2 more" in told
+
+
 def test_a_folder_of_test_files_alone_is_not_trained_on(tmp_path):
     write(tmp_path / "test.jsonl", [problem(3)])
     with pytest.raises(DataError, match="no files of split 'train'"):

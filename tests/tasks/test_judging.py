@@ -1,5 +1,6 @@
 """The judge in its processes: rewards, limits, and what a hostile answer or a bad reward function costs."""
 
+import json
 import math
 import os
 import signal
@@ -288,6 +289,20 @@ def test_judge_processes_end_with_a_parent_that_is_killed_busy_ones_when_their_t
     wait_until(lambda: any(seconds_of(process) > before[process] + 0.2 for process in processes))
     parent.kill()
     wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_judge_process_whose_import_never_ends_ends_by_itself(tmp_path):
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    path = [str(tmp_path), *filter(None, sys.path)]
+    command = f"import sys; sys.path[:] = {path!r}; from jackpot.answers.worker import main; main()"
+    orders = {"functions": ["endless:f"], "seconds": 1.0, "start_seconds": 0.5}
+    with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
+        process.stdin.write(json.dumps(orders).encode() + b"\n")
+        process.stdin.flush()  # and left open: no end of the input ends it
+        try:
+            assert process.wait(PATIENCE) == -signal.SIGALRM
+        finally:
+            process.kill()
 
 
 def test_idle_judge_processes_end_with_a_parent_that_is_killed(parent):

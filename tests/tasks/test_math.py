@@ -48,15 +48,18 @@ def test_a_problem_that_does_not_exist_is_refused(ten):
 
 
 def test_prompts_that_are_too_long_are_left_out_and_the_count_is_told(tmp_path, caplog):
-    path = write_problems(tmp_path / "some.jsonl", ["1", None, "3", "4", "5"], problem=[*"abc", "d" * 300, "e" * 200])
+    path = write_problems(
+        tmp_path / "some.jsonl", ["1", None, "3", "4", "5", "6" * 2001], problem=[*"abc", "d" * 300, "e" * 200, "f"]
+    )
     lengths = [len(make(path).prompt("train", index).token_ids) for index in range(4)]  # the second has no answer
     caplog.clear()
     task = make(path, max_prompt_tokens=sorted(lengths)[2])
     assert task.size("train") == 3 and [task.prompt("train", n).answer for n in range(3)] == ["1", "3", "5"]
     assert [record.message for record in caplog.records] == [
-        f"some (train): of 5 rows 1 have no answer and 1 are longer than {sorted(lengths)[2]} tokens; 3 are left"
+        "some (train): of 6 rows 1 have no answer and 1 have an answer of more than 2,000 characters and 1 are longer "
+        f"than {sorted(lengths)[2]} tokens; 3 are left"
     ]
-    told = {"event": "data", "source": "some", "rows": 5, "without_answer": 1, "too_long": 1}
+    told = {"event": "data", "source": "some", "rows": 6, "without_answer": 1, "long_answer": 1, "too_long": 1}
     assert task.take_events() == [told | {"split": "train"}]
     assert task.take_events() == []
     assert task.size("test") == 3 and task.take_events() == [told | {"split": "test"}]

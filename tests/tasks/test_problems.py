@@ -42,6 +42,15 @@ def test_rows_without_an_answer_and_rows_that_do_not_fit_are_left_out_and_counte
     assert found.tally == TALLY and found.tally.kept == len(KEPT)
 
 
+def test_rows_whose_answer_is_too_long_to_judge_are_left_out_and_counted(tmp_path):
+    path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
+    found = Problems(source(path), all_fit)
+    assert [len(found[n].answer) for n in range(found.size)] == [1, 2_000]
+    assert found.tally == Tally(rows=5, without_answer=1, long_answer=2) and found.tally.kept == 2
+    with pytest.raises(DataError, match="1 have an answer of more than 2,000 characters"):
+        Problems(source(write_problems(tmp_path / "none.jsonl", ["x" * 2_001])), all_fit)
+
+
 def test_a_stream_is_the_same_problems_in_their_order(thousand):
     found = StreamedProblems(source(thousand), without_sevens)
     assert found.size is None and [found[n].answer for n in range(len(KEPT))] == KEPT

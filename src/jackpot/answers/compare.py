@@ -6,7 +6,7 @@ Both sides are cleaned (`latex.py`) and then compared by what the *reference* is
 |---|---|
 | spelt like the answer | |
 | a number (`quantities.py`) | an equal number, exactly, and no other unit; or an expression of that value |
-| a number in a base, `12_5` | the same digits, in that base if it names one |
+| a number in a base, `12_5` (2 to 36, with a digit) | the same digits, in that base if it names one |
 | words, a letter, `\text{Evelyn}`, `\text{(C)}` | the same; case counts in letters and where all are capitals |
 | a tuple, interval, ratio, matrix, list of words (`structure.py`) | the same brackets and members, in order |
 | a union, set, other list | as many members, each right, in any order |
@@ -28,7 +28,10 @@ from jackpot.answers.structure import Structure, read_structure
 Verdict = bool | None
 Ask = Callable[[str, str], Verdict]  # an answer and a reference, both cleaned, one expression each
 
-_BASE = re.compile(r"(-?)(?:\\text\{)?([0-9A-Za-z]+)\}?_\{?(\d+)\}?")
+_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # no digit: a variable
+_BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # and no limit: \int^1_0
+_SMALLEST_BASE, _GREATEST_BASE = 2, 36
+_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # what stands for more than one value
 _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
@@ -43,14 +46,23 @@ def compare_plainly(answer: str, reference: str) -> Verdict:
 
 
 def compare(answer: str, reference: str, ask: Ask) -> Verdict:
-    """The verdict on an answer as it stands in its box. Answers of more than `LONGEST` characters are wrong.
+    """The verdict on an answer as it stands in its box. Where one side has more than `LONGEST` characters, only
+    the same text is right.
 
     Args:
         ask: whether two expressions are equal.
     """
-    if len(answer) > LONGEST and answer != reference:
+    if max(len(answer), len(reference)) > LONGEST:
+        return answer == reference
+    return _compare(clean(answer), clean(reference), lambda one, other: _asked(one, other, ask))
+
+
+def _asked(answer: str, reference: str, ask: Ask) -> Verdict:
+    r"""Algebra drops bases, `\ldots` and `\mod 7`: where they differ it is not asked."""
+    bases_differ = _BASE_WITHIN.findall(answer) != _BASE_WITHIN.findall(reference)
+    if bases_differ or bool(_OPEN.search(answer)) != bool(_OPEN.search(reference)):
         return False
-    return _compare(clean(answer), clean(reference), ask)
+    return ask(answer, reference)
 
 
 def _compare(answer: str, reference: str, ask: Ask) -> Verdict:
@@ -62,9 +74,9 @@ def _compare(answer: str, reference: str, ask: Ask) -> Verdict:
     answer, reference = _value_of(answer, mine), _value_of(reference, theirs)
     if (number := read_quantity(reference, is_reference=True)) is not None:
         return _as_number(answer, number, ask)
-    if based := _BASE.fullmatch(reference):
-        given = _BASE.fullmatch(answer)
-        return answer == based[1] + based[2] if given is None else given.groups() == based.groups()
+    if (based := _in_base(reference)) is not None:
+        given = _in_base(answer)
+        return answer == based[0] + based[1] if given is None else given == based
     if (words := _words(reference)) is not None:
         return _same_words(words, answer)
     structure = read_structure(_unwrapped(reference))
@@ -83,6 +95,15 @@ def _as_number(answer: str, number: Quantity, ask: Ask) -> Verdict:
     if body is None or not units_agree(body.unit, number.unit) or r"\infty" in answer:
         return False
     return ask(body.text, _written(number.value))
+
+
+def _in_base(text: str) -> tuple[str, str, int] | None:
+    """Sign, digits and base of a number such as `12_5` or `1F_{16}`; None for others, such as `x_2` and `19_8`."""
+    match = _BASE.fullmatch(text)
+    if match is None or not _SMALLEST_BASE <= int(match[3]) <= _GREATEST_BASE:
+        return None
+    digits, base = match[2].upper(), int(match[3])
+    return (match[1], digits, base) if all(int(digit, _GREATEST_BASE) < base for digit in digits) else None
 
 
 def _written(value: Fraction) -> str:
@@ -136,7 +157,7 @@ def _matched(answers: list[str], references: tuple[str, ...], ask: Ask) -> Verdi
 
 def _as_expression(answer: str, reference: str, ask: Ask) -> Verdict:
     """A relation only with a relation; units as with numbers."""
-    if answer == reference:
+    if answer.replace("} ", "}") == reference.replace("} ", "}"):
         return True
     if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)) or read_structure(answer) is not None:
         return False

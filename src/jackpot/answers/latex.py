@@ -28,7 +28,8 @@ _SIGNS = {
     r"^{\circ}": r"^\circ ",
     r"^{\prime}": "'",
     r"\varnothing": r"\emptyset ",
-    "**": "",
+    "...": r"\ldots ",
+    "…": r"\ldots ",
 }
 _SIGN = re.compile("|".join(re.escape(sign) for sign in _SIGNS))
 _REWRITES = [
@@ -53,8 +54,10 @@ _REWRITES = [
         (r"\+ ?\\infty", r"\\infty"),
     )
 ]
+_BOLD = re.compile(r"\s*\*\*((?:[^*]|\*(?!\*))+)\*\*[\s.,;:]*")  # of Markdown
+_POWER = re.compile(r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)")  # of programs; not 2**3**2
 _SPACES = re.compile(r"\s+")
-_NEEDLESS = re.compile(r"(?<=[^A-Za-z0-9,;]) | (?![A-Za-z0-9])(?<=[A-Za-z0-9] )")
+_NEEDLESS = re.compile(r"(?<=[^A-Za-z0-9,;}]) |(?<=\}) (?![A-Za-z])| (?![A-Za-z0-9])(?<=[A-Za-z0-9] )")
 _COMMAND = re.compile(r"\\(frac|sqrt)(?![A-Za-z])\s*(?=[^\s{\[])")  # without a brace after it
 _LOOSE = re.compile(r"(\\(?:frac|sqrt)) +(?=[{\[])|(?<=\}) +(?=\{)")
 _HALF_DONE = re.compile(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])")
@@ -64,9 +67,12 @@ _TOKEN = r"\\[A-Za-z]+|[^{}]"
 def clean(text: str) -> str:
     r"""The answer without decoration: `\left( 3, \dfrac{\pi}2 \right)` becomes `(3, \frac{\pi}{2})`.
 
-    A space stays between letters and digits, where it may mean something, and after a comma that had one: `1, 200` is
-    two numbers, and `1,200` and `1,\! 200` are one.
+    A space stays between letters and digits and before words, where it may mean something, and after a comma that had
+    one: `1, 200` is two numbers, and `1,200` and `1,\! 200` are one. `**` is a power, unless it stands around all.
     """
+    if bold := _BOLD.fullmatch(text):
+        text = bold[1]
+    text = _POWER.sub(r"^{\1}", text)
     text = _SIGN.sub(lambda match: _SIGNS[match.group()], text.replace("\0", ""))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)

@@ -6,8 +6,9 @@ is not 1/3. What follows it may be
 
 - a unit that is known (`_UNITS`): it must be the same on both sides where both have one, so 5 cm is 5, and not 5 m;
 - a percent sign or the sign of degrees, or dollars before the number: such units;
-- a label, `\text{right triangles}`, or in an answer plain words such as `18 eggs`: it says nothing. A word that changes
-  the number or joins two (`dozen`, `million`, `or`; `_TELLING`) is no label, and then this is no number.
+- a label, `\text{right triangles}`, or in an answer plain words after a space such as `18 eggs`: it says nothing, but
+  it is not the unit of a reference that has one: 5 nanometers is not 5 m. A word that changes the number or joins two
+  (`dozen`, `eighths`, `or`; `_TELLING`) is no label, and then this is no number.
 
 Nothing is converted: 50 % is 50 with a unit and not 0.5, 1 m is not 100 cm.
 """
@@ -53,8 +54,14 @@ _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _TELLING = frozenset(
     word
     for line in (
-        "hundred thousand million billion trillion dozen score half halves third quarter fourth fifth sixth tenth",
-        "hundredth thousandth k or and to by pi plus minus times over divided squared cubed mod base sqrt infinity",
+        "hundred thousand million billion trillion quadrillion dozen score gross lakh crore half halves third quarter",
+        "fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth",
+        "seventeenth eighteenth nineteenth twentieth thirtieth fortieth fiftieth sixtieth seventieth eightieth",
+        "ninetieth hundredth thousandth millionth billionth",
+        "ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety",
+        "factorial negative inverse reciprocal repeating recurring choose power exp log ln lg sin cos tan cot sec csc",
+        "arcsin arccos arctan sinh cosh tanh",
+        "k or and to by pi plus minus times over divided squared cubed mod base sqrt infinity",
         "if with remainder r not between than without except",
     )
     for word in line.split()
@@ -72,9 +79,12 @@ _NUMBER = re.compile(
 _LONGEST_NUMBER = 1_000  # characters
 
 
+LABEL = "label"  # words that are no known unit
+
+
 class Quantity(NamedTuple):
     value: Fraction
-    unit: str  # empty where there is none or it is not known
+    unit: str  # empty where there is none
 
 
 class Body(NamedTuple):
@@ -103,15 +113,15 @@ def read_quantity(text: str, is_reference: bool) -> Quantity | None:
     return Quantity(-value if negative else value, "dollar" if match["dollar"] else body.unit)
 
 
-def units_agree(one: str, other: str) -> bool:
-    """False only for two units that are known and differ."""
-    return not one or not other or one == other
+def units_agree(given: str, wanted: str) -> bool:
+    """Whether an answer's unit will do for the reference's: for a known one only that one, or none."""
+    return wanted in ("", LABEL) or given in ("", wanted)
 
 
 _TEXT_UNIT = re.compile(r" ?\\text\{([^{}]*)\}(?:\^\{?(\d)\}?)?$")
 _SIGN_UNIT = re.compile(r" ?(%|\^\\circ|¢|€|£)$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # of degrees, not degrees
-_PLAIN_UNIT = re.compile(r"(?<=[\d}.]) ?([A-Za-z]+(?:[. ]{1,2}[A-Za-z]+){0,4}[. ]{0,2})(?:\^\{?(\d)\}?)?$")
+_PLAIN_UNIT = re.compile(r"(?<=[\d}.])( ?)([A-Za-z]+(?:[. ]{1,2}[A-Za-z]+){0,4}[. ]{0,2})(?:\^\{?(\d)\}?)?$")
 
 
 def split_unit(text: str, is_reference: bool) -> Body | None:
@@ -127,28 +137,31 @@ def split_unit(text: str, is_reference: bool) -> Body | None:
     match = _PLAIN_UNIT.search(text)
     if match is None:
         return Body(text, "")
-    unit, letters = _unit(match[1], match[2]), match[1].strip()
-    if unit and len(letters) > 1:
-        return Body(text[: match.start()], unit)
-    if is_reference or unit is None or max(map(len, letters.split())) < 3:
+    unit, letters = _unit(match[2], match[3]), match[2].strip()
+    if unit is None or (unit != LABEL and len(letters) < 2):
         return Body(text, "")
-    return Body(text[: match.start()], "")
+    if unit == LABEL and (is_reference or not match[1] or max(map(len, letters.split())) < 3):
+        return Body(text, "")
+    return Body(text[: match.start()], unit)
 
 
 def _unit(words: str, power: str | None) -> str | None:
-    """The known unit, "" for a label, None for words that tell something."""
+    """The known unit, `LABEL` for other words, "" for none, None for words that tell something."""
     parts = [part for part in re.split(r"[\s.]+", words.lower()) if part]
     parts = [part if part in _TELLING else _singular(part) for part in parts]
+    measured = parts
+    if parts and parts[0] in _POWERS:
+        power, measured = _POWERS[parts[0]], parts[1:]
+    if known := _CANONICAL.get(" ".join(measured)):
+        return f"{known}^{power}" if power else known
     if any(part in _TELLING or re.search(r"\d|[=<>+*/^_]", part) for part in parts) or len(parts) > 5:
         return None
-    if parts and parts[0] in _POWERS:
-        power, parts = _POWERS[parts[0]], parts[1:]
-    known = _CANONICAL.get(" ".join(parts), "")
-    return f"{known}^{power}" if known and power else known
+    return LABEL if parts else ""
 
 
 def _singular(word: str) -> str:
-    return word if word in _CANONICAL or not word.endswith("s") else word[:-1]
+    """`ms` and `ls` are not the plural of one letter."""
+    return word if word in _CANONICAL or not word.endswith("s") or len(word) < 3 else word[:-1]
 
 
 def _value(groups: dict[str, str | None]) -> Fraction | None:

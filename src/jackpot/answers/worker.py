@@ -4,8 +4,9 @@ It reads jobs from its standard input and answers on what was its standard outpu
 function prints goes to standard error. `tasks/judge_pool.py` starts it, limits its time and starts another when it
 ends. No torch is imported here, unless by a reward function's module.
 
-It does not outlive its parent: an idle one sees the end of its input, and a busy one is ended by an alarm of the
-kernel, which needs no cooperation, a little after its time is up. Ctrl-C is the parent's affair.
+It does not outlive its parent: an idle one sees the end of its input, and a busy or importing one is ended by an
+alarm of the kernel, which needs no cooperation, a little after its time is up. What a reward function started is not
+ended with it: that takes the parent. Ctrl-C is the parent's affair.
 
 Memory: an allocation that would take the process more than `MEMORY` beyond what it had when it was ready fails
 (RLIMIT_AS), and that job with it. A process that holds `WORN` more than then asks to be replaced after its answer, so
@@ -35,19 +36,22 @@ Function = Callable[..., Any]
 
 
 def main() -> None:
-    """Serve until the input ends. The first line names the reward functions and the seconds for each job."""
+    """Serve until the input ends. The first line names the reward functions, and the seconds for imports and jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     orders = json.loads(sys.stdin.buffer.readline())
     functions: dict[str, Function] = {VERDICT: _verdict}
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, orders["start_seconds"] + GRACE)
     for path in orders["functions"]:
         try:
             functions[path] = load(path)
         except BaseException as error:  # the module may do anything, even exit
             _write(answers, {"refused": path, "why": f"{type(error).__name__}: {error}"})
             return
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     start = _memory()
     if start:
         resource.setrlimit(resource.RLIMIT_AS, (start + MEMORY, start + MEMORY))

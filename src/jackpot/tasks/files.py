@@ -5,6 +5,7 @@ from the first row to the last each time that they are asked for, JSON Lines and
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ from pyarrow import parquet
 from jackpot.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-_SPLIT = re.compile(r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])")
+_SPLIT = re.compile(
+    r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
+)
 _SHOWN = 5  # files named in an error
+_log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
@@ -30,7 +34,8 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
     A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`,
     `train-00000-of-00002.parquet`), or else of the name of the nearest folder on the way to it that has one. With
-    `split` None these are the files of `usual_split` where any file names a split, and all files where none does.
+    `split` None these are the files of `usual_split` where any file names a split (a warning names those that name
+    none), and all files where none does. Capitals and small letters are one.
 
     Raises:
         DataError: nothing there, not a kind of file that can be read, or no file of that split (lists those there are).
@@ -45,17 +50,27 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     files = [one for one in inside if one.is_file()]
     if not files:
         raise DataError(f"{path} holds no {', '.join(SUFFIXES)} file; give a folder that does, or a file")
-    if split is None and not any(_names_a_split(one.relative_to(path)) for one in files):
+    nameless = [one for one in files if not _names_a_split(one.relative_to(path))]
+    if split is None and len(nameless) == len(files):
         return files
     wanted = split or usual_split
     if chosen := [one for one in files if _is_of(one.relative_to(path), wanted)]:
+        if split is None and nameless:
+            _log.warning(
+                "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their "
+                "names, set split, or move them elsewhere",
+                *(path, wanted, len(nameless), _listed(nameless, path)),
+            )
         return chosen
-    names = [str(one.relative_to(path)) for one in files]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     raise DataError(
-        f"{path} holds no files of split {wanted!r}, only {', '.join(names[:_SHOWN])}{more}; set split to one that is "
-        f"there, or give the path of a file"
+        f"{path} holds no files of split {wanted!r}, only {_listed(files, path)}; set split to one that is there, or "
+        f"give the path of a file"
     )
+
+
+def _listed(files: Sequence[Path], folder: Path) -> str:
+    names = [str(one.relative_to(folder)) for one in files]
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def read_files(files: Sequence[Path]) -> Iterator[Record]:
@@ -81,7 +96,7 @@ def _names_a_split(path: Path) -> bool:
 
 def _is_of(path: Path, split: str) -> bool:
     """Whether the name nearest to the file that has a split in it has this one."""
-    wanted = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(split)}(?![a-zA-Z0-9])")
+    wanted = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(split)}(?![a-zA-Z0-9])", re.IGNORECASE)
     part = next((one for one in reversed(path.parts) if wanted.search(one) or _SPLIT.search(one)), "")
     return bool(wanted.search(part))
 

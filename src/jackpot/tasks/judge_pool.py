@@ -69,7 +69,7 @@ class JudgePool:
 
     def __init__(self, functions: Sequence[str], *, workers: int, seconds: float) -> None:
         self._seconds = min(seconds, _LONGEST_WAIT)
-        orders = {"functions": list(functions), "seconds": self._seconds}
+        orders = {"functions": list(functions), "seconds": self._seconds, "start_seconds": START_SECONDS}
         self._orders = json.dumps(orders).encode() + b"\n"
         self._places: list[_Place] = []
         self._end = weakref.finalize(self, _end_all, self._places)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from jackpot.answers.extract import LONGEST
 from jackpot.config_tasks import DataConfig, MathConfig, QuestionConfig
 from jackpot.errors import DataError, unknown_name
 from jackpot.tasks.base import Answer, Split, Task
@@ -95,6 +96,7 @@ class Math(Task):
                         "source": self._sources[split].name,
                         "rows": tally.rows,
                         "without_answer": tally.without_answer,
+                        "long_answer": tally.long_answer,
                         "too_long": tally.too_long,
                     }
                 )
@@ -149,6 +151,10 @@ def _warn(name: str, split: Split, tally: Tally, limit: int | None) -> None:
     """Say on standard error what was left out; a stream says it in events.jsonl as it goes on."""
     if not tally.left_out:
         return
-    why = {"have no answer": tally.without_answer, f"are longer than {limit} tokens": tally.too_long}
+    why = {
+        "have no answer": tally.without_answer,
+        f"have an answer of more than {LONGEST:,} characters": tally.long_answer,
+        f"are longer than {limit} tokens": tally.too_long,
+    }
     reasons = " and ".join(f"{count:,} {what}" for what, count in why.items() if count)
     _log.warning("%s (%s): of %s rows %s; %s are left", name, split, f"{tally.rows:,}", reasons, f"{tally.kept:,}")

@@ -1,6 +1,6 @@
 """The problems of one split by index: all of them in memory, or a stream of them. Layer 3.
 
-Rows without an answer and rows that do not fit are left out and counted.
+Rows without an answer, rows whose answer is too long to be judged and rows that do not fit are left out and counted.
 """
 
 from collections import deque
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from jackpot.answers.extract import LONGEST
 from jackpot.errors import DataError
 from jackpot.tasks.data import Row, Source
 
@@ -22,6 +23,7 @@ class Tally:
 
     rows: int = 0
     without_answer: int = 0
+    long_answer: int = 0  # more than `LONGEST` characters
     too_long: int = 0
 
     @property
@@ -30,7 +32,7 @@ class Tally:
 
     @property
     def left_out(self) -> int:
-        return self.without_answer + self.too_long
+        return self.without_answer + self.long_answer + self.too_long
 
 
 class Problems:
@@ -108,15 +110,18 @@ def _kept(source: Source, fits: Fits, tally: Tally) -> Iterator[Row]:
     """
     for batch in _batches(source.rows()):
         answered = [row for row in batch if row.answer is not None]
-        chosen = [row for row, fitting in zip(answered, fits(answered), strict=True) if fitting]
+        judged = [row for row in answered if len(row.answer) <= LONGEST]
+        chosen = [row for row, fitting in zip(judged, fits(judged), strict=True) if fitting]
         tally.rows += len(batch)
         tally.without_answer += len(batch) - len(answered)
-        tally.too_long += len(answered) - len(chosen)
+        tally.long_answer += len(answered) - len(judged)
+        tally.too_long += len(judged) - len(chosen)
         yield from chosen
     if not tally.kept:
         raise DataError(
             f"{source.name}: no problem is left of {tally.rows} rows: {tally.without_answer} have no answer (see "
-            f"columns.answer and answers), {tally.too_long} have more tokens than max_prompt_tokens"
+            f"columns.answer and answers), {tally.long_answer} have an answer of more than {LONGEST:,} characters, "
+            f"{tally.too_long} have more tokens than max_prompt_tokens"
         )
 
 
