@@ -1,6 +1,7 @@
 """`batch.ahead`: the engine writes the next rollout batch while the learner trains on this one."""
 
 import json
+import shutil
 import signal
 import threading
 from contextlib import closing
@@ -18,7 +19,7 @@ from jackpot.joint_learner import JointLearner
 from jackpot.launch import local
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import launch
-from runs import metrics, run, small_config, weights
+from runs import metrics, run, run_and_copy, small_config, weights
 
 AHEAD = ("batch.ahead=1", "rollouts.every=1")
 PATIENCE = 30.0  # seconds until a test gives up
@@ -36,6 +37,14 @@ def prompts(folder: Path) -> list[str]:
     return list(dict.fromkeys(uids))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with the text of the iteration before, and its folder as a kill after iteration 3 leaves it."""
+    home = tmp_path_factory.mktemp("ahead")
+    run_and_copy(small_config(*AHEAD), home / "whole", home / "killed", after=3)
+    return home / "whole", home / "killed"
+
+
 @pytest.mark.parametrize("overrides", [(), ("batch.step_size=8",), ("rollout_model.update=iteration",)])
 def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run(small_config(*AHEAD, *overrides, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path)
@@ -50,12 +59,12 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
         assert (lines[iteration]["mismatch/engine_gap"] is None) == (iteration > 1)  # the writer is not in training
 
 
-def test_every_prompt_is_trained_on_once_and_in_the_same_order(tmp_path: Path) -> None:
-    run(small_config(*AHEAD), tmp_path / "ahead")
-    run(small_config("rollouts.every=1"), tmp_path / "asked")
-    assert prompts(tmp_path / "ahead") == prompts(tmp_path / "asked")
-    assert [len(batch) for batch in rows(tmp_path / "ahead").values()] == [16] * 4
-    state = load_state(tmp_path / "ahead" / "checkpoints" / "last")
+def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: Path) -> None:
+    ahead, _ = whole
+    run(small_config("rollouts.every=1"), tmp_path)
+    assert prompts(ahead) == prompts(tmp_path)
+    assert [len(batch) for batch in rows(ahead).values()] == [16] * 4
+    state = load_state(ahead / "checkpoints" / "last")
     assert state["prompts"] == {"position": 16}  # nothing is begun that no iteration will train on
 
 
@@ -73,14 +82,13 @@ def test_a_tool_may_answer_what_was_begun_ahead(tmp_path: Path) -> None:
     assert all(line["response/tool_tokens"] > 0 for line in lines)
 
 
-def test_a_checkpoint_neither_loses_nor_repeats_what_was_written_ahead(tmp_path: Path) -> None:
-    config = small_config(*AHEAD)
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)  # the checkpoint is that of iteration 2
-    assert load_state(tmp_path / "killed" / "checkpoints" / "last")["prompts"] == {"position": 8}
-    run(config, tmp_path / "killed")
-    assert prompts(tmp_path / "killed") == prompts(tmp_path / "whole")
-    lags = [line["lag/rollout_model_max"] for line in metrics(tmp_path / "killed")[1:]]
+def test_a_checkpoint_neither_loses_nor_repeats_what_was_written_ahead(whole, tmp_path: Path) -> None:
+    ahead, killed = whole
+    folder = shutil.copytree(killed, tmp_path / "killed", symlinks=True)
+    assert load_state(folder / "checkpoints" / "last")["prompts"] == {"position": 8}  # that of iteration 2
+    run(small_config(*AHEAD), folder)
+    assert prompts(folder) == prompts(ahead)
+    lags = [line["lag/rollout_model_max"] for line in metrics(folder)[1:]]
     assert lags == [0, 1, 0, 1]  # iteration 3 is written anew, with the weights of the checkpoint
 
 
@@ -119,16 +127,15 @@ class Overlap:
             assert self.trains.wait(PATIENCE)
 
 
-def test_the_engine_writes_the_next_batch_while_the_learner_trains(tmp_path: Path, monkeypatch) -> None:
+def test_the_engine_writes_the_next_batch_while_the_learner_trains(whole, tmp_path: Path, monkeypatch) -> None:
     overlap = Overlap(monkeypatch)
-    run(small_config(*AHEAD), tmp_path / "threaded")
+    run(small_config(*AHEAD), tmp_path)
     assert len(overlap.during) == 4 and all(count > 0 for count in overlap.during[:3])
-    monkeypatch.undo()
-    run(small_config(*AHEAD), tmp_path / "asked")
+    asked, _ = whole
     for role in ("policy", "rollout_model"):
-        mine, other = weights(tmp_path / "threaded", role), weights(tmp_path / "asked", role)
+        mine, other = weights(tmp_path, role), weights(asked, role)
         assert all(torch.equal(mine[name], other[name]) for name in mine)
-    assert metrics(tmp_path / "threaded") == metrics(tmp_path / "asked")
+    assert metrics(tmp_path) == metrics(asked)
 
 
 @pytest.mark.parametrize("signals", [1, 2])

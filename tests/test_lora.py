@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from jackpot.telemetry import RunFolder
 from jackpot.trainer import Parts, Trainer
 from jackpot.types import Role, Version
 from learners import sampled_log_probs
-from runs import run, small_config, weights
+from runs import metrics, run, small_config, weights
 
 POLICY = ("policy.lora.rank=4", "policy.optimizer.learning_rate=3e-3")
 BOTH = (*POLICY, "rollout_model.lora.rank=2", "rollout_model.optimizer.learning_rate=3e-3")
@@ -32,11 +33,22 @@ REGIMES: dict[str, tuple[tuple[str, ...], list[Role]]] = {  # settings, and the 
     "both": (BOTH, ["policy", "rollout_model"]),
     "on policy": ((*POLICY, "rollout_model=null", "objective.correction=none"), ["policy"]),
 }
-regimes = pytest.mark.parametrize("regime", REGIMES)
 
 
-def finished(config: Config, folder: Path) -> tuple[Parts, dict[Role, PreTrainedModel]]:
-    """A run to its end: its parts, and the models that it trained."""
+class Finished(NamedTuple):
+    """A run that was trained to its end."""
+
+    config: Config
+    adapted: list[Role]
+    folder: Path
+    parts: Parts
+    models: dict[Role, PreTrainedModel]  # that it trained
+
+
+@pytest.fixture(scope="module", params=REGIMES)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    settings, adapted = REGIMES[request.param]
+    config, folder = small_config(*settings), tmp_path_factory.mktemp("run")
     paths, device = model_paths(config, None), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
     learner = make_learner(config, models, faithful=True, critic=None)
@@ -45,7 +57,7 @@ def finished(config: Config, folder: Path) -> tuple[Parts, dict[Role, PreTrained
     run_folder.start(config, 1)
     run_folder.rewind(-1)
     assert Trainer(parts, run_folder, None, lambda line: None).train()
-    return parts, models
+    return Finished(config, adapted, folder, parts, models)
 
 
 def largest_gap(engine: Engine, model: PreTrainedModel, parts: Parts) -> float:
@@ -63,12 +75,9 @@ def largest_gap(engine: Engine, model: PreTrainedModel, parts: Parts) -> float:
     return ((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max().item()
 
 
-@regimes
-def test_adapters_move_the_base_stays_and_the_engines_follow(regime: str, tmp_path: Path) -> None:
-    settings, adapted = REGIMES[regime]
-    config = small_config(*settings)
-    parts, models = finished(config, tmp_path)
-    for role in adapted:
+def test_adapters_move_the_base_stays_and_the_engines_follow(finished: Finished) -> None:
+    config, parts, models = finished.config, finished.parts, finished.models
+    for role in finished.adapted:
         start = load_model(f"starter:{role}", torch.float32)
         fresh = load_trained(config, role, f"starter:{role}", torch.device("cpu"), resumes=False)
         was, now = dict(fresh.named_parameters()), dict(models[role].named_parameters())
@@ -78,10 +87,9 @@ def test_adapters_move_the_base_stays_and_the_engines_follow(regime: str, tmp_pa
         assert largest_gap(engine, models[role], parts) < 1e-5 < 1e-2 < largest_gap(engine, start, parts)
 
 
-@regimes
-def test_training_sees_the_distribution_that_the_engine_samples_from(regime: str, tmp_path: Path) -> None:
-    lines = run(small_config(*REGIMES[regime][0]), tmp_path)
-    assert all(line["mismatch/engine_gap_max"] < 1e-5 for line in lines[1:])
+def test_training_sees_the_distribution_that_the_engine_samples_from(finished: Finished) -> None:
+    gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished.folder)[1:]]
+    assert len(gaps) == 4 and max(gaps) < 1e-5
 
 
 def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
@@ -94,28 +102,22 @@ def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
             engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))
 
 
-@regimes
-def test_a_checkpoint_holds_a_plain_model_and_an_adapter_that_peft_reads(regime: str, tmp_path: Path) -> None:
-    settings, adapted = REGIMES[regime]
-    _, models = finished(small_config(*settings), tmp_path)
+def test_a_checkpoint_holds_a_plain_model_and_an_adapter_that_peft_reads(finished: Finished) -> None:
     ids = torch.arange(3, 12).view(1, 9)
-    for role, model in models.items():
-        folder = tmp_path / "checkpoints" / "last" / role
-        assert (folder / "adapter").exists() == (role in adapted)
+    for role, model in finished.models.items():
+        folder = finished.folder / "checkpoints" / "last" / role
+        assert (folder / "adapter").exists() == (role in finished.adapted)
         plain = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
-            if role in adapted:
+            if role in finished.adapted:
                 base = AutoModelForCausalLM.from_pretrained(starter_path(role), dtype=torch.float32)
                 assert torch.equal(PeftModel.from_pretrained(base, folder / "adapter")(ids).logits, model(ids).logits)
 
 
-@regimes
-def test_the_optimizer_keeps_moments_of_the_adapter_alone_as_the_plan_says(regime: str, tmp_path: Path) -> None:
-    config = small_config(*REGIMES[regime][0])
-    run(config, tmp_path)
-    state = load_state(tmp_path / "checkpoints" / "last")["learner"]
-    for role, size in model_sizes(config).items():
+def test_the_optimizer_keeps_moments_of_the_adapter_alone_as_the_plan_says(finished: Finished) -> None:
+    state = load_state(finished.folder / "checkpoints" / "last")["learner"]
+    for role, size in model_sizes(finished.config).items():
         moments = [entry["exp_avg"].numel() for entry in state[role]["adamw"]["state"].values()]
         assert sum(moments) == size.trained and size.trained > 0
 

@@ -21,7 +21,7 @@ from jackpot.errors import CheckpointError, ConfigError
 from jackpot.files import hold_lock
 from jackpot.launch.arms import differing_arms, make_jobs, with_budget
 from jackpot.recipes import resolve_arms
-from runs import SMALL
+from runs import SMALL, run
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
 TINY = (*(one for one in SMALL if not one.startswith("threads")), "iterations=2", "evaluation.every=1")
@@ -49,8 +49,11 @@ def lines(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Two arms, two seeds, and what the command printed."""
+    """Two arms, two seeds, and what the command printed; one run of each arm was done before."""
     cwd = tmp_path_factory.mktemp("home")
+    configs = resolve_arms("quickstart", ["obrs", "on_policy"], [1, 2], TINY)
+    for arm, seed in (("obrs", 2), ("on_policy", 1)):
+        run(configs[arm, seed], cwd / "runs" / "compare-quickstart" / f"{arm}-seed{seed}")
     code, output, error = compare("--arms", "obrs, on_policy", "--seeds", "2", "--jobs", "2", *TINY, cwd=cwd)
     assert code == 0, error
     return cwd / "runs" / "compare-quickstart", output
@@ -84,9 +87,9 @@ def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     files = ("eval/iteration-000000-policy.jsonl", "rollouts/iteration-000002.parquet")
     asked, trained = [], []
-    for run in ("obrs-seed1", "on_policy-seed1"):
-        asked.append([json.loads(text)["prompt"] for text in (folder / run / files[0]).read_text().splitlines()])
-        trained.append(pq.read_table(folder / run / files[1])["prompt_uid"].to_pylist())
+    for name in ("obrs-seed1", "on_policy-seed1"):
+        asked.append([json.loads(text)["prompt"] for text in (folder / name / files[0]).read_text().splitlines()])
+        trained.append(pq.read_table(folder / name / files[1])["prompt_uid"].to_pylist())
     assert asked[0] == asked[1] and len(asked[0]) == 8
     assert trained[0] == trained[1] and len(set(trained[0])) == 4
 
@@ -144,9 +147,9 @@ def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_same_command_continues(t
     output, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, error
     assert "the same command continues" in output and "Traceback" not in error
-    for run in runs:
-        saved = (run / "checkpoints" / "last").resolve().name
-        assert saved == f"step-{lines(run)[-1]['iteration']}"  # nothing was lost, and nobody goes on
+    for one in runs:
+        saved = (one / "checkpoints" / "last").resolve().name
+        assert saved == f"step-{lines(one)[-1]['iteration']}"  # nothing was lost, and nobody goes on
     code, _, error = compare(*settings, cwd=tmp_path)
     assert code == 0, error
     assert [len(lines(run)) for run in runs] == [41, 41]
