@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 HEAD = {"device": "cpu", "dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024, "top": 20}
 STEP = {"what": "on_policy", "new_tokens": 64, "steps": 4, "overrides": ("batch.micro_batch_tokens=7488",)}
 RESPONSES = 128
+MOST_LOGITS = 2**28  # of a head that full logits are asked for: they are there several times, 1 GiB each
 
 
 class Range(NamedTuple):
@@ -59,6 +60,8 @@ def measure_head(name: str) -> list[Point]:
     for value in wanted.values:
         for variant in variants:
             job: Job = HEAD | {name: value, "what": what, "variant": variant}
+            if variant == "naive" and job["tokens"] * job["vocabulary"] > MOST_LOGITS:
+                continue
             found = measure(HERE / "head.py", job, flags=["--work"])
             points.append(Point(name, variant, value, 1e6 * found["seconds"] / job["tokens"], found["extra_mb"]))
     return points
