@@ -275,7 +275,8 @@ def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])
 def test_what_is_not_here_is_made_up_in_its_columns(source: str, tmp_path: Path) -> None:
     train = {"source": source, "columns": {"problem": "q", "answer": "a", "uid": "key"}, "answers": "boxed"}
-    with tiny_run(own(task={"train": train}), tmp_path / "tiny") as made:
+    parts = {"subset": "all", "split": "part"}  # of the hub; a file has neither
+    with tiny_run(own(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny") as made:
         assert made.config.task.train.answers == "boxed"
     rows = rows_of(made, Path(made.config.task.train.source).name)
     assert len(rows) == 4 and all(row.keys() == {"q", "a", "key"} and r"\boxed{" in row["a"] for row in rows)
