@@ -33,15 +33,17 @@ def test_the_studys_models_are_those_that_the_starter_command_makes() -> None:
 
 
 def distinct() -> dict[str, tuple[str, str | None]]:
-    """Every recipe as it stands, and every arm that is not just that."""
+    """Every recipe as it stands, and every arm that is not just that, of papers only the former: they differ little."""
     found = {recipe: (recipe, None) for recipe in [*recipe_names(), STUDY]}
-    arms = [(recipe, arm) for recipe, arm in ARMS if resolve(recipe, arm, []) != resolve(recipe, None, [])]
+    own = {recipe for recipe, _ in ARMS if "published" not in load_recipe(recipe)}
+    arms = [(recipe, arm) for recipe, arm in ARMS if recipe in own]
+    arms = [(recipe, arm) for recipe, arm in arms if resolve(recipe, arm, []) != resolve(recipe, None, [])]
     return found | {f"{recipe}-{arm}": (recipe, arm) for recipe, arm in arms}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "arm"), distinct().values(), ids=[Path(name).name for name in distinct()])
-def test_every_recipe_and_every_arm_trains_in_this_process(recipe: str, arm: str | None, tmp_path: Path) -> None:
+def test_every_recipe_trains_in_this_process(recipe: str, arm: str | None, tmp_path: Path) -> None:
     original = resolve(recipe, arm, ["threads=1"])
     paths = {"policy": original.policy.path, "rollout_model": original.rollout_model and original.rollout_model.path}
     stand_ins = [f"{role}.path={STAND_INS[path]}" for role, path in paths.items() if path in STAND_INS]

@@ -6,7 +6,7 @@ changes
 
 | setting | becomes |
 |---|---|
-| models | of the same family, with random weights and 0.05 to 0.25 million parameters; starters, small folders stay |
+| models | of the same family, 0.05 to 0.25 million random parameters; starters and small folders stay |
 | `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where no file is here |
 | `engine`, `evaluation.engine` | transformers, in the same dtype |
 | `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong.buffer` is the same share of it |
