@@ -204,8 +204,7 @@ def _memory(memory: Memory) -> str:
     parts = ", ".join(f"{name} {_size_of(getattr(memory, name) or 0)}" for name in Memory.__slots__)
     if memory.training is None:
         return f"more than {_size_of(memory.peak)}: {parts}; its activations depend on values and are not known"
-    peak = f"{_size_of(memory.peak)} and a fifth to a half more (docs/benchmarks.md)"
-    return f"{peak}, with all responses of full length: {parts}"
+    return f"{_size_of(memory.peak)} at the peak, with all responses of full length: {parts}"
 
 
 def _size_of(count: int) -> str:

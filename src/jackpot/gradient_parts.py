@@ -1,5 +1,8 @@
 """The rollout model's gradient: summed over several steps, and where it comes from. Layer 4."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,35 +48,49 @@ class GradientBank:
 
 
 class GradientParts:
-    """The parts of the rollout model's gradient: eq. 6 alone, and by subtraction eq. 7."""
+    """The parts of the rollout model's gradient: eq. 6 alone, and by subtraction eq. 7.
+
+    They cost one more copy of the gradient, and for a moment that of one parameter.
+    """
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
-        self._ppo: list[Tensor] | None = None
+        self._ppo: list[Tensor | None] | None = None  # None for a parameter that no token has reached
 
     def add(self, loss: Tensor, wanted: bool) -> None:
         """Before the backward pass of the micro-batch: adds the gradient of eq. 6's numerator."""
         if not wanted or not loss.requires_grad:
             return
-        grads = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
-        self._ppo = self._ppo or [torch.zeros_like(parameter) for parameter in self._parameters]
-        for total, grad in zip(self._ppo, grads, strict=True):
-            if grad is not None:
-                total += grad
+        whole = [parameter.grad for parameter in self._parameters]
+        self._give(self._ppo or [None] * len(whole))  # autograd adds in place what it would return beside it
+        loss.backward(retain_graph=True, inputs=self._parameters)
+        self._ppo = [parameter.grad for parameter in self._parameters]
+        self._give(whole)
 
     def measure(self, denominator: float) -> Sums:
         """After `reduce` and before `clip`: norms of both parts and the cosine between them; empty where not wanted."""
         if self._ppo is None:
             return {}
-        ppo, self._ppo = self._ppo, None
+        ppo = [
+            torch.zeros_like(parameter) if part is None else part
+            for parameter, part in zip(self._parameters, self._ppo, strict=True)
+        ]
+        self._ppo = None
         sum_over_ranks(ppo)
         torch._foreach_div_(ppo, denominator or 1.0)
-        distill = [parameter.grad - part for parameter, part in zip(self._parameters, ppo, strict=True)]
-        norms = [torch.stack(torch._foreach_norm(part)).norm().double() for part in (ppo, distill)]
-        product = sum((one * other).sum().double() for one, other in zip(ppo, distill, strict=True))
+        norms, product = torch.zeros(2, len(ppo), dtype=torch.float64), 0.0
+        for index, (parameter, part) in enumerate(zip(self._parameters, ppo, strict=True)):
+            rest = parameter.grad - part
+            norms[0, index], norms[1, index] = part.norm(), rest.norm()
+            product += float((part * rest).sum().double())
+        first, second = norms.norm(dim=1).tolist()
         values = {
-            "rollout_model/ppo_grad_norm": norms[0],
-            "rollout_model/distill_grad_norm": norms[1],
-            "rollout_model/grad_cosine": product / (norms[0] * norms[1]),
+            "rollout_model/ppo_grad_norm": first,
+            "rollout_model/distill_grad_norm": second,
+            "rollout_model/grad_cosine": product / (first * second) if first * second else math.nan,
         }
-        return {name: Mean.number(float(value)) for name, value in values.items() if value.isfinite()}
+        return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
+
+    def _give(self, grads: Sequence[Tensor | None]) -> None:
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
