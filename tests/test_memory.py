@@ -1,5 +1,6 @@
 """Memory as `--dry-run` predicts it; benchmarks/memory.py compares it with what whole processes take."""
 
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -10,6 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from jackpot.launch.local import load_tokenizers, model_paths
 from jackpot.launch.memory import Memory, Shape, longest_prompt, micro_batch, plan_memory
 from jackpot.launch.plan import model_sizes
+from jackpot.launch.tally import counted
 from jackpot.ops import tiled_heads
 from runs import small_config
 
@@ -38,8 +40,8 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
     known = {name: 2**number for number, name in enumerate(Memory.__slots__)}
     lasting = sum(known[name] for name in ("process", "weights", "engines", "optimizer"))
     memory = Memory(**known)
-    assert memory.peak == lasting + known["writing"]  # 64 against 16 + 32
-    assert replace(memory, training=100).peak == lasting + known["gradients"] + 100
+    assert memory.peak == lasting + known["writing"]  # 128 against 16 + 32 + 64
+    assert replace(memory, training=100).peak == lasting + known["gradients"] + 100 + known["wasted"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,9 @@ def test_a_critic_is_planned_too() -> None:
     assert sizes["critic"].parameters == sizes["policy"].parameters + 96 + 1  # a value head with a bias
     memory = plan_memory(config, sizes, 6)
     assert memory.gradients == 4 * sum(size.parameters for size in sizes.values())
-    assert memory.training >= plan().training  # the others' activations, which are gone when the critic's come
+    assert (
+        memory.gradients + memory.training >= plan().gradients + plan().training
+    )  # the critic's activations come later
     adapter = plan_memory(small_config(*settings, "policy.lora.rank=1", "rollout_model.optimizer=null"), sizes, 6)
     assert adapter.training > 0.5 * memory.training  # the critic's own activations, though it is after the others
 
@@ -84,6 +88,51 @@ def test_checkpointed_activations_take_less_and_longer_responses_more() -> None:
     long, short = plan("sampling.max_new_tokens=48"), plan()
     assert long.training > 1.5 * short.training
     assert plan("activation_checkpointing=true").training < short.training
+
+
+def test_a_gradient_that_waits_for_the_end_of_the_iteration_is_counted() -> None:
+    writer = 88_512
+    waiting = plan("rollout_model.update=iteration", "batch.step_size=8")
+    assert waiting.gradients == plan("batch.step_size=8").gradients + 4 * writer
+
+
+def test_a_reference_is_read_too() -> None:
+    for estimate in ("exact", "k3"):
+        assert plan(f"objective.reference={{weight: 0.1, estimate: {estimate}}}").training > plan().training
+
+
+def test_the_weights_that_an_adapter_changes_are_made_to_be_sent() -> None:
+    width, queries, keys, inner, layers = 96, 4 * 32, 2 * 32, 192, 3  # of the starter
+    changed = 4 * layers * (2 * width * queries + 2 * width * keys + 3 * width * inner)
+    few = ("batch.prompts=1", "batch.group_size=2", "evaluation.problems=1")
+    memory = plan("policy.lora.rank=8", "policy.lora.target_modules=all-linear", *few)
+    assert memory.writing == changed > plan(*few).writing
+
+
+def test_tensors_are_counted_while_they_are_there() -> None:
+    with counted(reserves=False) as tally:
+        first = torch.zeros(256)
+        view, second = first[1:], torch.zeros(512)
+        assert tally.alive == 4 * (256 + 512)
+        del first
+        assert tally.alive == 4 * (256 + 512)  # the view still needs it
+        del view, second
+        assert tally.alive == 0 and tally.peak == 4 * (256 + 512)
+    assert tally.wasted == 0
+
+
+def test_the_allocator_is_asked_for_the_same_and_its_gaps_are_waste() -> None:
+    """Every second one of many tensors goes, and none of those left is as large as what comes: all gaps stay empty."""
+    size, pairs = 2**20, 16
+    with counted(reserves=True) as tally:
+        tensors = [torch.zeros(size // 4) for _ in range(2 * pairs)]
+        del tensors[::2]
+        larger = [torch.zeros(size // 2) for _ in range(pairs // 2)]
+        assert tally.alive == tally.peak == 2 * pairs * size
+        del tensors, larger
+        assert tally.alive == 0
+    if sys.platform == "linux":
+        assert 0 <= tally.wasted < 2 * pairs * size
 
 
 def test_a_model_whose_shapes_depend_on_values_is_planned_without_its_activations(tmp_path) -> None:

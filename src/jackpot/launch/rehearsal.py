@@ -1,7 +1,7 @@
 """What an iteration does with memory, gone through on tensors that have none (`tally.py`). Layer 6.
 
 The largest micro-batch goes through scoring, forward, the parts of the rollout model's gradient and backward, on the
-modules that the learner itself uses, several times over: the allocator's waste grows over the first iterations.
+modules that the learner itself uses.
 """
 
 import logging
@@ -32,8 +32,6 @@ from jackpot.ops.sampling import sampling_log_probs
 from jackpot.ops.tiled_heads import read_heads
 from jackpot.optimizer import ModelOptimizer
 from jackpot.types import Role
-
-ROUNDS = 3  # iterations; later ones waste hardly more
 
 
 class Shape(NamedTuple):
@@ -84,23 +82,21 @@ def rehearse(config: Config, shape: Shape) -> Rehearsed | None:
     was_quiet, complaints.disabled = complaints.disabled, True
     try:
         with counted(pick_device(config).type == "cpu") as tally:
-            return _rounds(rig, tally)
+            return _iteration(rig, tally)
     except RuntimeError:  # what fake tensors raise, whichever operation it is
         return None
     finally:
         complaints.disabled = was_quiet
 
 
-def _rounds(rig: _Rig, tally: Tally) -> Rehearsed:
+def _iteration(rig: _Rig, tally: Tally) -> Rehearsed:
+    """One: later ones take no more, and waste hardly more."""
     for model in rig.all:
         _give_memory(model)
     lasting = tally.alive
     trained = [parameter for model in rig.all for parameter in model.parameters() if parameter.requires_grad]
-    for _ in range(ROUNDS):
-        _score(rig)
-        _train(rig)
-        for parameter in trained:
-            parameter.grad = None
+    _score(rig)
+    _train(rig)
     gradients = sum(parameter.nbytes for parameter in trained)
     return Rehearsed(max(0, tally.peak - lasting - gradients), tally.wasted)
 

@@ -49,15 +49,13 @@ class Tally(TorchDispatchMode):
         self.alive = self.peak = 0
         self._known: set[int] = set()
         self._reserves = reserves
-        self._data, self._resident = _data(), resident()
-        self._most_data = self._data
+        self._before = _data() - resident()
+        self._most = 0
 
     @property
     def wasted(self) -> int:
-        """Bytes that the allocator took at most beside the tensors. What this process itself, which does touch its
-        memory, has grown by meanwhile is left out."""
-        own = resident() - self._resident
-        return max(0, self._most_data - self._data - own - self.peak) if self._reserves else 0
+        """Bytes that the allocator took at most beside the tensors."""
+        return max(0, self._most - self.peak) if self._reserves else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -83,7 +81,8 @@ class Tally(TorchDispatchMode):
         except RuntimeError:  # more than the system would ever give: the run would end there, and waste is no matter
             self._reserves = False
             return []
-        self._most_data = max(self._most_data, _data())
+        untouched = _data() - resident()  # without what this process itself took meanwhile, which it does touch
+        self._most = max(self._most, untouched - self._before)
         return [block]
 
     def _forget(self, key: int, size: int, reserved: list[torch.UntypedStorage]) -> None:
