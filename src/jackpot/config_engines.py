@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 from jackpot.config_base import Count, Names, Positive, Strict, by_name
 
 Dtype = Literal["fp32", "bf16"]
+Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -35,6 +36,9 @@ class TransformersEngineConfig(Strict):
     name: Literal["transformers"] = "transformers"
     max_batch_size: Count = 256  # sequences decoded at once
     dtype: Dtype = "fp32"
+    attention: Literal["sdpa", "eager"] = "sdpa"  # torch's fused kernel where the model has it, or plain matmuls
+    quantization: Quantization | None = None  # what linear layers compute with (docs/precision.md); null: dtype
+    kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are rounded to; null: dtype
 
 
 class VLLMEngineConfig(Strict):

@@ -6,7 +6,7 @@ numbers to float rounding.
 """
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,8 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from jackpot.errors import EngineError
 from jackpot.models.forward import backbone
 
+AttentionKernel = Literal["sdpa", "eager"]
 GROUPED = "jackpot_grouped"  # as `config._attn_implementation` names it
 
 
@@ -53,8 +55,19 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model use it, where it would use transformers' `sdpa` and has no version of that of its own."""
+def use_attention(model: PreTrainedModel, kernel: AttentionKernel | None) -> None:
+    """Let a model use a kernel: eager where that is asked for, else grouped in place of transformers' `sdpa`.
+
+    Args:
+        kernel: with `sdpa` or None the model keeps what it was made with; an architecture may have no `sdpa`.
+
+    Raises:
+        EngineError: eager attention for a model that cannot change to it.
+    """
+    if kernel == "eager" and model.config._attn_implementation != "eager":
+        model.set_attn_implementation("eager")
+        if model.config._attn_implementation != "eager":
+            raise EngineError(f"{type(model).__name__} cannot change to eager attention; set engine.attention=sdpa")
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     if model.config._attn_implementation == "sdpa" and functions is ALL_ATTENTION_FUNCTIONS:
         model.set_attn_implementation(GROUPED)

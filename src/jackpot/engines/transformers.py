@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.engines.attention import use_grouped_attention
+from jackpot.engines.attention import AttentionKernel, use_attention
 from jackpot.engines.base import Capabilities, Engine
 from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.decoding import DecodingBatch, batch_settings
@@ -37,15 +37,22 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], version: Version, max_batch_size: int
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Sequence[int],
+        version: Version,
+        max_batch_size: int,
+        attention: AttentionKernel | None = None,
     ) -> None:
         """
         Args:
-            model: owned by the engine from now on: put in eval mode and, where it uses transformers' `sdpa`, given
-                `grouped_attention`; its weights are overwritten by updates.
+            model: owned by the engine from now on: put in eval mode and given an attention kernel; its weights are
+                overwritten by updates.
             eos_token_ids: end every response, beside `Sampling.stop_token_ids`; `eos_token_ids(model)` finds them.
             max_batch_size: rows decoded at once; the cache holds this many times the longest prompt and half more than
                 what has been written in the longest response.
+            attention: as in `use_attention`.
 
         Raises:
             EngineError: weights of several dtypes, no context length in the config, or max_batch_size below 1.
@@ -58,7 +65,7 @@ class TransformersEngine(Engine):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
-        use_grouped_attention(model)
+        use_attention(model, attention)
         self._model: PreTrainedModel | None = model.eval()
         self._context_length = int(context)
         self._vocab_size = output_layer(model).out_features
