@@ -69,6 +69,12 @@ class VLLMServerEngineConfig(Strict):
     patience: Positive = 600.0  # seconds to wait while no server can be reached
 
 
+def is_quantised(engine: "EngineConfig") -> bool:
+    """Whether the settings say that the engine computes with other numbers than weights in its dtype. What servers were
+    started with is not among them."""
+    return isinstance(engine, TransformersEngineConfig) and bool(engine.quantization or engine.kv_cache_dtype)
+
+
 EngineConfig = Annotated[
     TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig,
     Field(discriminator="name"),

@@ -26,8 +26,6 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
         return _vllm(config, path, device, version)
     if isinstance(config, VLLMServerEngineConfig):
         return _vllm_server(config, path, version)
-    if config.quantization or config.kv_cache_dtype:
-        raise ConfigError("engine.quantization and engine.kv_cache_dtype are not there yet; leave them out")
     model = load_model(path, DTYPES[config.dtype], device)
     return TransformersEngine(
         model,
@@ -35,6 +33,8 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
         version=version,
         max_batch_size=config.max_batch_size,
         attention=config.attention,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -1,8 +1,8 @@
 """A model whose linear layers compute with quantised weights. Layer 3: torch only.
 
-Quantised are the linear layers inside the model. Embeddings and the output layer stay, whose rounding reaches every token
-at once, and norms, biases, and the routers of experts, which choose by small differences. A weight that is no linear
-layer's stays too, such as of experts in one tensor; the report names all that stays.
+Quantised are the linear layers inside the model. What stays are embeddings and the output layer, whose rounding reaches
+every token at once, norms, biases, and the routers of experts, which choose by small differences. A weight of no linear
+layer stays too, such as that of all experts in one tensor; the report names everything that stays.
 """
 
 import re
@@ -80,8 +80,8 @@ def quantise_named(
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights on their way to somebody who computes with codes: those named become two tensors, the others pass.
 
-    A weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with what they are multiplied
-    by. These are the names in files of Qwen3-FP8 and of compressed-tensors.
+    A weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with what they are
+    multiplied by. These are the names in files of Qwen3-FP8 and of compressed-tensors.
     """
     chosen = set(names)
     suffix = "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
