@@ -23,6 +23,7 @@ from jackpot.models.forward import backbone
 from jackpot.precision.kv import round_to_fp8
 
 AttentionKernel = Literal["sdpa", "eager"]
+Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers calls it: module, query, key, value, mask
 GROUPED = "jackpot_grouped"  # as `config._attn_implementation` names it
 GROUPED_FP8, EAGER_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8"
 TAKE_MASKS = frozenset({"sdpa", "eager", GROUPED, GROUPED_FP8, EAGER_FP8})  # that are ready, [N, 1, T, S]
@@ -66,11 +67,14 @@ def eager_attention(
     return attend(module, query, key, value, attention_mask, **options)
 
 
-def _on_fp8(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The same on keys and values as an FP8 cache has them.
+def on_rounded(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> Attention:
+    """The same on keys and values as a cache of fewer bits has them.
 
     Those of the tokens that are read now stand last, and are rounded where they are: in what the cache holds too, and
     once. So a prompt sees its own keys rounded, as in vLLM, and a cache need not know of it.
+
+    Args:
+        rounding: of keys or values [N, key heads, T, D].
     """
 
     def attention(
@@ -78,7 +82,7 @@ def _on_fp8(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
     ) -> tuple[Tensor, Tensor | None]:
         for states in (key, value):
             fresh = states[:, :, -query.shape[2] :]
-            fresh.copy_(round_to_fp8(fresh))
+            fresh.copy_(rounding(fresh))
         return attend(module, query, key, value, attention_mask, **options)
 
     return attention
@@ -86,9 +90,9 @@ def _on_fp8(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
-AttentionInterface.register(GROUPED_FP8, _on_fp8(grouped_attention))
+AttentionInterface.register(GROUPED_FP8, on_rounded(grouped_attention, round_to_fp8))
 AttentionMaskInterface.register(GROUPED_FP8, sdpa_mask)
-AttentionInterface.register(EAGER_FP8, _on_fp8(eager_attention))
+AttentionInterface.register(EAGER_FP8, on_rounded(eager_attention, round_to_fp8))
 AttentionMaskInterface.register(EAGER_FP8, eager_mask)
 
 
