@@ -27,6 +27,8 @@ REGIMES = {
     "dynamic": ("batch.dynamic_sampling.max_rounds=2", "objective.overlong.buffer=8"),
     "iteration": ("rollout_model.update=iteration", "batch.step_size=4"),
     "reference": ("objective.reference.weight=0.1", "objective.entropy_weight=0.01"),
+    "quantised": ("rollout_model=null", "objective.correction=tis", "engine.quantization=int8_w8a8"),
+    "quantised writer": ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
     "lora on policy": ("policy.lora.rank=4", "rollout_model=null", "objective.correction=none"),
 }
 

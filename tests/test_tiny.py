@@ -71,7 +71,9 @@ def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
     result = small(config)
     before, after = flat(config.model_dump()), flat(result.model_dump())
     changed = {key for key in before if before[key] != after.get(key) and not key.startswith("engine.")}
-    assert changed <= MAY_CHANGE and after.keys() <= before.keys()
+    assert changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if "engine." not in key} == set()
+    kernels = ("engine.attention", "engine.quantization", "engine.kv_cache_dtype")
+    assert all(after[key] == before[key] for key in kernels if key in before)
     assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
     assert result.batch.rollouts <= max(32, 2 * config.batch.steps_per_iteration)
     assert min(config.batch.group_size, 2) <= result.batch.group_size <= 4

@@ -15,7 +15,7 @@ from jackpot.config_corrections import (
     TISCorrection,
     ZCorrection,
 )
-from jackpot.config_engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.config_engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantised
 from jackpot.config_tasks import ArithmeticConfig, TaskConfig
 from jackpot.types import Sampling
 
@@ -265,6 +265,11 @@ class Config(Strict):
             raise ValueError(
                 f"normalizer 'exact' sums over the untruncated vocabulary, but the engine samples with top_p "
                 f"{self.sampling.top_p} and top_k {self.sampling.top_k}; use top_p 1 and top_k 0, or normalizer: topk"
+            )
+        if correction.normalizer == "exact" and is_quantised(self.engine):
+            raise ValueError(
+                "normalizer 'exact' takes p_inf from training, but the engine samples from a quantised copy of the "
+                "model (engine.quantization, engine.kv_cache_dtype); use normalizer: topk, or an engine without them"
             )
         writer = self.rollout_model
         if correction.normalizer == "exact" and self.batch.ahead and (writer is None or writer.optimizer):

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 from jackpot.config_base import Count, Names, Positive, Strict, by_name
 
 Dtype = Literal["fp32", "bf16"]
+Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -35,6 +36,9 @@ class TransformersEngineConfig(Strict):
     name: Literal["transformers"] = "transformers"
     max_batch_size: Count = 256  # sequences decoded at once
     dtype: Dtype = "fp32"
+    attention: Literal["sdpa", "eager"] = "sdpa"  # torch's fused kernel where the model has it, or plain matmuls
+    quantization: Quantization | None = None  # what linear layers compute with (docs/precision.md); null: dtype
+    kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are rounded to; null: dtype
 
 
 class VLLMEngineConfig(Strict):
@@ -63,6 +67,12 @@ class VLLMServerEngineConfig(Strict):
     timeout: Positive = 600.0  # seconds for one response, or for one weight update
     attempts: Count = 5  # of one response, whichever servers failed at it
     patience: Positive = 600.0  # seconds to wait while no server can be reached
+
+
+def is_quantised(engine: "EngineConfig") -> bool:
+    """Whether the settings say that the engine computes with other numbers than weights in its dtype. What servers were
+    started with is not among them."""
+    return isinstance(engine, TransformersEngineConfig) and bool(engine.quantization or engine.kv_cache_dtype)
 
 
 EngineConfig = Annotated[

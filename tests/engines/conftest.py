@@ -26,12 +26,12 @@ def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="class")
 def reference(request: pytest.FixtureRequest, folder: Path) -> Reference:
-    return Reference(folder, request.cls.reference_dtype)
+    return request.cls.make_reference(folder)
 
 
 @pytest.fixture(scope="class")
 def new_reference(request: pytest.FixtureRequest, new_folder: Path) -> Reference:
-    return Reference(new_folder, request.cls.reference_dtype)
+    return request.cls.make_reference(new_folder)
 
 
 @pytest.fixture(scope="class")

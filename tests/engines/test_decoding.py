@@ -277,3 +277,16 @@ def test_only_the_model_of_the_engine_attends_in_groups():
     make_engine(eager)
     found = [model.config._attn_implementation for model in (ours, other, eager)]
     assert found == [GROUPED, "sdpa", "eager"]
+
+
+def test_eager_attention_writes_the_same_without_the_fused_kernel(monkeypatch):
+    reference = make_model("qwen3")
+    engine = make_engine(make_model("qwen3"), attention="eager")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    monkeypatch.setattr("jackpot.engines.attention.scaled_dot_product_attention", None)
+    rollouts = engine.generate(make_requests([5, 9, 2, 9]))
+    scores = engine.score(rollouts, 1.0)
+    monkeypatch.undo()
+    check_log_probs(reference, rollouts)
+    for rollout, score in zip(rollouts, scores, strict=True):
+        assert torch.allclose(score, rollout.rollout_log_probs, atol=1e-4)

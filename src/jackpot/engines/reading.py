@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.engines.attention import GROUPED
+from jackpot.engines.attention import TAKE_MASKS
 from jackpot.engines.cache import RowsCache, make_cache
 from jackpot.models.forward import backbone, pad_tokens, position_ids
 
@@ -99,7 +99,7 @@ class Reading:
     def _ready_mask(self) -> Tensor | None:
         """What attention adds to its scores, [N, 1, 1, S]: 0 or the lowest number; None where it must not be given."""
         config, dtype = self._model.config, self._model.dtype
-        if config.model_type not in _TAKE_READY_MASKS or config._attn_implementation not in ("sdpa", "eager", GROUPED):
+        if config.model_type not in _TAKE_READY_MASKS or config._attn_implementation not in TAKE_MASKS:
             return None
         bias = torch.zeros(self._exists.shape, dtype=dtype, device=self._exists.device)
         return bias.masked_fill_(~self._exists, torch.finfo(dtype).min)[:, None, None]

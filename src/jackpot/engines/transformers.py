@@ -7,22 +7,23 @@ tokens in float32, far more often in bfloat16.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.engines.attention import use_grouped_attention
+from jackpot.engines.attention import AttentionKernel, use_attention
 from jackpot.engines.base import Capabilities, Engine
-from jackpot.engines.checks import check_request, check_scores, check_weights
+from jackpot.engines.checks import check_request, check_scores
 from jackpot.engines.decoding import DecodingBatch, batch_settings
+from jackpot.engines.held_weights import HeldWeights
 from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
 from jackpot.models.forward import head_logits, output_layer, read_rollouts
-from jackpot.ops.digest import weights_digest
 from jackpot.types import Request, Rollout, Version
 
 _SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
@@ -37,32 +38,47 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], version: Version, max_batch_size: int
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Sequence[int],
+        version: Version,
+        max_batch_size: int,
+        attention: AttentionKernel | None = None,
+        quantization: str | None = None,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         """
         Args:
-            model: owned by the engine from now on: put in eval mode and, where it uses transformers' `sdpa`, given
-                `grouped_attention`; its weights are overwritten by updates.
+            model: owned by the engine from now on: put in eval mode and given an attention kernel; its weights are
+                overwritten by updates.
             eos_token_ids: end every response, beside `Sampling.stop_token_ids`; `eos_token_ids(model)` finds them.
             max_batch_size: rows decoded at once; the cache holds this many times the longest prompt and half more than
                 what has been written in the longest response.
+            attention: as in `use_attention`.
+            quantization: a key of `SCHEMES`: what linear layers compute with, those of `score` too.
+            kv_cache_dtype: fp8 rounds keys and values (`round_to_fp8`), those of `score` too.
 
         Raises:
-            EngineError: weights of several dtypes, no context length in the config, or max_batch_size below 1.
+            EngineError: weights of several dtypes, no context length in the config, max_batch_size below 1, or a model
+                that cannot be quantised like that.
             ModelError: a head that is not supported.
         """
         if max_batch_size < 1:
             raise EngineError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
-            raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
-        use_grouped_attention(model)
+        if kv_cache_dtype not in (None, "fp8"):
+            raise EngineError(f"there is no cache of {kv_cache_dtype!r}; kv_cache_dtype is fp8 or None")
+        use_attention(model, attention, fp8_cache=kv_cache_dtype == "fp8")
+        self._weights: HeldWeights | None = HeldWeights(model, quantization)
         self._model: PreTrainedModel | None = model.eval()
         self._context_length = int(context)
         self._vocab_size = output_layer(model).out_features
-        self._dtype = dtypes.pop()
+        self._dtype = self._weights.dtype
+        self._quantised = quantization is not None or kv_cache_dtype is not None
+        self._events = _quantisation_events(self._weights, quantization)
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._max_batch_size = max_batch_size
@@ -76,7 +92,7 @@ class TransformersEngine(Engine):
             vocab_size=self._vocab_size,
             num_top_log_probs=self._vocab_size,
             context_length=self._context_length,
-            quantised=False,
+            quantised=self._quantised,
             streaming=True,
             updates_in_flight=False,
             dtype=self._dtype,
@@ -117,22 +133,20 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        """As `Engine.update_weights`. Takes the names of `named_parameters()`, a tied weight once.
-
-        All tensors are held until all are checked: nothing is copied before.
-        """
-        model = self._open()
+        """As `Engine.update_weights` and `HeldWeights.replace`. Takes the names of the model's `named_parameters()`."""
+        self._open()
         self._ledger.check_empty()
-        sent = list(named_tensors)
-        parameters = dict(model.named_parameters())
-        check_weights(sent, {name: parameter.shape for name, parameter in parameters.items()})
-        for name, tensor in sent:
-            parameters[name].copy_(tensor)
+        digest = self._weights.replace(named_tensors)
         self._version = version
-        return weights_digest(parameters.items(), self._dtype)
+        return digest
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """Once, what was quantised."""
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
-        self._model = self._batch = None
+        self._model = self._weights = self._batch = None
         self._queue.clear()
         self._ledger.clear()
 
@@ -163,6 +177,13 @@ class TransformersEngine(Engine):
         for _ in requests:
             self._queue.popleft()
         return batch
+
+
+def _quantisation_events(weights: HeldWeights, quantization: str | None) -> list[dict[str, Any]]:
+    if quantization is None:
+        return []
+    kept = Counter(weights.conversion.kept.values())
+    return [{"event": "quantised", "to": quantization, "share": weights.quantised_share, "kept": dict(kept)}]
 
 
 def _score_batches(rollouts: Sequence[Rollout]) -> Iterator[list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from jackpot.config_engines import is_quantised
 from jackpot.guards import LARGEST_GAPS
 from jackpot.lab.history import History
 
@@ -24,7 +25,9 @@ def rise(values: Values) -> float:
 
 
 def rounding(history: History, values: Values) -> float:
-    return max(LARGEST_GAPS[precision] for precision in (history.config.engine.dtype, history.config.precision))
+    engine = history.config.engine
+    writes_in = "quantised" if is_quantised(engine) else engine.dtype
+    return max(LARGEST_GAPS[precision] for precision in (writes_in, history.config.precision))
 
 
 def above_start(least: float, factor: float) -> Limit:

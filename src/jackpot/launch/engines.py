@@ -28,7 +28,13 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
         return _vllm_server(config, path, version)
     model = load_model(path, DTYPES[config.dtype], device)
     return TransformersEngine(
-        model, eos_token_ids=eos_token_ids(model), version=version, max_batch_size=config.max_batch_size
+        model,
+        eos_token_ids=eos_token_ids(model),
+        version=version,
+        max_batch_size=config.max_batch_size,
+        attention=config.attention,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -43,7 +43,8 @@ from jackpot.types import Prompt, Request, Version
 
 SCHEMA_VERSION = 1
 _HOW = ("model", "benchmarks", "device", "threads", "engine", "math.workers")  # may change on the way
-_KEPT = ("engine.name", "engine.dtype", "engine.context_length")  # of those, what may not: it cuts or moves answers
+_KERNELS = {"engine.attention": "sdpa", "engine.quantization": None, "engine.kv_cache_dtype": None}  # where not written
+_KEPT = ("engine.name", "engine.dtype", "engine.context_length", *_KERNELS)  # may not change: it cuts or moves answers
 _KEYS = ("schema_version", "model_digest", "data")  # of config.yaml, beside `asked`
 _log = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the answers."""
-    settings = _flat(record["asked"])
+    settings = _KERNELS | _flat(record["asked"])
     kept = {
         key: value
         for key, value in settings.items()

@@ -251,8 +251,8 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     if exact and not (faithful and config.precision == "fp32"):
         raise EngineError(
             f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
-            f"{' quantised' if quantised else ''} and training in {config.precision}; use normalizer: topk, or fp32 on "
-            f"both sides"
+            f"{', quantised,' if quantised else ''} and training in {config.precision}; use normalizer: topk, or fp32 "
+            f"on both sides and no quantisation"
         )
     return faithful
 

@@ -22,6 +22,8 @@ from jackpot.launch.tally import resident
 from jackpot.models.forward import keeps_plain_keys
 from jackpot.models.load import load_config, load_outline
 from jackpot.models.lora import target_layers
+from jackpot.precision.convert import weight_bytes
+from jackpot.precision.schemes import SCHEMES
 from jackpot.tasks import make_task
 from jackpot.tasks.base import PromptStream
 from jackpot.types import Role
@@ -102,11 +104,20 @@ def _engine_weights(config: Config, sizes: Mapping[Role, Size]) -> int:
     engines: list[tuple[Role, Any]] = [(writer, config.engine)]
     if writer != "policy" or config.evaluation.engine:
         engines.append(("policy", config.evaluation.engine or config.engine))
+    paths = model_paths(config, None)
     return sum(
-        sizes[role].parameters * DTYPES[settings.dtype].itemsize
+        _held(settings, paths[role], sizes[role].parameters)
         for role, settings in engines
         if isinstance(settings, TransformersEngineConfig)
     )
+
+
+def _held(settings: TransformersEngineConfig, path: str, parameters: int) -> int:
+    """Bytes of the weights while an engine writes; while it starts, those to quantise are there in its dtype."""
+    dtype = DTYPES[settings.dtype]
+    if settings.quantization is None:
+        return parameters * dtype.itemsize
+    return weight_bytes(load_outline(path), SCHEMES[settings.quantization], dtype)
 
 
 def _merged_weights(config: Config) -> int:

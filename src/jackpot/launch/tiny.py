@@ -118,7 +118,8 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    return {"name": "transformers", "max_batch_size": engine.max_batch_size, "dtype": engine.dtype}
+    kept = {"max_batch_size", "dtype", "attention", "quantization", "kv_cache_dtype"}  # of those that this one has
+    return {"name": "transformers", **engine.model_dump(include=kept)}
 
 
 def _longest_prompt(task: MathConfig) -> int:
