@@ -62,7 +62,7 @@ def open_saved(path: Path) -> Saved:
         file = pq.ParquetFile(path)
         version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
         if version != str(SCHEMA_VERSION):
-            raise UnreadableRollouts(_why(path, f"its schema version is {version}, this version reads {SCHEMA_VERSION}"))
+            raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         columns = [group.column(place) for group in groups for place in range(group.num_columns)]
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))

@@ -75,7 +75,7 @@ def torch_file(path: Path, tell: Tell) -> Any:
     """What torch.save wrote, tensors and plain values only; None where it is damaged, which is told."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - torch raises many kinds, and code in a pickle is refused by one of them
+    except Exception as error:  # torch raises many kinds, and refuses code in a pickle by one of them
         tell(f"{path.name} cannot be read and is left out: {str(error).strip().splitlines()[0]}")
         return None
 

@@ -49,7 +49,9 @@ def inputs_of(
     )
 
 
-def factors(setting: Setting, inputs: CorrectionInputs, new: Tensor, advantages: Tensor | None, totals: Sums) -> Factors:
+def factors(
+    setting: Setting, inputs: CorrectionInputs, new: Tensor, advantages: Tensor | None, totals: Sums
+) -> Factors:
     """The correction's factors on tokens [B, T].
 
     Args:
@@ -90,8 +92,8 @@ class _Coinless(NamedTuple):
 def _without_coin(setting: Setting, inputs: CorrectionInputs, totals: Sums) -> _Coinless:
     """The correction with its coin taken out.
 
-    Where the luckiest and the unluckiest coin agree there is none; elsewhere a(x) decides. An expected mask has no coin:
-    its factor is a w for sure, where the coin's is w with probability a.
+    Where the luckiest and the unluckiest coin agree there is none; elsewhere a(x) decides. An expected mask has no
+    coin: its factor is a w for sure, where the coin's is w with probability a.
     """
     correction = setting.objective.correction
     lucky = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)

@@ -20,7 +20,7 @@ from jackpot.lab.replay.responses import Batch, Response, batches, collate
 from jackpot.lab.replay.rule import Answer, answer
 from jackpot.lab.replay.scoring import Scorer
 from jackpot.lab.replay.settings import Setting, settings_of
-from jackpot.lab.replay.states import States, states_of, z_of
+from jackpot.lab.replay.states import Lists, States, lists_of, z_of
 from jackpot.lab.replay.tally import Tally, bands_of, correction_sums, run_sums
 from jackpot.objectives.corrections.budgeted import Obrs, ReweightOnly, ZOnly
 from jackpot.ops.obrs import known_z
@@ -168,13 +168,14 @@ class _Reading:
             self._problems.append(problem)
 
     def _add(self, batch: Batch, half: int) -> None:
-        states = states_of(batch)
+        lists = lists_of(batch)
+        states = lists.known if lists else None
         sums = run_sums(batch, states)
         self._run = add_sums(self._run, sums)
         self._run_halves[half] = add_sums(self._run_halves[half], sums)
         bands, ratio = bands_of(batch, states), torch.where(batch.mask, batch.new - batch.rollout, 0.0).exp()
         for number, setting in enumerate(self._settings):
-            measured = self._measured(setting, batch, states)
+            measured = self._measured(setting, batch, lists)
             if measured is None:
                 continue
             found, of_states = measured
@@ -183,12 +184,10 @@ class _Reading:
             self._halves[number][half].add(sums, of_states)
             self._changed[number].add(batch, found, ratio)
 
-    def _measured(
-        self, setting: Setting, batch: Batch, states: States | None
-    ) -> tuple[Factors, StateSums | None] | None:
+    def _measured(self, setting: Setting, batch: Batch, lists: Lists | None) -> tuple[Factors, StateSums | None] | None:
         """On the sampled tokens and, where they are known, on all tokens of their states."""
         objective = setting.objective
-        z = z_of(states, batch, objective.correction.lam, objective.target)
+        z = z_of(lists, batch, objective.correction.lam, objective.target)
         if z is None and needs_z(setting):
             self._left_out[_NO_Z.format(setting.label)] = None
             return None
@@ -197,7 +196,7 @@ class _Reading:
         inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, batch.uniforms, z)
         totals = objective.correction.measure(inputs)
         found = factors(setting, inputs, batch.new, batch.advantages, totals)
-        of_states = None
+        states, of_states = lists.known if lists else None, None
         if states and not setting.is_of_whole_responses and (states.old is not None or not _reads_old(setting)):
             of_states = state_sums(_of_states(setting, states, totals), states)
         return found, of_states
@@ -224,8 +223,8 @@ def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
 
 
 _NO_Z = (
-    "{}: it needs Z, and the file has no top-k lists of both models that hold 99.9 % of their mass (log "
-    "rollout_top_ids, rollout_top_log_probs, policy_top_ids, policy_top_log_probs)"
+    "{}: it needs Z, and there are no top-k lists of both the writer and its target (log rollout_top_ids, "
+    "rollout_top_log_probs, policy_top_ids, policy_top_log_probs)"
 )
 
 

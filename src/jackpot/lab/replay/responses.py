@@ -149,6 +149,8 @@ def collate(responses: Sequence[Response], seed: int) -> Batch:
 
 
 def _advantages(response: Response) -> Tensor:
-    return torch.ones(len(response.token_ids), dtype=torch.float64) if response.advantages is None else (
-        response.advantages
+    return (
+        torch.ones(len(response.token_ids), dtype=torch.float64)
+        if response.advantages is None
+        else (response.advantages)
     )

@@ -19,6 +19,7 @@ TOO_FAR = 0.3  # effective tokens; below it no correction mends the run
 OFF = 0.03  # the mean ratio must be 1 within this and five standard errors
 TAME = 10.0  # where 99 % of the ratios are below this, their mean can be trusted
 SURE = 5.0  # standard errors
+KNOWN = 0.5  # of the tokens; with whole distributions for fewer the rule goes by the sampled tokens
 SHORT_SEQUENCES = 0.2  # effective responses; below it a weight of whole responses is no use
 _ORDER = ("none", "tis", "tis_adjusted", "icepop", "drop", "obrs", "is")  # simple and tame first
 
@@ -78,7 +79,7 @@ def judge(setting: Setting, tally: Tally) -> Judged | None:
     """The two numbers, exact where whole distributions are known, else sampled; None where nothing was measured."""
     if not tally.sums:
         return None
-    if tally.states is not None:
+    if tally.states is not None and tally.states.mean.count >= KNOWN * tally.sums["factor"].count:
         return Judged(
             setting=setting,
             misplaced=tally.states.misplaced_share,
@@ -145,9 +146,9 @@ def _why_not(run: Sums) -> str | None:
     is_tame = float(run["mismatch/log_ratio"].quantile(0.99).exp()) < TAME
     if is_tame and away > max(OFF, SURE * float(ratio.standard_error)):
         return (
-            f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and must "
-            f"be 1, so the log-probs are not of the distributions they are said to be: look for top-p or top-k sampling, "
-            f"another temperature, other weights, or another tokenizer; correct nothing before that is mended"
+            f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and "
+            f"must be 1, so the log-probs are not of the distributions they are said to be: look for top-p or top-k "
+            f"sampling, another temperature, other weights, or another tokenizer; correct nothing before that is mended"
         )
     gap = run.get("acceptance_minus_z")
     if gap is not None and abs(float(gap.value)) > max(OFF, SURE * float(gap.standard_error)):
@@ -174,8 +175,9 @@ def _sentence(
 ) -> str:
     apart, stale = float(run["apart"].value), is_stale(run)
     where = "the policy that is updated" if stale else "the policy"
-    facts = f"the writer and {where} are {100 * apart:.2g} % apart (total variation over {int(run['apart'].count):,} tokens)"
-    left = f"misplaces {100 * chosen.misplaced:.2g} % of the probability and leaves {chosen.effective:.0%} of tokens effective"
+    tokens = f"total variation over {int(run['apart'].count):,} tokens"
+    facts = f"the writer and {where} are {_percent(apart)} apart ({tokens})"
+    left = f"misplaces {_percent(chosen.misplaced)} of the probability and leaves {chosen.effective:.0%} of tokens effective"
     none = next((one for one in candidates if one.setting.name == "none"), None)
     if verdict == "none needed":
         by = " with PPO's clip" if stale else ""
@@ -184,13 +186,13 @@ def _sentence(
         text = f"Use {chosen.setting.label}: {facts}; it {left}{_against(chosen, none, candidates)}."
     if verdict == "too far":
         text += (
-            f" But that is fewer than {TOO_FAR:.0%}: no correction mends a gap of this size. Take a closer writer, bring "
-            f"it new weights more often, or distil the policy into it."
+            f" But that is fewer than {TOO_FAR:.0%}: no correction mends a gap of this size. Take a closer writer, "
+            f"bring it new weights more often, or distil the policy into it."
         )
     if chosen.misplaced > LIMIT:
         text += f" None keeps within {LIMIT:.0%} misplaced; this is the one that misplaces least."
     sequences = float(run["mismatch/sequence_ess"].value)
-    if sequences < SHORT_SEQUENCES and verdict != "none needed" or sequences < 0.5 * SHORT_SEQUENCES:
+    if sequences < SHORT_SEQUENCES:
         text += (
             f" Nothing that weighs whole responses: at {float(run['length'].value):.0f} tokens their ratio leaves "
             f"{sequences:.1%} of them effective."
@@ -207,12 +209,16 @@ def _against(chosen: Judged, none: Judged | None, candidates: Sequence[Judged]) 
     """The runner-up of another name, and what happens without a correction."""
     parts = []
     if none and none is not chosen:
-        parts.append(f"without a correction {100 * none.misplaced:.2g} % is misplaced")
+        parts.append(f"without a correction {_percent(none.misplaced)} is misplaced")
     others = [one for one in candidates if one.setting.name not in (chosen.setting.name, "none")]
     allowed = [one for one in others if one.misplaced <= LIMIT] or others
     if allowed:
         next_best = max(allowed, key=lambda one: one.effective)
         parts.append(
-            f"{next_best.setting.label} leaves {next_best.effective:.0%} and misplaces {100 * next_best.misplaced:.2g} %"
+            f"{next_best.setting.label} leaves {next_best.effective:.0%} and misplaces {_percent(next_best.misplaced)}"
         )
     return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100.0 * share:.2g} %" if share >= 5e-5 else "less than 0.01 %"

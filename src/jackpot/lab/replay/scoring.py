@@ -49,13 +49,15 @@ class Scorer:
         largest = max(int(ids.max()), int(response.prompt_ids.max()))
         if largest >= vocabulary:
             raise DataError(
-                f"{response.where}: token id {largest} in {response.uid}, but --model has {vocabulary} tokens; give the "
-                f"model that was trained, with its tokenizer"
+                f"{response.where}: token id {largest} in {response.uid}, but --model has {vocabulary} tokens; give "
+                f"the model that was trained, with its tokenizer"
             )
         index = torch.zeros(1, dtype=torch.int64)
         hidden = predicting_hidden(self._model, response.prompt_ids[None], None, index, ids[None], None)[0]
-        wanted = ids[:, None] if response.rollout_top_ids is None else torch.cat(
-            [ids[:, None], response.rollout_top_ids.clamp(0, vocabulary - 1)], dim=1
+        wanted = (
+            ids[:, None]
+            if response.rollout_top_ids is None
+            else torch.cat([ids[:, None], response.rollout_top_ids.clamp(0, vocabulary - 1)], dim=1)
         )
         rows = max(1, _LOGITS // vocabulary)
         parts = zip(hidden.split(rows), wanted.split(rows), strict=True)

@@ -77,21 +77,17 @@ def _comparable(own: dict[str, object]) -> dict[str, object]:
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> Setting:
     base = (config or _NOBODY).objective
-    clips = {
-        side: CLIP if getattr(base, side) is None else getattr(base, side) for side in ("clip_low", "clip_high")
-    }
+    clips = {side: CLIP if getattr(base, side) is None else getattr(base, side) for side in ("clip_low", "clip_high")}
     objective = ObjectiveConfig(correction={"name": name, **numbers}, **clips)
     correction = objective.correction
     defaults = type(correction)()
-    changed = {
-        key: value for key, value in correction.model_dump().items() if value != getattr(defaults, key)
-    }
+    changed = {key: value for key, value in correction.model_dump().items() if value != getattr(defaults, key)}
     label = " ".join(filter(None, [name, *(_short(key, value) for key, value in changed.items())]))
     return Setting(
         name=name,
         label=label,
         objective=policy_objective((config or _NOBODY).model_copy(update={"objective": objective})),
-        numbers=tuple(numbers.items()),
+        numbers=tuple(changed.items()),
         is_own=is_own,
     )
 

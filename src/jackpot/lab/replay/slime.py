@@ -12,8 +12,9 @@ from typing import Any
 from jackpot.lab.replay.dumps import Format, Record, Tell, matching, require, responses_of, torch_file
 from jackpot.lab.replay.responses import Response
 
-HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs and
-advantages. --save-debug-rollout-data has the engine's alone: give --model, and the policy's are scored (at --temperature)."""
+HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
+and advantages. --save-debug-rollout-data has the engine's alone: give --model, and the policy's are scored (at
+--temperature)."""
 _NEEDED = ("tokens", "rollout_log_probs")
 
 

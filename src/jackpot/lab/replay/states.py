@@ -4,23 +4,24 @@ Where both lists hold nearly all of the mass, what a correction does can be comp
 over the M = K tokens that are in both lists and one more that stands for all others together.
 """
 
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from jackpot.lab.replay.responses import Batch, Response
-from jackpot.ops.obrs import ZEstimate, exact_z
+from jackpot.ops.obrs import ZEstimate, exact_z, known_z
 
 CAPTURED = 0.999  # of either distribution, to sum over its tokens
+SAME = 1e-3  # in log-probs of sampled tokens: two names for one distribution
 _TINY = 1e-12  # mass of what is left where nothing is
 _NOTHING = -200.0  # log-prob of a column that no token stands in, the same in both: it weighs nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """Of the tokens [N] that were sampled and whose lists hold at least CAPTURED of both. float64, nats."""
+    """Of N sampled tokens. float64, nats."""
 
     at: Tensor  # [B, T] bool, which tokens these are
     rollout: Tensor  # [N, M] log p_inf, the last column of all tokens that are not in both lists
@@ -34,8 +35,16 @@ class States:
         return None if log_probs is None else exact_z(self.rollout, log_probs, lam)
 
 
-def states_of(batch: Batch) -> States | None:
-    """None where the file has no lists for both models, or they hold too little everywhere."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lists:
+    """The same of every sampled token, however little its lists hold; and of those that hold enough."""
+
+    everywhere: States
+    known: States | None
+
+
+def lists_of(batch: Batch) -> Lists | None:
+    """None where the file has no lists for both models."""
     if any(one.rollout_top_ids is None or one.policy_top_ids is None for one in batch.responses):
         return None
     rollout_ids, rollout_top = _pad(batch, "rollout_top_ids", "rollout_top_log_probs")
@@ -49,25 +58,32 @@ def states_of(batch: Batch) -> States | None:
     rollout = torch.where(in_both, rollout_top, nothing)
     new = torch.where(in_both, policy_top.gather(-1, place), nothing)
     held = torch.minimum(rollout.exp().sum(-1), new.exp().sum(-1))
-    enough = held >= CAPTURED
-    if not enough.any():
-        return None
-    at = batch.mask.clone()
-    at[batch.mask] = enough
-    rollout, new = _with_rest(rollout[enough]), _with_rest(new[enough])
-    return States(
-        at=at, rollout=rollout, new=new, old=_old(batch, rollout, new), advantages=batch.advantages[at]
+    rollout, new = _with_rest(rollout), _with_rest(new)
+    old = _old(batch, rollout, new)
+    return Lists(
+        everywhere=_some(batch, torch.ones_like(held, dtype=torch.bool), rollout, new, old),
+        known=_some(batch, held >= CAPTURED, rollout, new, old) if (held >= CAPTURED).any() else None,
     )
 
 
-def z_of(states: States | None, batch: Batch, lam: float, target: str) -> ZEstimate | None:
-    """Z for a correction's inputs, [B, T]: 1 where it is not known; None where it is known of no token."""
-    found = states.z(lam, target) if states else None
+def _some(batch: Batch, chosen: Tensor, rollout: Tensor, new: Tensor, old: Tensor | None) -> States:
+    at = batch.mask.clone()
+    at[batch.mask] = chosen
+    return States(
+        at=at,
+        rollout=rollout[chosen],
+        new=new[chosen],
+        old=None if old is None else old[chosen],
+        advantages=batch.advantages[at],
+    )
+
+
+def z_of(lists: Lists | None, batch: Batch, lam: float, target: str) -> ZEstimate | None:
+    """Z for a correction's inputs, [B, T]; None where there are no lists of the target."""
+    found = lists.everywhere.z(lam, target) if lists else None
     if found is None:
         return None
-    value = torch.ones_like(batch.rollout)
-    value[states.at] = found
-    return ZEstimate(value, value, value, value, value)
+    return known_z(torch.ones_like(batch.rollout).masked_scatter(lists.everywhere.at, found))
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
@@ -75,9 +91,6 @@ def _with_rest(log_probs: Tensor) -> Tensor:
     log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True).clamp(min=0.0)
     rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=_TINY)
     return torch.cat([log_probs, rest.log()], dim=-1)
-
-
-SAME = 1e-3  # in log-probs of sampled tokens: two names for one distribution
 
 
 def _old(batch: Batch, rollout: Tensor, new: Tensor) -> Tensor | None:

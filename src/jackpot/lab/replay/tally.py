@@ -48,20 +48,18 @@ def correction_sums(found: Factors, ratio: Tensor, mask: Tensor, bands: Mapping[
     """
     lost = 1.0 - found.accepted
     return {
-        "weight": Histogram.of(found.weight, mask),
+        "log_weight": Histogram.of(found.weight.log(), mask),
         "weight_max": Max.of(found.weight, mask),
+        "weight_mean": Mean.of(found.weight, mask),
+        "responses": Total.of(mask.any(-1)),
         "factor": Mean.of(found.mean, mask),
         "square": Mean.of(found.square, mask),
         "accepted": Mean.of(found.accepted, mask),
         "capped": Mean.of(found.capped, mask),
         "clipped": Mean.of(found.clipped, mask),
         "apart": Mean.of((found.mean - ratio).abs() / 2.0, mask),
-        "dropped": Total.of(_present(mask) & (found.accepted * mask).sum(-1).eq(0)),
+        "dropped": Total.of(mask.any(-1) & (found.accepted * mask).sum(-1).eq(0)),
     } | {f"lost {name}": Mean.of(lost, band) for name, band in bands.items()}
-
-
-def _present(mask: Tensor) -> Tensor:
-    return mask.any(-1)
 
 
 def run_sums(batch: Batch, states: States | None) -> Sums:

@@ -14,7 +14,8 @@ import torch
 from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, matching, parquet_rows, require, responses_of
 from jackpot.lab.replay.responses import Response
 
-HOW = """TRL's completions have text and rewards alone. With log_completions=True, use_vllm=True and one process, train with
+HOW = """TRL's completions have text and rewards alone. With log_completions=True, use_vllm=True and one process, train
+with
     class Logged(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)

@@ -14,8 +14,8 @@ import torch
 from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, json_lines, matching, require, responses_of
 from jackpot.lab.replay.responses import Response
 
-HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and add
-to _log_rollout_data of verl/trainer/ppo/ray_trainer.py, before self._dump_generations( ... ):
+HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and
+add to _log_rollout_data of verl/trainer/ppo/ray_trainer.py, before self._dump_generations( ... ):
     for name in ("prompts", "responses", "attention_mask", "response_mask",
                  "rollout_log_probs", "old_log_probs", "advantages"):
         reward_extra_infos_to_dump[name] = batch.batch[name].tolist()
