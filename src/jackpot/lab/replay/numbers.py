@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jackpot.lab.replay.judged import Judged
 from jackpot.lab.replay.replay import Replay, Replayed
-from jackpot.lab.replay.rule import Judged
 from jackpot.lab.replay.tally import Tally
 from jackpot.ops.reduce import Sums
 
@@ -105,7 +105,7 @@ def _judged(one: Judged) -> dict[str, Any]:
         "label": one.setting.label,
         "misplaced": one.misplaced,
         "effective": one.effective,
-        "is_exact": one.is_exact,
+        "known": one.known,
     }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from jackpot.lab.replay.dumps import Format, Record, Tell, matching, require, responses_of, torch_file
 from jackpot.lab.replay.responses import Response
 
-HOW = """OpenRLHF saves no rollouts. Train with the importance-sampling correction enabled, so that vLLM returns log-probs,
-and add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
+HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
+add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
     names = ("sequences", "action_mask", "rollout_log_probs", "action_log_probs", "advantages")
     torch.save([{name: getattr(one, name).cpu() for name in names} for one in experiences],
                f"rollouts/experience_{global_step}.pt")

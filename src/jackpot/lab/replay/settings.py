@@ -72,7 +72,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[Setting]:
 
 def _comparable(own: dict[str, object]) -> dict[str, object]:
     """The run's own numbers but for those that change with what is at hand, not with the correction."""
-    return {key: value for key, value in own.items() if key not in ("name", "normalizer", "kappa")}
+    return {key: value for key, value in own.items() if key not in ("name", "normalizer")}
 
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> Setting:

@@ -84,8 +84,14 @@ def run_sums(batch: Batch, states: States | None) -> Sums:
         sums |= {
             "acceptance_minus_z": Mean.of(gap, everywhere),
             "z": Mean.of(expected.unsqueeze(0), everywhere),
+            "unreachable": Mean.of(_unreachable(states).unsqueeze(0), everywhere),
         }
     return sums
+
+
+def _unreachable(states: States) -> Tensor:
+    """The policy's probability on tokens that the writer cannot sample: [N]."""
+    return torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)
 
 
 def bands_of(batch: Batch, states: States | None) -> dict[str, Tensor]:
