@@ -158,8 +158,8 @@ def _lists_do_not_fit(run: Sums) -> str | None:
         )
     if abs(float(gap.value)) > max(OFF, SURE * float(gap.standard_error)):
         return (
-            f"of 100 sampled tokens {100.0 * float(gap.value):+.1f} more overlap than the top-k lists allow, so the lists "
-            f"and the log-probs of the sampled tokens are not of one distribution. {_LOOK_FOR}"
+            f"of 100 sampled tokens {100.0 * float(gap.value):+.1f} more overlap than the top-k lists allow, so the "
+            f"lists and the log-probs of the sampled tokens are not of one distribution. {_LOOK_FOR}"
         )
     return None
 

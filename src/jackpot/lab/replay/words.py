@@ -30,8 +30,8 @@ def too_far(candidates: Sequence[Judged], run: Sums) -> str:
     most = max((one for one in candidates if one.setting.name != "none"), key=lambda one: one.effective, default=least)
     text = (
         f"No correction mends this gap: {_gap(run, False)}; {least.setting.label} {_what(least)}, "
-        f"{most.setting.label} {_what(most)}. Take a closer writer, bring it new weights more often, or distil the policy "
-        f"into it."
+        f"{most.setting.label} {_what(most)}. Take a closer writer, bring it new weights more often, or distil the "
+        f"policy into it."
     )
     return text + _known(least)
 
