@@ -252,12 +252,14 @@ def replay(
     path: Annotated[Path, typer.Argument(help="The folder of a run, or a file or folder of saved rollouts.")],
     form: Annotated[str, typer.Option("--format", help=f"{', '.join([AUTO, *FORMATS])}.")] = AUTO,
     model: Annotated[
-        str | None, typer.Option(help="The policy, where the file lacks its log-probs: a folder or a hub name.")
+        str | None,
+        typer.Option(help="Scores the policy's log-probs, where the file lacks them: a model, or the folder of a run."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=1e-6, help="Of the sampling, with --model; default the run's, or 1.")
     ] = None,
     corrections: Annotated[str, typer.Option(help="Names, with commas between them; default all.")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Of so many responses of a file replay one.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put saved rollouts through every correction, without training, and say which one to use on this run.
@@ -266,7 +268,7 @@ def replay(
     """
     console = Console(stderr=as_json)
     with replay_progress(console) as listen:
-        found = replay_rollouts(path, form, split_names(corrections), model, temperature, listen)
+        found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen)
     if as_json:
         typer.echo(json.dumps(plain(as_numbers(found)), indent=2, allow_nan=False))
     else:

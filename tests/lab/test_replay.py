@@ -120,6 +120,7 @@ def cut(lines):
 def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", cut(records(discovered(share=1.0, lift=6.0)))))
     assert found.answer.verdict == "cannot tell" and "could not sample" in found.answer.sentence
+    assert 0.01 < judged(found, "is").misplaced < 1.0  # what cannot be written no weight brings back
 
 
 def test_halves_that_disagree_are_told(tmp_path):

@@ -176,7 +176,7 @@ def test_a_dump_without_the_policys_log_probs_asks_for_a_model(name, tmp_path):
 
 def test_what_verl_and_trl_write_by_themselves_is_recognised_and_refused_by_name(tmp_path):
     columns = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs", "old_log_probs")
-    with pytest.raises(DataError, match="lacks responses, response_mask, rollout_log_probs; it has .*input"):
+    with pytest.raises(DataError, match=r"lacks responses, response_mask, rollout_log_probs; it has .*input"):
         replay(verl(tmp_path / "verl", **dict.fromkeys((*columns, "advantages"))))
     columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
     with pytest.raises(DataError, match="lacks completion_ids, completion_mask, sampling_per_token_logps"):
@@ -240,7 +240,7 @@ def test_a_damaged_torch_or_parquet_file_is_named_and_code_in_a_pickle_is_never_
 
 def test_what_no_format_recognises_is_refused_with_the_columns_of_bare_jsonl(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
-    with pytest.raises(DataError, match="token_ids .*of the response"):
+    with pytest.raises(DataError, match=r"token_ids .*of the response"):
         replay(tmp_path)
     with pytest.raises(DataError, match="lacks token_ids, rollout_log_probs; it has text"):
         replay(tmp_path, "jsonl")

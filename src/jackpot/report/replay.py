@@ -58,11 +58,12 @@ def facts(found: Replay) -> Table:
     """The run itself, before any correction."""
     run = found.run
     engine, stale, both = (float(run[name].value) for name in ("apart_engine", "apart_stale", "apart"))
-    log_ratio = run["mismatch/log_ratio"]
+    log_ratio, objective = run["mismatch/log_ratio"], found.corrections[0].setting.objective
     rows = [
         ("responses, tokens", f"{int(run['responses'].value):,}, {int(run['apart'].count):,}"),
         ("mean length", f"{float(run['length'].value):.1f}"),
         ("policy", found.policy),
+        ("PPO's clip", f"1 - {objective.clip_low:g} to 1 + {objective.clip_high:g}"),
         ("total variation, writer and old policy", f"{engine:.2%}"),
         ("total variation, old policy and the one updated", f"{stale:.2%}"),
         ("total variation, writer and the one updated", f"{both:.2%}"),

@@ -5,6 +5,7 @@ One pass over the files, a few thousand tokens in memory at a time.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from jackpot.lab.replay.scoring import Scorer
 from jackpot.lab.replay.settings import Setting, settings_of
 from jackpot.lab.replay.states import Lists, States, lists_of, z_of
 from jackpot.lab.replay.tally import Tally, bands_of, correction_sums, run_sums
+from jackpot.launch.saved_models import find_model
 from jackpot.objectives.corrections.budgeted import Obrs, ReweightOnly, ZOnly
 from jackpot.ops.obrs import known_z
 from jackpot.ops.reduce import Sums, add_sums
@@ -64,6 +66,7 @@ def replay(
     names: Sequence[str] = (),
     model: str | None = None,
     temperature: float | None = None,
+    every: int = 1,
     listen: Callable[[int], None] = lambda _: None,
 ) -> Replay:
     """Read all rollouts once.
@@ -71,8 +74,10 @@ def replay(
     Args:
         name: of a format, or `auto`.
         names: of corrections; all where there are none.
-        model: scores the policy's log-probs; None takes those that were saved.
+        model: scores the policy's log-probs: a model, or a run, whose best policy it is; None takes those that were
+            saved.
         temperature: of the sampling, for `model`; None: the run's, or 1.
+        every: of so many responses one is replayed; a run with too many tokens says no more with all of them.
         listen: told the responses read so far.
 
     Raises:
@@ -84,10 +89,11 @@ def replay(
     config = run_config(path) if found.name == "jackpot" else None
     settings = settings_of(config, names)
     own = config.sampling.temperature if config else 1.0
-    scorer = Scorer(model, own if temperature is None else temperature) if model else None
-    reading = _Reading(found, files, scorer, settings, config.seed if config else 0, listen)
+    place = find_model(model) if model else None
+    scorer = Scorer(place, own if temperature is None else temperature) if place else None
+    reading = _Reading(found, files, scorer, settings, config.seed if config else 0, every, listen)
     reading.read()
-    return reading.result(path, _policy(config, model, own if temperature is None else temperature))
+    return reading.result(path, _policy(config, place, own if temperature is None else temperature))
 
 
 class _Reading:
@@ -100,10 +106,11 @@ class _Reading:
         scorer: Scorer | None,
         settings: Sequence[Setting],
         seed: int,
+        every: int,
         listen: Callable[[int], None],
     ) -> None:
         self._format, self._files, self._scorer, self._seed, self._listen = found, files, scorer, seed, listen
-        self._settings = settings
+        self._settings, self._every = settings, every
         self._whole = [Tally() for _ in settings]
         self._halves = [[Tally() for _ in range(HALVES)] for _ in settings]
         self._changed = [MostChanged() for _ in settings]
@@ -149,7 +156,7 @@ class _Reading:
     def _responses_read(self) -> Iterator[Response]:
         """Those with a policy's log-probs and a token that was sampled."""
         for file in self._files:
-            for response in self._format.read(file, self._tell):
+            for response in islice(self._format.read(file, self._tell), 0, None, self._every):
                 if not response.sampled_mask.any():
                     continue
                 if self._scorer:
