@@ -10,20 +10,23 @@ from jackpot.report.shown import number
 OWN = " *"
 _NOTHING = 1e-4  # rejects next to no token
 _NAMES_IN_ROW = 2  # of corrections that do the same here; the others are counted
-_SAMPLED: tuple[tuple[str, Callable[[Measured], str]], ...] = (
+_Columns = tuple[tuple[str, Callable[[Measured], str]], ...]
+_SAMPLED: _Columns = (
     ("rejected", lambda one: f"{1.0 - one.accepted:.1%}"),
     ("responses", lambda one: f"{one.dropped_responses:.1%}"),
     ("capped", lambda one: f"{one.capped:.2%}"),
     ("clipped", lambda one: f"{one.clipped:.1%}"),
-    ("w 1 %", lambda one: number(one.weight_p1)),
+    ("effective", lambda one: f"{one.effective:.1%}"),
+    ("apart", lambda one: f"{one.apart:.2%}"),
+)
+_WEIGHTS: _Columns = (
+    ("1 %", lambda one: number(one.weight_p1)),
     ("median", lambda one: number(one.weight_p50)),
     ("99 %", lambda one: number(one.weight_p99)),
     ("max", lambda one: number(one.weight_max)),
     ("mean", lambda one: number(one.weight_mean, ".3f")),
-    ("effective", lambda one: f"{one.effective:.1%}"),
-    ("apart", lambda one: f"{one.apart:.2%}"),
 )
-_EXACT: tuple[tuple[str, Callable[[Measured], str]], ...] = (
+_EXACT: _Columns = (
     ("misplaced", lambda one: f"{one.misplaced:.2%}"),
     ("effective", lambda one: f"{one.exact_effective:.1%}"),
     ("bias", lambda one: number(one.bias, ".3f")),
@@ -37,19 +40,28 @@ def replay_sections(found: Replay) -> dict[str, Section]:
     """Everything but the answer, by name."""
     rows = _together([measured(one) for one in found.corrections])
     exact = [(names, one) for names, one in rows if one.misplaced is not None]
+    own = f" {OWN.strip()} is what the run trains with." if _own(rows) else ""
     items = [
-        Table(
-            title="On the sampled tokens",
-            columns=("correction", *(name for name, _ in _SAMPLED)),
-            rows=tuple((names, *(read(one) for _, read in _SAMPLED)) for names, one in rows),
-            note="rejected, capped, clipped (by PPO's clip): shares of tokens; responses: those of which nothing is "
-            "left; w: the weight times the mask, coins averaged; effective: (sum F)^2 / (n sum F^2) of the factor F on "
-            "the gradient; apart: mean of |F - rho| / 2."
-            + (f"{OWN} is what the run trains with." if _own(rows) else ""),
-        )
+        _table(
+            "On the sampled tokens",
+            rows,
+            _SAMPLED,
+            "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: those of which nothing is left; "
+            f"effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: mean of |F - rho| / 2.{own}",
+        ),
+        _table("Weight times mask, coins averaged", rows, _WEIGHTS, ""),
     ]
     if exact:
-        items.append(_exact_table(exact))
+        items.append(
+            _table(
+                f"Summed over the vocabulary, in {exact[0][1].states:,} states",
+                exact,
+                _EXACT,
+                "misplaced: probability on other tokens than the policy's; effective: tokens, as above; bias: of the "
+                "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives, whatever the "
+                "token; variance: times that of the policy's own text; states: how unevenly they count (sd / mean).",
+            )
+        )
     items.extend(_masking(rows))
     return {"replay": Section(title="Corrections", intro="", items=tuple(items))}
 
@@ -87,15 +99,12 @@ def _value(run: dict, name: str) -> str:
     return number(float(run[name].value), ".4f")
 
 
-def _exact_table(rows: Sequence[tuple[str, Measured]]) -> Table:
-    states = rows[0][1].states
+def _table(title: str, rows: Sequence[tuple[str, Measured]], columns: _Columns, note: str) -> Table:
     return Table(
-        title=f"Summed over the vocabulary, in {states:,} states",
-        columns=("correction", *(name for name, _ in _EXACT)),
-        rows=tuple((names, *(read(one) for _, read in _EXACT)) for names, one in rows),
-        note="misplaced: probability on other tokens than the policy's; effective: tokens, as above; bias: of the "
-        "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives, whatever the token; "
-        "variance: times that of the policy's own text; states: how unevenly they count (sd / mean).",
+        title=title,
+        columns=("correction", *(name for name, _ in columns)),
+        rows=tuple((names, *(read(one) for _, read in columns)) for names, one in rows),
+        note=note,
     )
 
 

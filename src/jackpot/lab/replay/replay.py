@@ -116,7 +116,7 @@ class _Reading:
         self._changed = [MostChanged() for _ in settings]
         self._run: Sums = {}
         self._run_halves: list[Sums] = [{} for _ in range(HALVES)]
-        self._left_out: dict[str, None] = {}
+        self._left_out: dict[str, dict[str, None]] = {}  # why: what
         self._problems: list[str] = []
         self._unreadable = self._responses = 0
 
@@ -147,7 +147,7 @@ class _Reading:
             run=self._run,
             run_halves=tuple(self._run_halves),
             corrections=corrections,
-            left_out=tuple(self._left_out),
+            left_out=tuple(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
             unreadable=self._unreadable,
             problems=tuple(self._problems),
             answer=answer(self._run, [(one.setting, one.whole, one.halves) for one in corrections]),
@@ -174,7 +174,12 @@ class _Reading:
         if len(self._problems) < MOST_PROBLEMS:
             self._problems.append(problem)
 
+    def _leave_out(self, what: str, why: str) -> None:
+        self._left_out.setdefault(why, {})[what] = None
+
     def _add(self, batch: Batch, half: int) -> None:
+        if any(one.advantages is None for one in batch.responses):
+            self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
         lists = lists_of(batch)
         states = lists.known if lists else None
         sums = run_sums(batch, states)
@@ -196,7 +201,7 @@ class _Reading:
         objective = setting.objective
         z = z_of(lists, batch, objective.correction.lam, objective.target)
         if z is None and needs_z(setting):
-            self._left_out[_NO_Z.format(setting.label)] = None
+            self._leave_out(setting.label, _NO_LISTS if lists is None else _NO_OLD)
             return None
         if z is None:
             z = known_z(torch.ones_like(batch.rollout))
@@ -229,10 +234,12 @@ def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
     return factors(setting, inputs, states.new, None, totals)
 
 
-_NO_Z = (
-    "{}: it needs Z, and there are no top-k lists of both the writer and its target (log rollout_top_ids, "
-    "rollout_top_log_probs, policy_top_ids, policy_top_log_probs)"
+_NO_LISTS = (
+    "Z is needed, and there are no top-k lists of both models (log rollout_top_ids, rollout_top_log_probs, "
+    "policy_top_ids, policy_top_log_probs)"
 )
+_NO_OLD = "Z of the old policy is needed, and the top-k lists are those of the policy that is updated"
+_NO_ADVANTAGES = "there are no advantages, so each counts as +1, and PPO's clip is that of positive ones"
 
 
 def _policy(config: Config | None, model: str | None, temperature: float) -> str:

@@ -111,14 +111,14 @@ def _simplicity(one: Judged) -> tuple[int, bool, bool]:
 
 def may_be_advised(setting: Setting, stale: bool) -> bool:
     """Not the parts of OBRS, not its coin, which only adds noise, and nothing that whole responses decide. Where the
-    policy has moved, what aligns to it; where not, that is the same correction under another name."""
+    policy has not moved, what aligns to the moved one is the same correction under another name."""
     if setting.name not in _ORDER:
         return False
     if setting.name == "obrs" and dict(setting.numbers).get("mask") != "expected":
         return False
     if setting.name in ("none", "is"):
         return setting.objective.proximal == "old"
-    return setting.aligns_to_new == stale
+    return stale or not setting.aligns_to_new
 
 
 def _of_halves(parts: Sequence[Part], stale: bool) -> list[Judged | None]:
