@@ -206,6 +206,17 @@ def test_slimes_dump_of_rollouts_is_read_as_far_as_it_goes(tmp_path):
     assert responses[0].old_log_probs is None
 
 
+def test_a_batch_that_trl_wrote_again_at_the_next_step_is_read_once(tmp_path):
+    folder = trl(tmp_path / "trl") / "completions"
+    table = pq.read_table(folder / "completions_00003.parquet")
+    again = table.set_column(0, "step", pa.array([4, 4]))
+    pq.write_table(again, folder / "completions_00004.parquet")
+    other = again.set_column(again.column_names.index("advantage"), "advantage", pa.array([0.25, -0.25]))
+    pq.write_table(other, folder / "completions_00005.parquet")
+    _, responses, told = read(tmp_path / "trl")
+    assert [one.advantages[0].item() for one in responses] == [0.5, -0.5, 0.25, -0.25] and told == []
+
+
 def test_files_are_read_in_the_order_of_their_steps(tmp_path):
     for step in (10, 9, 100):
         write(tmp_path / f"{step}.jsonl", records(noise(0.1), responses=1))

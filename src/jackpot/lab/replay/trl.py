@@ -2,13 +2,15 @@
 
 GRPOTrainer writes `step, prompt, completion`, a column for each reward function, `advantage`, and what is in
 `_logs["extra"]` (read at f2cd577, version 1.10.0.dev). Log-probs and token ids are not among them, so a subclass must
-add them. Its tensors are padded: prompts on the left, completions on the right.
+add them. Its tensors are padded: prompts on the left, completions on the right. Run with 1.16.0 too, without vLLM.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, matching, parquet_rows, require, responses_of
@@ -42,7 +44,21 @@ def read(path: Path, tell: Tell) -> Iterator[Response]:
             require(row, _NEEDED, f"{path.name} row {number}", HOW)
             yield number, _renamed(row)
 
-    yield from responses_of(renamed(), path.name, tell, (), HOW)
+    if not _repeats_the_file_before(path):
+        yield from responses_of(renamed(), path.name, tell, (), HOW)
+
+
+def _repeats_the_file_before(path: Path) -> bool:
+    """TRL writes the newest rollout batch at every logged step, so also where several steps train on one batch."""
+    before = files(path.parent)
+    place = before.index(path)
+    if place == 0:
+        return False
+    try:
+        this, last = (pq.read_table(file).drop_columns(["step"]) for file in (path, before[place - 1]))
+    except (OSError, pa.ArrowException, KeyError):
+        return False  # the reader says what is wrong
+    return this.equals(last)
 
 
 def _renamed(row: Record) -> dict[str, Any]:
