@@ -166,6 +166,15 @@ def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypa
         assert other.effective == pytest.approx(one.effective)
 
 
+def test_the_gap_of_the_first_and_of_the_last_file_stand_beside_each_other(tmp_path):
+    for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
+        write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step))
+    found = dict(replay(tmp_path, names=["none"]).ends)
+    alone = replay(tmp_path / "10.jsonl", names=["none"])
+    assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["apart"].value))}
+    assert len(alone.ends) == 1
+
+
 def test_names_that_do_not_exist_are_refused(tmp_path):
     path = write(tmp_path / "made_up.jsonl", records(noise(0.3), responses=1))
     with pytest.raises(ConfigError, match="unknown correction 'tiss'; did you mean 'tis'"):

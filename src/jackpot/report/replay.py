@@ -79,6 +79,7 @@ def facts(found: Replay) -> Table:
         ("total variation, writer and old policy", f"{engine:.2%}"),
         ("total variation, old policy and the one updated", f"{stale:.2%}"),
         ("total variation, writer and the one updated", f"{both:.2%}"),
+        *((f"the same in {where}", f"{gap:.2%}") for where, gap in found.ends if len(found.ends) > 1),
         ("KL(writer || policy), k1 and k3", f"{_value(run, 'mismatch/kl_k1')}, {_value(run, 'mismatch/kl_k3')} nats"),
         ("mean of rho, must be 1", f"{float(run['ratio'].value):.4f} +- {float(run['ratio'].standard_error):.4f}"),
         (

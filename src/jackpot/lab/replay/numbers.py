@@ -83,6 +83,7 @@ def as_numbers(found: Replay) -> dict[str, Any]:
         "files": found.files,
         "policy": found.policy,
         "unreadable": found.unreadable,
+        "ends": dict(found.ends),
         "problems": list(found.problems),
         "left_out": list(found.left_out),
         "run": {name: float(entry.value) for name, entry in run.items() if name != "mismatch/log_ratio"}

@@ -22,7 +22,7 @@ from jackpot.lab.replay.rule import Answer, answer
 from jackpot.lab.replay.scoring import Scorer
 from jackpot.lab.replay.settings import Setting, settings_of
 from jackpot.lab.replay.states import Lists, States, lists_of, z_of
-from jackpot.lab.replay.tally import Tally, bands_of, correction_sums, run_sums
+from jackpot.lab.replay.tally import Ends, Tally, bands_of, correction_sums, run_sums
 from jackpot.launch.saved_models import find_model
 from jackpot.objectives.corrections.budgeted import Obrs, ReweightOnly, ZOnly
 from jackpot.ops.obrs import known_z
@@ -53,6 +53,7 @@ class Replay:
     policy: str  # whose log-probs are the target
     run: Sums
     run_halves: tuple[Sums, ...]
+    ends: tuple[tuple[str, float], ...]  # the first and the last file or iteration, and the gap there
     corrections: tuple[Replayed, ...]
     left_out: tuple[str, ...]  # what could not be said, and why
     unreadable: int
@@ -115,6 +116,7 @@ class _Reading:
         self._halves = [[Tally() for _ in range(HALVES)] for _ in settings]
         self._changed = [MostChanged() for _ in settings]
         self._run: Sums = {}
+        self._ends = Ends()
         self._run_halves: list[Sums] = [{} for _ in range(HALVES)]
         self._left_out: dict[str, dict[str, None]] = {}  # why: what
         self._problems: list[str] = []
@@ -123,6 +125,7 @@ class _Reading:
     def read(self) -> None:
         """Raises DataError where there is no response in any file."""
         for part in batches(self._responses_read()):
+            self._ends.add(part)
             for half in range(HALVES):
                 if responses := part[half::HALVES]:
                     self._add(collate(responses, self._seed), half)
@@ -146,6 +149,7 @@ class _Reading:
             policy=policy,
             run=self._run,
             run_halves=tuple(self._run_halves),
+            ends=self._ends.gaps,
             corrections=corrections,
             left_out=tuple(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
             unreadable=self._unreadable,

@@ -4,7 +4,7 @@ Everything here has a fixed size, whatever the number of files. `Part` is kept f
 that the answer can be asked of both halves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jackpot.lab.replay.factors import Factors
 from jackpot.lab.replay.gradient import StateSums
-from jackpot.lab.replay.responses import Batch
+from jackpot.lab.replay.responses import Batch, Response
 from jackpot.lab.replay.states import States
 from jackpot.objectives.measure import POSITIONS, mismatch, position_bands
 from jackpot.ops.obrs import acceptance
@@ -36,6 +36,28 @@ class Tally:
         self.sums = add_sums(self.sums, sums)
         if states:
             self.states = states if self.states is None else self.states + states
+
+
+class Ends:
+    """The gap where the rollouts begin and where they end: of the first and of the last file or iteration."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, Mean]] = []  # the first and the last
+
+    def add(self, responses: Sequence[Response]) -> None:
+        """The next responses in their order."""
+        for response in responses:
+            new = response.old_log_probs if response.log_probs is None else response.log_probs
+            apart = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
+            if self._found and self._found[-1][0] == response.where:
+                self._found[-1] = (response.where, self._found[-1][1] + apart)
+            else:
+                self._found = [*self._found[:1], (response.where, apart)]
+
+    @property
+    def gaps(self) -> tuple[tuple[str, float], ...]:
+        """Where, and the total variation there, sampled."""
+        return tuple((where, float(mean.value)) for where, mean in self._found)
 
 
 def correction_sums(found: Factors, ratio: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
