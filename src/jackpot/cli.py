@@ -265,6 +265,8 @@ def replay(
     """Put saved rollouts through every correction, without training, and say which one to use on this run.
 
     Rollouts of verl, TRL, OpenRLHF and slime are read too, and bare JSONL: docs/replay.md.
+
+    --model is not yet run on a GPU.
     """
     console = Console(stderr=as_json)
     with replay_progress(console) as listen:

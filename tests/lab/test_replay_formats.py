@@ -260,6 +260,15 @@ def test_what_no_format_recognises_is_refused_with_the_columns_of_bare_jsonl(tmp
         replay(tmp_path, "trl")
 
 
+def test_what_a_model_cannot_read_is_refused(tmp_path):
+    bare = write(tmp_path / "bare.jsonl", records(noise(0.3), responses=1))
+    with pytest.raises(DataError, match="has no prompt_ids"):
+        replay(bare, model="starter:policy")
+    line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [99]}
+    with pytest.raises(DataError, match="token id 99 in response 0, but --model has 32 tokens"):
+        replay(write(tmp_path / "other.jsonl", iter([line])), model="starter:policy")
+
+
 def test_every_format_has_its_section_in_the_documentation():
     text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
     for name, found in FORMATS.items():

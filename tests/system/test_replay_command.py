@@ -118,6 +118,17 @@ def test_a_model_scores_what_a_dump_lacks_as_training_would(trained, tmp_path):
     written = torch.tensor([value for row in rows for value in row["rollout_log_probs"]], dtype=torch.float64)
     assert float(found.run["ratio"].value) == pytest.approx(float((old - written).exp().mean()), rel=1e-4)
     assert found.corrections[0].whole.states is not None  # the model gives its half of the lists too
+    every = saved(trained, "rollout_top_ids")["rollout_top_ids"]
+    assert every.shape[1] == 32 and float(found.run["z"].count) == len(old)
+
+
+def test_the_folder_of_a_run_stands_for_its_best_policy_and_the_output_says_so(trained):
+    """A checkpoint of the run that wrote iteration 2: its policy after one step is the old policy there."""
+    found = replay(trained, model=str(trained), names=["none"])
+    assert found.policy.endswith("at temperature 1") and "/checkpoints/" in found.policy
+    step = replay(trained, model=str(trained / "checkpoints" / "step-1" / "policy"), names=["none"])
+    first, second = dict(step.ends).values()
+    assert first > 0.0 and second == pytest.approx(dict(replay(trained, names=["none"]).ends)["iteration 2"], rel=1e-4)
 
 
 def test_imported_jsonl_is_replayed_and_its_tokens_are_shown(tmp_path):

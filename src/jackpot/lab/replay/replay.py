@@ -124,7 +124,8 @@ class _Reading:
 
     def read(self) -> None:
         """Raises DataError where there is no response in any file."""
-        for part in batches(self._responses_read()):
+        for read in batches(self._responses_read()):
+            part = self._scorer.score(read) if self._scorer else read
             self._ends.add(part)
             for half in range(HALVES):
                 if responses := part[half::HALVES]:
@@ -163,9 +164,7 @@ class _Reading:
             for response in islice(self._format.read(file, self._tell), 0, None, self._every):
                 if not response.sampled_mask.any():
                     continue
-                if self._scorer:
-                    response = self._scorer.score(response)
-                elif response.old_log_probs is None and response.log_probs is None:
+                if not self._scorer and response.old_log_probs is None and response.log_probs is None:
                     raise DataError(
                         f"{response.where} has no log-probs of the policy (old_log_probs); give --model PATH, the "
                         f"model that was trained, and they are computed.\n{self._format.how}"
