@@ -238,6 +238,17 @@ def test_damaged_lines_and_files_are_named_and_counted_and_the_rest_is_replayed(
     assert "a log-probability is at most 0" in text and "a.jsonl line 54 is no JSON" in text
 
 
+def test_a_response_that_lacks_what_the_others_have_is_left_out_and_named(tmp_path):
+    folder = slime(tmp_path / "slime")
+    content = torch.load(folder / "3.pt")
+    aborted = {"tokens": [1], "response_length": 0, "rollout_log_probs": None}
+    torn = content["samples"][0] | {"response_lengths": None}
+    torch.save(content | {"samples": [aborted, *content["samples"], torn]}, folder / "3.pt")
+    _, responses, told = read(folder)
+    assert len(responses) == 2 and len(told) == 2
+    assert "response 3: TypeError" in told[0] and "response 0 lacks rollout_log_probs" in told[1]
+
+
 def test_a_damaged_torch_or_parquet_file_is_named_and_code_in_a_pickle_is_never_run(tmp_path):
     slime(tmp_path / "slime")
     (tmp_path / "slime" / "4.pt").write_bytes(b"nothing")

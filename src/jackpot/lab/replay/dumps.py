@@ -87,26 +87,42 @@ def first_keys(path: Path) -> set[str]:
 
 
 def responses_of(
-    records: Iterable[tuple[int, Record]], where: str, tell: Tell, needed: Sequence[str], how: str
+    records: Iterable[tuple[int, Record]],
+    where: str,
+    tell: Tell,
+    needed: Sequence[str],
+    how: str,
+    rename: Callable[[Record], Record] = dict,
 ) -> Iterator[Response]:
-    """Records under our names as responses; the damaged ones are told.
+    """Records of one file as responses; those that are damaged or lack a needed column are told.
+
+    Args:
+        needed: columns under the names of the format.
+        rename: to our names, from a record that has all of `needed`.
 
     Raises:
-        IncompleteDump: the first record lacks a needed column; the message says how to log it.
+        IncompleteDump: no record has all that is needed; the message says how to log it.
     """
-    for place, (number, record) in enumerate(records):
-        if place == 0:
-            require(record, needed, where, how)
+    lacking: list[str] = []
+    is_whole = False
+    for number, record in records:
+        if missing := [name for name in needed if record.get(name) is None]:
+            lacking.append(_lacks(f"{where}, response {number}", missing, record))
+            continue
+        is_whole = True
         try:
-            yield response_of(record, where, number)
+            renamed = rename(record)
+            yield response_of(renamed, where, number)
         except DamagedRecord as error:
             tell(f"{error}; left out")
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            tell(f"{where}, response {number}: {type(error).__name__}: {error}; left out")
+    if lacking and not is_whole:
+        raise IncompleteDump(f"{lacking[0]}. No correction can be replayed without them.\n{how}")
+    for text in lacking:
+        tell(f"{text}; left out")
 
 
-def require(record: Record, needed: Sequence[str], where: str, how: str) -> None:
-    """Raises IncompleteDump unless the record has all of `needed`."""
-    if missing := [name for name in needed if record.get(name) is None]:
-        there = ", ".join(sorted(name for name, value in record.items() if value is not None)) or "nothing"
-        raise IncompleteDump(
-            f"{where} lacks {', '.join(missing)}; it has {there}. No correction can be replayed without them.\n{how}"
-        )
+def _lacks(where: str, missing: Sequence[str], record: Record) -> str:
+    there = ", ".join(sorted(name for name, value in record.items() if value is not None)) or "nothing"
+    return f"{where} lacks {', '.join(missing)}; it has {there}"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jackpot.lab.replay.dumps import Format, Record, Tell, matching, require, responses_of, torch_file
+from torch import Tensor
+
+from jackpot.lab.replay.dumps import Format, Record, Tell, matching, responses_of, torch_file
 from jackpot.lab.replay.responses import Response
 
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
@@ -30,15 +32,16 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    def renamed() -> Iterator[tuple[int, Record]]:
-        number = 0
-        for experience in _experiences(torch_file(path, tell)):
-            require(experience, _NEEDED, path.name, HOW)
-            for row in range(len(experience["sequences"])):
-                yield number, _renamed(experience, row)
-                number += 1
+    experiences = _experiences(torch_file(path, tell))
+    rows = (
+        _row(experience, row) for experience in experiences for row in range(len(experience.get("sequences", ())) or 1)
+    )
+    yield from responses_of(enumerate(rows), path.name, tell, _NEEDED, HOW, _renamed)
 
-    yield from responses_of(renamed(), path.name, tell, (), HOW)
+
+def _row(experience: Record, row: int) -> dict[str, Any]:
+    """One response of a batch; what is not there stays away."""
+    return {name: column[row] for name, column in experience.items() if isinstance(column, Tensor)}
 
 
 def _experiences(content: Any) -> list[Record]:
@@ -46,9 +49,9 @@ def _experiences(content: Any) -> list[Record]:
     return [one for one in many if isinstance(one, dict)]
 
 
-def _renamed(experience: Record, row: int) -> dict[str, Any]:
-    mask = experience["action_mask"][row].bool()
-    sequence = experience["sequences"][row]
+def _renamed(experience: Record) -> dict[str, Any]:
+    mask = experience["action_mask"].bool()
+    sequence = experience["sequences"]
     before = len(sequence) - len(mask)  # no column has an entry for these
     places = mask.nonzero().flatten()
     first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
@@ -65,7 +68,7 @@ def _renamed(experience: Record, row: int) -> dict[str, Any]:
     )
     for ours, theirs in named:
         column = experience.get(theirs)
-        renamed[ours] = None if column is None else column[row][part]
+        renamed[ours] = None if column is None else column[part]
     return renamed
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jackpot.lab.replay.dumps import Format, Record, Tell, matching, require, responses_of, torch_file
+from jackpot.lab.replay.dumps import Format, Record, Tell, matching, responses_of, torch_file
 from jackpot.lab.replay.responses import Response
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
@@ -28,13 +28,9 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    def renamed() -> Iterator[tuple[int, Record]]:
-        content = torch_file(path, tell)
-        for number, sample in enumerate(content["samples"] if isinstance(content, dict) else ()):
-            require(sample, _NEEDED, f"{path.name} sample {number}", HOW)
-            yield number, _renamed(sample)
-
-    yield from responses_of(renamed(), path.name, tell, (), HOW)
+    content = torch_file(path, tell)
+    samples = content.get("samples", ()) if isinstance(content, dict) else ()
+    yield from responses_of(enumerate(samples), path.name, tell, _NEEDED, HOW, _renamed)
 
 
 def _renamed(sample: Record) -> dict[str, Any]:

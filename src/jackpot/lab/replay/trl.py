@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, matching, parquet_rows, require, responses_of
+from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, matching, parquet_rows, responses_of
 from jackpot.lab.replay.responses import Response
 
 HOW = """TRL's completions have text and rewards alone. With log_completions=True, use_vllm=True and one process, train
@@ -39,13 +39,8 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    def renamed() -> Iterator[tuple[int, Record]]:
-        for number, row in parquet_rows(path, tell):
-            require(row, _NEEDED, f"{path.name} row {number}", HOW)
-            yield number, _renamed(row)
-
     if not _repeats_the_file_before(path):
-        yield from responses_of(renamed(), path.name, tell, (), HOW)
+        yield from responses_of(parquet_rows(path, tell), path.name, tell, _NEEDED, HOW, _renamed)
 
 
 def _repeats_the_file_before(path: Path) -> bool:

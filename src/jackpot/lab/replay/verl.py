@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, json_lines, matching, require, responses_of
+from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, json_lines, matching, responses_of
 from jackpot.lab.replay.responses import Response
 
 HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and
@@ -32,12 +32,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    def renamed() -> Iterator[tuple[int, Record]]:
-        for number, line in json_lines(path, tell):
-            require(line, _NEEDED, f"{path.name} line {number}", HOW)
-            yield number, _renamed(line)
-
-    yield from responses_of(renamed(), path.name, tell, (), HOW)
+    yield from responses_of(json_lines(path, tell), path.name, tell, _NEEDED, HOW, _renamed)
 
 
 def _renamed(line: Record) -> dict[str, Any]:
