@@ -48,6 +48,7 @@ LAYERS = [
         "console_compare",
         "console_evaluation",
         "console_recipes",
+        "console_replay",
         "console_tables",
         "console_tiny",
     },

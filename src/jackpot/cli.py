@@ -26,11 +26,15 @@ from jackpot.console import (
 from jackpot.console_compare import arms_progress
 from jackpot.console_evaluation import evaluation_progress, show_evaluation
 from jackpot.console_recipes import show_recipe, show_recipes
+from jackpot.console_replay import replay_progress, show_replay
 from jackpot.console_tables import show_files, show_tables
 from jackpot.console_tiny import show_tiny
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
 from jackpot.lab.diagnose import diagnose as diagnosis_of
+from jackpot.lab.replay.formats import AUTO, FORMATS
+from jackpot.lab.replay.numbers import as_numbers
+from jackpot.lab.replay.replay import replay as replay_rollouts
 from jackpot.lab.simulate.models import simulate_candidates, simulate_run
 from jackpot.lab.simulate.pairs import PROMPTS
 from jackpot.lab.simulate.simulation import simulate_families
@@ -48,7 +52,7 @@ from jackpot.recipes.listing import listed, listed_all
 from jackpot.report.build import watch as watch_runs
 from jackpot.report.build import write_report
 from jackpot.report.comparison import comparison_sections
-from jackpot.report.folder import write_folder
+from jackpot.report.folder import plain, write_folder
 from jackpot.report.simulation import view_sections
 from jackpot.report.simulation_pairs import pair_sections
 from jackpot.report.tokens import MAX_TOKENS
@@ -241,6 +245,36 @@ def diagnose(
         show_diagnosis(Console(), found)
     if found.verdict == "sick":
         raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(help="The folder of a run, or a file or folder of saved rollouts.")],
+    form: Annotated[str, typer.Option("--format", help=f"{', '.join([AUTO, *FORMATS])}.")] = AUTO,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Scores the policy's log-probs, where the file lacks them: a model, or the folder of a run."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-6, help="Of the sampling, with --model; default the run's, or 1.")
+    ] = None,
+    corrections: Annotated[str, typer.Option(help="Names, with commas between them; default all.")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Of so many responses of a file replay one.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Put saved rollouts through every correction, without training, and say which one to use on this run.
+
+    Rollouts of verl, TRL, OpenRLHF and slime are read too, and bare JSONL: docs/replay.md.
+
+    --model is not yet run on a GPU.
+    """
+    console = Console(stderr=as_json)
+    with replay_progress(console) as listen:
+        found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen)
+    if as_json:
+        typer.echo(json.dumps(plain(as_numbers(found)), indent=2, allow_nan=False))
+    else:
+        show_replay(console, found)
 
 
 @app.command()

@@ -26,14 +26,14 @@ def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Sec
             written.append(folder / f"{key}.png")
             write_png(written[-1], charts)
     written.append(folder / f"{name}.json")
-    write_whole(written[-1], (json.dumps(_plain(numbers), indent=1, allow_nan=False) + "\n").encode())
+    write_whole(written[-1], (json.dumps(plain(numbers), indent=1, allow_nan=False) + "\n").encode())
     return written
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """As JSON can have it."""
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

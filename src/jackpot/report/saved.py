@@ -29,7 +29,7 @@ def saved_files(run: Path) -> tuple[list[Saved], list[str]]:
     found, unreadable = [], []
     for path in sorted((run / "rollouts").glob("iteration-*.parquet")):
         try:
-            found.append(_open(path))
+            found.append(open_saved(path))
         except UnreadableRollouts as error:
             unreadable.append(str(error))
     return found, unreadable
@@ -56,12 +56,13 @@ def flat(table: pa.Table, column: str) -> np.ndarray:
     return np.concatenate(chunks) if chunks else np.empty(0)
 
 
-def _open(path: Path) -> Saved:
+def open_saved(path: Path) -> Saved:
+    """What the footer of one file says. UnreadableRollouts where it is damaged or of another schema version."""
     try:
         file = pq.ParquetFile(path)
         version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
         if version != str(SCHEMA_VERSION):
-            raise UnreadableRollouts(_why(path, f"its schema version is {version}, this report reads {SCHEMA_VERSION}"))
+            raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         columns = [group.column(place) for group in groups for place in range(group.num_columns)]
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))

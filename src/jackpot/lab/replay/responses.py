@@ -1,0 +1,156 @@
+"""Saved responses in one shape, whoever wrote the file, and batches of them. Layer 6."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from jackpot.errors import DataError
+from jackpot.ops.uniforms import stream_key, uniform_row
+
+BATCH_TOKENS = 8_192  # response tokens with padding that are held at once
+NEEDED = ("token_ids", "rollout_log_probs")
+_FLOATS = ("rollout_log_probs", "old_log_probs", "log_probs", "advantages")
+_LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
+
+
+class DamagedRecord(DataError):
+    """One response that is not what a writer of this format writes; it is left out, named and counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """One response of `T` tokens, on the CPU. What a file does not have is None. Log-probs in nats."""
+
+    uid: str
+    where: str  # the file, and the step where it is known
+    prompt_ids: Tensor | None  # [P]; only a model that scores needs it
+    token_ids: Tensor  # [T]
+    tokens: tuple[str, ...] | None  # [T] as text
+    sampled_mask: Tensor  # [T] bool
+    advantages: Tensor | None  # [T]
+    rollout_log_probs: Tensor  # [T]
+    old_log_probs: Tensor | None  # [T]
+    log_probs: Tensor | None  # [T] of the policy that is updated; equal to the old ones at the first step of a batch
+    rollout_top_ids: Tensor | None  # [T, K]
+    rollout_top_log_probs: Tensor | None  # [T, K]
+    policy_top_ids: Tensor | None  # [T, K'] of `log_probs`' policy
+    policy_top_log_probs: Tensor | None  # [T, K']
+
+
+def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
+    """A response from named columns, lists or tensors; `advantages` may be one number for all tokens.
+
+    Args:
+        number: of the response in its file, for a uid where the record has none.
+
+    Raises:
+        DamagedRecord: a column that is no numbers, has another length than `token_ids`, or a NaN.
+    """
+    try:
+        ids = torch.as_tensor(record["token_ids"]).long()
+        columns = {name: _floats(record.get(name), len(ids)) for name in _FLOATS}
+        lists = {name: _lists(record.get(name), name.endswith("ids")) for name in _LISTS}
+        mask = record.get("sampled_mask")
+        mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+        prompt = record.get("prompt_ids")
+        prompt_ids = None if prompt is None else torch.as_tensor(prompt).long()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedRecord(f"{where}, response {number}: {type(error).__name__}: {error}") from error
+    _check({"sampled_mask": mask, **columns, **lists}, mask, f"{where}, response {number}")
+    texts = record.get("tokens")
+    return Response(
+        uid=str(record.get("uid") or f"{where}#{number}"),
+        where=where,
+        prompt_ids=prompt_ids,
+        token_ids=ids,
+        tokens=None if texts is None else tuple(map(str, texts)),
+        sampled_mask=mask,
+        **columns,
+        **lists,
+    )
+
+
+def _floats(values: Any, length: int) -> Tensor | None:
+    if values is None:
+        return None
+    column = torch.as_tensor(values, dtype=torch.float64)
+    return column.expand(length) if column.ndim == 0 else column
+
+
+def _lists(values: Any, are_ids: bool) -> Tensor | None:
+    if values is None:
+        return None
+    rows = torch.as_tensor(values, dtype=torch.int64 if are_ids else torch.float64)
+    return rows if rows.ndim == 2 and rows.shape[1] else None
+
+
+def _check(columns: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
+    for name, column in columns.items():
+        if column is None:
+            continue
+        if len(column) != len(mask):
+            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {len(mask)} token_ids")
+        if not name.endswith("ids") and column[mask].isnan().any():
+            raise DamagedRecord(f"{where}: {name} has a NaN")
+        if name.endswith("log_probs") and column[mask].gt(1e-3).any():
+            raise DamagedRecord(f"{where}: {name} has {column[mask].max():.4g}; a log-probability is at most 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Some responses, padded on the right. All [B, T] float64 but for the mask; 0 where masked."""
+
+    responses: tuple[Response, ...]
+    mask: Tensor  # bool, the tokens that the model sampled
+    rollout: Tensor
+    old: Tensor
+    new: Tensor
+    advantages: Tensor
+    uniforms: Tensor
+    token_ids: Tensor  # int64
+
+
+def batches(responses: Iterable[Response]) -> Iterator[list[Response]]:
+    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least."""
+    part: list[Response] = []
+    width = 0
+    for response in responses:
+        width = max(width, len(response.token_ids))
+        if part and (len(part) + 1) * width > BATCH_TOKENS:
+            yield part
+            part, width = [], len(response.token_ids)
+        part.append(response)
+    if part:
+        yield part
+
+
+def collate(responses: Sequence[Response], seed: int) -> Batch:
+    """Tensors of responses that have log-probs of a policy; where one of old and new is missing the other is both."""
+    mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
+    width = mask.shape[1]
+
+    def pad(rows: list[Tensor]) -> Tensor:
+        return torch.where(mask, pad_sequence(rows, batch_first=True), 0.0)
+
+    return Batch(
+        responses=tuple(responses),
+        mask=mask,
+        rollout=pad([one.rollout_log_probs for one in responses]),
+        old=pad([one.log_probs if one.old_log_probs is None else one.old_log_probs for one in responses]),
+        new=pad([one.old_log_probs if one.log_probs is None else one.log_probs for one in responses]),
+        advantages=pad([_advantages(one) for one in responses]),
+        uniforms=torch.stack([uniform_row(stream_key(seed, "accept", one.uid, 0), width) for one in responses]),
+        token_ids=pad_sequence([one.token_ids for one in responses], batch_first=True),
+    )
+
+
+def _advantages(response: Response) -> Tensor:
+    return (
+        torch.ones(len(response.token_ids), dtype=torch.float64)
+        if response.advantages is None
+        else (response.advantages)
+    )

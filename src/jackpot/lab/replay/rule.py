@@ -1,0 +1,173 @@
+"""Which correction to use on a run: the rule (docs/replay.md). Layer 6, pure.
+
+1. Of the corrections that misplace at most LIMIT of the probability and leave at least ENOUGH of the tokens effective,
+   the one that leaves most effective; where a simpler one leaves nearly as many, the simpler one.
+2. Where there is none: of those that leave ENOUGH effective and misplace at most half of what is misplaced without a
+   correction, the one that misplaces least; where a simpler one misplaces nearly as little, the simpler one.
+3. Where there is none either: no correction mends the gap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jackpot.lab.replay.judged import Judged
+from jackpot.lab.replay.settings import Setting
+from jackpot.lab.replay.tally import Tally
+from jackpot.lab.replay.words import doubts, too_far, use
+from jackpot.ops.reduce import Sums
+
+LIMIT = 0.01  # of the probability may be misplaced
+ENOUGH = 0.3  # effective tokens
+NEARLY = 0.95  # of the best, for a simpler correction
+FEW_TOKENS = 1_000
+OFF = 0.03  # the mean ratio must be 1 within this and five standard errors
+TAME = 10.0  # where 99 % of the ratios are below this, their mean can be trusted
+SURE = 5.0  # standard errors
+KNOWN = 0.5  # of the tokens; with whole distributions for fewer the rule goes by the sampled tokens
+_ORDER = ("none", "tis", "tis_adjusted", "obrs", "icepop", "drop", "is")  # simple and tame first
+
+Verdict = Literal["none needed", "correct", "too far", "cannot tell"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    verdict: Verdict
+    correction: str | None  # the label of the setting
+    settings: dict[str, object]  # as a recipe takes them
+    sentence: str
+    halves_agree: bool
+    judged: tuple[Judged, ...]
+
+
+Part = tuple[Setting, Tally, Sequence[Tally]]
+
+
+def answer(run: Sums, parts: Sequence[Part]) -> Answer:
+    """Ask the rule of all responses, and of either half of them."""
+    judged = tuple(one for setting, whole, _ in parts if (one := judge(setting, whole)))
+    candidates = [one for one in judged if may_be_advised(one.setting, is_stale(run))]
+    if problem := _why_not(run):
+        return _nothing("cannot tell", f"It cannot be told which correction to use: {problem}.", judged)
+    if not candidates:
+        why = "none of the corrections that could be advised was replayed"
+        return _nothing("cannot tell", f"It cannot be told which correction to use: {why}.", judged)
+    chosen, halves = choose(candidates), _of_halves(parts, is_stale(run))
+    if chosen is None:
+        return _nothing("too far", too_far(candidates, run), judged)
+    names = [half.setting.label if half else "none of them" for half in halves]
+    return Answer(
+        verdict="none needed" if chosen.setting.name == "none" else "correct",
+        correction=chosen.setting.label,
+        settings={"name": chosen.setting.name, **dict(chosen.setting.numbers)},
+        sentence=use(chosen, candidates, run, LIMIT, is_stale(run)) + doubts(names, chosen.setting.label),
+        halves_agree=set(names) <= {chosen.setting.label},
+        judged=judged,
+    )
+
+
+def judge(setting: Setting, tally: Tally) -> Judged | None:
+    """The two numbers, exact where whole distributions are known, else sampled; None where nothing was measured."""
+    if not tally.sums:
+        return None
+    if tally.states is not None and tally.states.mean.count >= KNOWN * tally.sums["factor"].count:
+        return Judged(
+            setting=setting,
+            misplaced=tally.states.misplaced_share,
+            effective=tally.states.effective,
+            known=float(tally.states.mean.count / tally.sums["factor"].count),
+        )
+    factor, square = tally.sums["factor"].value, tally.sums["square"].value
+    return Judged(
+        setting=setting,
+        misplaced=float(tally.sums["apart"].value),
+        effective=float(factor.square() / square) if square > 0 else 0.0,
+        known=0.0,
+    )
+
+
+def choose(candidates: Sequence[Judged]) -> Judged | None:
+    """The rule itself; None where no correction mends the gap."""
+    enough = [one for one in candidates if one.effective >= ENOUGH]
+    if allowed := [one for one in enough if one.misplaced <= LIMIT]:
+        most = max(one.effective for one in allowed)
+        return min((one for one in allowed if one.effective >= NEARLY * most), key=_simplicity)
+    without = max(one.misplaced for one in candidates)  # of `none`, or what comes nearest to it
+    if halved := [one for one in enough if one.misplaced <= without / 2.0]:
+        least = min(one.misplaced for one in halved)
+        return min((one for one in halved if one.misplaced <= least / NEARLY), key=_simplicity)
+    return None
+
+
+def is_stale(run: Sums) -> bool:
+    """Whether the policy had moved since the batch came in where it was saved."""
+    return float(run["stale_max"].value) > 1e-3
+
+
+def _simplicity(one: Judged) -> tuple[int, bool, bool]:
+    """The order of _ORDER; then defaults before other numbers."""
+    return _ORDER.index(one.setting.name), bool(one.setting.numbers) and one.setting.name != "obrs", one.setting.is_own
+
+
+def may_be_advised(setting: Setting, stale: bool) -> bool:
+    """Not the parts of OBRS, not its coin, which only adds noise, and nothing that whole responses decide. Where the
+    policy has not moved, what aligns to the moved one is the same correction under another name."""
+    if setting.name not in _ORDER:
+        return False
+    if setting.name == "obrs" and dict(setting.numbers).get("mask") != "expected":
+        return False
+    if setting.name in ("none", "is"):
+        return setting.objective.proximal == "old"
+    return stale or not setting.aligns_to_new
+
+
+def _of_halves(parts: Sequence[Part], stale: bool) -> list[Judged | None]:
+    """The choice of either half; none where a half has no response."""
+    chosen = []
+    for number in range(len(parts[0][2])):
+        judged = [one for setting, _, halves in parts if (one := judge(setting, halves[number]))]
+        if candidates := [one for one in judged if may_be_advised(one.setting, stale)]:
+            chosen.append(choose(candidates))
+    return chosen
+
+
+def _why_not(run: Sums) -> str | None:
+    """What forbids an answer."""
+    tokens = int(run["apart"].count)
+    if tokens < FEW_TOKENS:
+        return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
+    if "z" in run and run["z"].count >= KNOWN * tokens:
+        return _lists_do_not_fit(run)
+    ratio, tame = run["ratio"], float(run["mismatch/log_ratio"].quantile(0.99).exp()) < TAME
+    away = abs(float(ratio.value) - 1.0)
+    if tame and away > max(OFF, SURE * float(ratio.standard_error)):
+        return (
+            f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and "
+            f"must be 1. {_LOOK_FOR} It may also be that the policy likes what the writer hardly ever writes; top-k "
+            f"lists of both models would tell"
+        )
+    return None
+
+
+def _lists_do_not_fit(run: Sums) -> str | None:
+    gap, unreachable = run["acceptance_minus_z"], float(run["unreachable"].value)
+    if unreachable > OFF:
+        return (
+            f"{unreachable:.1%} of the policy's probability is on tokens that the writer could not sample, by its own "
+            f"lists. {_LOOK_FOR} No correction brings back what is never written"
+        )
+    if abs(float(gap.value)) > max(OFF, SURE * float(gap.standard_error)):
+        return (
+            f"of 100 sampled tokens {100.0 * float(gap.value):+.1f} more overlap than the top-k lists allow, so the "
+            f"lists and the log-probs of the sampled tokens are not of one distribution. {_LOOK_FOR}"
+        )
+    return None
+
+
+_LOOK_FOR = (
+    "Look for top-p or top-k sampling, another temperature, other weights or another tokenizer, and mend that first."
+)
+
+
+def _nothing(verdict: Verdict, sentence: str, judged: tuple[Judged, ...]) -> Answer:
+    return Answer(verdict=verdict, correction=None, settings={}, sentence=sentence, halves_agree=True, judged=judged)

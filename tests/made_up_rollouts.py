@@ -1,0 +1,62 @@
+"""Rollouts of two made-up distributions over a small vocabulary, with known gap, as JSONL."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 12
+Gap = Callable[[Tensor, torch.Generator], Tensor]  # the writer's logits, the policy's
+
+
+def noise(size: float) -> Gap:
+    """Another engine or an older policy: every logit is a little off."""
+    return lambda logits, generator: logits + size * torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
+
+
+def discovered(share: float, lift: float) -> Gap:
+    """Heavy tails: in `share` of the states the policy has come to like what the writer hardly ever writes."""
+
+    def gap(logits: Tensor, generator: torch.Generator) -> Tensor:
+        lifted = logits.clone()
+        chosen = torch.rand(len(logits), generator=generator) < share
+        rare = logits.argmin(-1)
+        lifted[chosen, rare[chosen]] += lift
+        return lifted
+
+    return gap
+
+
+def records(
+    gap: Gap, *, responses: int = 200, length: int = 20, seed: int = 0, stale: bool = False, lists: bool = True
+) -> Iterator[dict[str, Any]]:
+    """One a response. `stale`: the policy wrote and has moved since; else another model wrote."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(responses):
+        logits = 2.0 * torch.randn(length, VOCABULARY, generator=generator, dtype=torch.float64)
+        writer = logits.log_softmax(-1)
+        policy = gap(logits, generator).log_softmax(-1)
+        ids = torch.multinomial(writer.exp(), 1, generator=generator)
+        written, scored = (rows.gather(1, ids).squeeze(1).tolist() for rows in (writer, policy))
+        record = {
+            "uid": f"response {number}",
+            "token_ids": ids.squeeze(1).tolist(),
+            "tokens": [f"t{token}" for token in ids.squeeze(1).tolist()],
+            "rollout_log_probs": written,
+            "old_log_probs": written if stale else scored,
+            "log_probs": scored,
+            "advantages": 1.0 if number % 2 else -1.0,
+        }
+        if lists:
+            every = torch.arange(VOCABULARY).expand(length, -1).tolist()
+            record |= {"rollout_top_ids": every, "rollout_top_log_probs": writer.tolist()}
+            record |= {"policy_top_ids": every, "policy_top_log_probs": policy.tolist()}
+        yield record
+
+
+def write(path: Path, lines: Iterator[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
