@@ -34,11 +34,11 @@ TRAINING_SHARE = 0.33
 H100, which is 33 % and 32 % (their 34B model with full checkpointing: 33 %, or 43 % with what is computed twice)."""
 WRITING_SHARE = 0.5
 """Of the GPU's FLOP/s, in prefill and decoding. Assumed; decoding small batches is not limited by it."""
-BANDWIDTH_SHARE = 0.8
-STEP_SECONDS = 2e-3
+BANDWIDTH_SHARE = 0.85
+STEP_SECONDS = 1.5e-3
 """Of the memory's bandwidth in decoding, and what every step takes beside: scheduling, launching, the draw, the top
-log-probs. Together they give 67 tokens/s for one stream of Llama 3.1 8B on an A100 of 1.555 TB/s; 75 are published for
-vLLM 0.23 (johnmusgrave.com). With many streams a step has more to draw, hence not the 0.4 ms that would fit there."""
+log-probs. Together they give 70 tokens/s for one stream of Llama 3.1 8B on an A100 of 1.555 TB/s, 1,024 tokens read and
+128 written; 75 are published for vLLM 0.23 (johnmusgrave.com). With many streams a step has more to draw."""
 WEIGHT_BYTES_PER_SECOND = 5e9
 """From the learner to an engine. verl's issue 7203 has 3.5 s for 9 billion parameters in bf16 on 8 H800."""
 OPTIMIZER_BYTES = 28
