@@ -116,6 +116,15 @@ def test_decoding_reads_the_weights_at_every_step_and_the_cache_of_every_token()
     assert writing(peak=slow.bf16, max_batch_size=2).seconds(4, FIXED, slow) == pytest.approx(in_turns, rel=1e-6)
 
 
+def test_an_engine_is_done_when_its_last_response_is() -> None:
+    fast = GPU._replace(bandwidth=1e15)
+    lengths = Lengths(prompt=0, mean=10.0, limit=10**6)
+    longest = 10 * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert writing(peak=1e15).seconds(4, lengths, fast) == pytest.approx(longest * STEP_SECONDS, rel=0.01)
+    in_turns = writing(peak=1e15, max_batch_size=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
+    assert in_turns == pytest.approx((20 + longest) * STEP_SECONDS, rel=0.01)
+
+
 def test_decoding_takes_its_operations_where_those_take_longer() -> None:
     fast = GPU._replace(bandwidth=1e12)
     decoding = 4 * (14 * 5 + 2 * (3 * 5 + 5 * 5 / 2))

@@ -118,6 +118,8 @@ def test_a_run_has_the_engines_that_the_launcher_makes() -> None:
     assert {name: one.role for name, one in needs.items()} == {"engine": "rollout_model", "evaluation.engine": "policy"}
     assert (needs["engine"].weights, needs["evaluation.engine"].weights) == (2 * 1_720_574_976, 2 * 8_190_735_360)
     assert (needs["engine"].token, needs["engine"].longest) == (2 * 2 * 28 * 8 * 128, 1024 + 8192)
+    same = engine_needs(resolve("joint_8b", None, ["evaluation.engine=null"]), 1024)
+    assert same["evaluation.engine"].role == "policy" and same["evaluation.engine"].settings == needs["engine"].settings
     alone = engine_needs(resolve("joint_8b", "on_policy", []), 1024)
     assert {name: one.role for name, one in alone.items()} == {"engine": "policy"}
     other = engine_needs(small_config("evaluation.engine=transformers", arm="on_policy"), 6)
