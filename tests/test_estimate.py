@@ -8,7 +8,7 @@ import pytest
 from hub import without_hub
 from jackpot.config import Config
 from jackpot.launch.cost_model import GPUS
-from jackpot.launch.estimate import Estimate, estimate, is_large
+from jackpot.launch.estimate import Estimate, estimate, extra_passes, is_large
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.prompts import LONGEST_PROMPT, Prompts, prompt_lengths
 from jackpot.recipes import load_recipe, recipe_names, resolve
@@ -113,6 +113,21 @@ def test_what_on_policy_would_take_is_what_the_arm_on_policy_takes() -> None:
 
 def test_every_recipe_of_a_paper_is_looked_at() -> None:
     assert [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published] == PAPERS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 0),  # one step: its own forward pass is the anchor
+        (("batch.step_size=8",), 1),
+        (("objective.correction.kappa=prepass",), 1),
+        (("objective.correction.kappa=prepass", "batch.step_size=8"), 1),  # the anchors tell kappa
+        (("objective.correction.kappa=prepass", "objective.correction.target=new", "batch.step_size=8"), 2),
+        (("objective.correction.kappa=prepass", "batch.epochs=3", "objective.correction.target=new"), 4),
+    ],
+)
+def test_passes_without_a_gradient_are_those_of_the_learner(overrides: tuple[str, ...], expected: int) -> None:
+    assert extra_passes(small_config(*overrides)) == expected
 
 
 def test_only_large_models_are_planned_for_gpus() -> None:

@@ -136,17 +136,24 @@ class _Plan:
 
     def _work(self) -> Work:
         config, batch = self._config, self._config.batch
-        correction, steps = config.objective.correction, batch.steps_per_iteration
-        needs_pass = getattr(correction, "kappa", "none") == "prepass" and getattr(correction, "target", "old") == "new"
         return Work(
             sequences=batch.rollouts,
-            steps=steps,
+            steps=batch.steps_per_iteration,
             epochs=batch.epochs,
             written=DYNAMIC_ROUNDS if batch.dynamic_sampling else 1.0,
             lengths=self.lengths,
             checkpoints=config.activation_checkpointing,
-            extra=float(steps > 1) + float(needs_pass),
+            extra=extra_passes(config),
         )
+
+
+def extra_passes(config: Config) -> float:
+    """Forward passes without gradient over a rollout batch: one for the anchors of several steps, and one in every
+    epoch for kappa where it is wanted beforehand and the anchors do not tell it."""
+    steps, correction = config.batch.steps_per_iteration, config.objective.correction
+    anchored = steps > 1 and getattr(correction, "target", "old") == "old"
+    needs_pass = getattr(correction, "kappa", "none") == "prepass" and not anchored
+    return float(steps > 1) + (config.batch.epochs if needs_pass else 0)
 
 
 def _evaluated(config: Config, writer: Writing, policy_engine: Writing) -> list[tuple[Writing, int]]:

@@ -42,7 +42,6 @@ _ADVICE = (
     "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
     "or starter:policy or starter:rollout_model"
 )
-_HUB_SECONDS = 5.0  # to answer at all
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
 
@@ -200,7 +199,7 @@ def stays_local(source: str) -> bool:
 def hub_answers() -> bool:
     """Whether the hub can be reached. Asked once in a process: transformers itself tries for 23 seconds each time."""
     try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception:  # whichever library asks, and whatever keeps it from an answer
         return False
     return True
