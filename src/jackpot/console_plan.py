@@ -37,7 +37,7 @@ def _name(row: Row) -> str:
 def _cells(row: Row, on_policy: bool) -> list[str]:
     """Without hours where it does not fit: then it is the memory that one wants to see."""
     shard = row.shard
-    memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f} of {shard.limit / _GB:.0f}"
+    memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f}/{shard.limit / _GB:.0f}"
     if row.hours is None or row.alone is None:
         return [memory, "no room", *[""] * (len(_COLUMNS) - 3)]
     hours, alone = row.hours, row.alone
