@@ -10,7 +10,7 @@ from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
 
 _GB = 1e9  # as GPUs are sold
-_COLUMNS = ("GPUs", "GB each", "hours", "writing", "training", "evaluating", "rollout share", "on-policy", "saved")
+_COLUMNS = ("GPUs", "GB each", "hours", "write", "train", "eval", "rollout share", "on policy", "saved")
 
 
 def show_needs(console: Console, config: Config, estimate: Estimate) -> None:

@@ -110,7 +110,7 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
         f"{151_936 * 896 + 2 * 14_912_384 + 896:,} parameters",
         "64 per rollout batch",
         "rollout share",
-        "on-policy",
+        "on policy",
         "saved",
     ):
         assert text in said
