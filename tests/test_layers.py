@@ -47,6 +47,7 @@ LAYERS = [
         "console",
         "console_compare",
         "console_evaluation",
+        "console_plan",
         "console_recipes",
         "console_replay",
         "console_tables",
@@ -113,7 +114,7 @@ def test_only_the_command_line_imports_launch_and_adapters():
         for unit in units(tree) & {"launch", "adapters"}
         if name.split(".")[0] != unit
     }
-    assert users <= {"cli", "console", "console_compare", "console_evaluation", "console_tiny", "lab"}
+    assert users <= {"cli", "console", "console_compare", "console_evaluation", "console_plan", "console_tiny", "lab"}
 
 
 def test_ops_and_objectives_are_pure():

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from jackpot.launch.local import load_tokenizers, model_paths
-from jackpot.launch.memory import Memory, Shape, longest_prompt, micro_batch, plan_memory
+from jackpot.launch.memory import Memory, Shape, micro_batch, plan_memory
 from jackpot.launch.plan import model_sizes
 from jackpot.launch.tally import counted
 from jackpot.ops import tiled_heads
@@ -158,9 +157,3 @@ def test_a_model_whose_shapes_depend_on_values_is_planned_without_its_activation
     memory = plan(f"policy.path={tmp_path}", "rollout_model=null", "objective.correction=none")
     assert memory.weights == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert memory.training is None and memory.peak > memory.process
-
-
-def test_the_longest_prompt_is_that_of_the_task() -> None:
-    config = small_config("task.max_terms=3", "task.max_operand=40")
-    tokenizer = load_tokenizers(model_paths(config, None))
-    assert longest_prompt(config, tokenizer) == len("10+10+10=")

@@ -64,14 +64,18 @@ def own(**settings: object) -> Config:
 
 # What changes
 
+ENGINES = ("engine.", "evaluation.engine.")  # another engine has other settings
+
 
 @pytest.mark.parametrize(("recipe", "arm"), ARMS)
 def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
     config = resolve(recipe, arm, [])
     result = small(config)
     before, after = flat(config.model_dump()), flat(result.model_dump())
-    changed = {key for key in before if before[key] != after.get(key) and not key.startswith("engine.")}
-    assert changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if "engine." not in key} == set()
+    changed = {key for key in before if before[key] != after.get(key) and not key.startswith(ENGINES)}
+    assert (
+        changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)} == set()
+    )
     kernels = ("engine.attention", "engine.quantization", "engine.kv_cache_dtype")
     assert all(after[key] == before[key] for key in kernels if key in before)
     assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
@@ -79,6 +83,8 @@ def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
     assert min(config.batch.group_size, 2) <= result.batch.group_size <= 4
     assert result.iterations == 2 and result.sampling.max_new_tokens == 32
     assert result.engine.name == "transformers" and result.engine.dtype == config.engine.dtype
+    assert (result.evaluation.engine is None) == (config.evaluation.engine is None)
+    assert result.evaluation.engine is None or result.evaluation.engine.name == "transformers"
     assert result.evaluation.problems <= 4 and min(config.evaluation.k, 2) == result.evaluation.k
     if config.task.name == "math":
         assert result.task.train.limit == result.task.test.limit == 4
@@ -219,8 +225,9 @@ def test_what_is_told_is_what_differs(joint) -> None:
     assert told["engine"] == ("vllm", "transformers") and told["iterations"] == (218, 2)
     before, after = flat(config.model_dump()), flat(made.config.model_dump())
     differing = {key for key in before if before[key] != after.get(key)}
-    assert told.keys() == {key for key in differing if not key.startswith("engine.")} | {"engine"}
-    assert all((before[key], after[key]) == told[key] for key in told if key != "engine")
+    engines = {"engine", "evaluation.engine"}
+    assert told.keys() == {key for key in differing if not key.startswith(ENGINES)} | engines
+    assert all((before[key], after[key]) == told[key] for key in told if key not in engines)
 
 
 def test_the_same_again_finds_the_run_and_its_models(joint) -> None:

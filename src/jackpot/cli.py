@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jackpot.config import Config
+from jackpot.config_published import GpusConfig
 from jackpot.console import (
     live_progress,
     show_answers,
@@ -25,6 +26,7 @@ from jackpot.console import (
 )
 from jackpot.console_compare import arms_progress
 from jackpot.console_evaluation import evaluation_progress, show_evaluation
+from jackpot.console_plan import show_needs
 from jackpot.console_recipes import show_recipe, show_recipes
 from jackpot.console_replay import replay_progress, show_replay
 from jackpot.console_tables import show_files, show_tables
@@ -40,15 +42,18 @@ from jackpot.lab.simulate.pairs import PROMPTS
 from jackpot.lab.simulate.simulation import simulate_families
 from jackpot.launch.arms import differing_arms
 from jackpot.launch.compare import Plan, run_arms
+from jackpot.launch.estimate import estimate, is_large
 from jackpot.launch.evaluation import evaluate_model, evaluation_config
-from jackpot.launch.local import launch, load_tokenizers, model_paths
-from jackpot.launch.memory import longest_prompt, plan_memory
+from jackpot.launch.local import launch
+from jackpot.launch.memory import plan_memory
 from jackpot.launch.plan import model_sizes
+from jackpot.launch.prompts import prompt_lengths
 from jackpot.launch.sample import sample_answers
 from jackpot.launch.tiny import tiny_run
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
-from jackpot.recipes import parse_override, recipe_names, resolve, resolve_arms, split_names
+from jackpot.recipes import load_recipe, parse_override, recipe_names, resolve, resolve_arms, split_names
 from jackpot.recipes.listing import listed, listed_all
+from jackpot.recipes.notes import recipe_notes
 from jackpot.report.build import watch as watch_runs
 from jackpot.report.build import write_report
 from jackpot.report.comparison import comparison_sections
@@ -105,11 +110,18 @@ def train(
             _train_and_show(console, small.config, folder)
         return
     if dry_run:
-        sizes, tokenizer = model_sizes(config), load_tokenizers(model_paths(config, None))
-        memory = plan_memory(config, sizes, longest_prompt(config, tokenizer))
-        show_plan(console, config, sizes, memory, folder)
+        _plan(console, config, recipe_notes(recipe, load_recipe(recipe)).gpus, folder)
         return
     _train_and_show(console, config, folder)
+
+
+def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Path) -> None:
+    sizes, prompts = model_sizes(config), prompt_lengths(config)
+    if is_large(sizes):
+        show_plan(console, config, sizes, None, folder)
+        show_needs(console, config, estimate(config, sizes, prompts, gpus))
+    else:
+        show_plan(console, config, sizes, plan_memory(config, sizes, prompts.longest), folder)
 
 
 def _train_and_show(console: Console, config: Config, folder: Path) -> None:

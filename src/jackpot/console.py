@@ -168,8 +168,10 @@ def starter_progress(console: Console) -> Iterator[Callable[[str, int, int, floa
         yield show
 
 
-def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], memory: Memory, folder: Path) -> None:
-    """What a run would do."""
+def show_plan(
+    console: Console, config: Config, sizes: Mapping[Role, Size], memory: Memory | None, folder: Path
+) -> None:
+    """What a run would do; what it needs of GPUs has a table of its own, and then there is no `memory` here."""
     batch = config.batch
     correction = config.objective.correction
     rows = {
@@ -179,7 +181,7 @@ def show_plan(console: Console, config: Config, sizes: Mapping[Role, Size], memo
         else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
         + ("" if config.rollout_model.optimizer else ", frozen"),
         "trained": _trained(config, sizes),
-        "memory": _memory(memory),
+        **({"memory": _memory(memory)} if memory else {}),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "

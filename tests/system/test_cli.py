@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 
 from commands import SCREEN, jackpot
 from engines.reference import save_tiny_model
+from hub import without_hub
 from jackpot import cli
 from jackpot.models.load import load_model, load_tokenizer
+from jackpot.models.published import PUBLISHED
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, starter_path
 from runs import SMALL, metrics, run, small_config, weights
 
@@ -98,6 +101,38 @@ def test_the_plan_counts_what_is_trained() -> None:
     assert "policy 280,416, rollout model 88,512 parameters" in both
     assert "policy 39,168 (LoRA of rank 8), rollout model 88,512 parameters" in adapter
     assert "policy 280,416, rollout model 0 parameters" in frozen
+
+
+def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_hub(monkeypatch, tmp_path / "nothing")
+    monkeypatch.delenv("JACKPOT_DATA", raising=False)
+    name = "Qwen/Qwen2.5-0.5B-Instruct"
+    monkeypatch.setitem(PUBLISHED, name, PUBLISHED[name] | {"num_hidden_layers": 2})  # the rest would only take longer
+    small = (f"policy.path={name}", "task.max_prompt_tokens=700")
+    result = jackpot("train", "stale_4b", *small, "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = " ".join(result.stdout.replace("│", " ").split())
+    for text in (
+        f"{151_936 * 896 + 2 * 14_912_384 + 896:,} parameters",
+        "64 per rollout batch",
+        "rollout share",
+        "on policy",
+        "saved",
+    ):
+        assert text in said
+    rows = [line for line in result.stdout.splitlines() if re.match(r"│ \d H[12]00 ", line)]
+    assert [row.split()[1:3] for row in rows] == [[str(n), kind] for kind in ("H100", "H200") for n in (1, 2, 4, 8)]
+    assert "Assumed: responses of 2,048 tokens in the mean, 33,554,432 an iteration." in said  # 2048 x 8 x 2048
+    assert "Assumed: prompts of 120 tokens, at most 700. Why: cannot load a tokenizer from the hub" in said
+    assert f"Shapes of {name}: Jackpot's own table" in said
+    assert "This version trains on one GPU" in said and not list(tmp_path.iterdir())
+
+
+def test_the_plan_of_a_small_model_has_no_gpus(tmp_path: Path) -> None:
+    result = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path)
+    assert "H100" not in result.stdout and "memory" in result.stdout
 
 
 def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) -> None:

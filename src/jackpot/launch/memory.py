@@ -6,11 +6,10 @@ Weights, optimizer and cache are counted from shapes; the largest micro-batch is
 
 import math
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from jackpot.config import Config
 from jackpot.config_engines import TransformersEngineConfig
@@ -24,11 +23,8 @@ from jackpot.models.load import load_config, load_outline
 from jackpot.models.lora import target_layers
 from jackpot.precision.convert import weight_bytes
 from jackpot.precision.schemes import SCHEMES
-from jackpot.tasks import make_task
-from jackpot.tasks.base import PromptStream
 from jackpot.types import Role
 
-PROMPTS_LOOKED_AT = 256
 FIRST_USE = 70 * 2**20
 """What the process grows by after its imports and beside its tensors, bytes: 35 MiB of libraries, for code is read when
 it first runs (torch's kernels 20, arrow and parquet 10, tokenizers), and as much of what arrow and Python keep once
@@ -54,13 +50,6 @@ class Memory:
     def peak(self) -> int:
         lasting = self.process + self.weights + self.engines + self.optimizer
         return lasting + max(self.gradients + (self.training or 0) + self.wasted, self.writing)
-
-
-def longest_prompt(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens, among the first prompts of the task."""
-    with closing(make_task(config.task, tokenizer)) as task:
-        prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
-    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 def plan_memory(config: Config, sizes: Mapping[Role, Size], prompt_tokens: int) -> Memory:

@@ -64,6 +64,10 @@ class _Rig:
     def all(self) -> list[PreTrainedModel]:
         return [model for model in (*self.models.values(), self.reference, self.critic) if model is not None]
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for model in self.all for parameter in model.parameters() if parameter.requires_grad]
+
 
 def rehearse(config: Config, shape: Shape) -> Rehearsed | None:
     """None for a model whose shapes depend on values, such as which experts a token goes to.
@@ -94,10 +98,9 @@ def _iteration(rig: _Rig, tally: Tally) -> Rehearsed:
     for model in rig.all:
         _give_memory(model)
     lasting = tally.alive
-    trained = [parameter for model in rig.all for parameter in model.parameters() if parameter.requires_grad]
     _score(rig)
     _train(rig)
-    gradients = sum(parameter.nbytes for parameter in trained)
+    gradients = sum(parameter.nbytes for parameter in rig.trained)
     return Rehearsed(max(0, tally.peak - lasting - gradients), tally.wasted)
 
 
@@ -153,24 +156,25 @@ def _score(rig: _Rig) -> None:
 
 
 def _train(rig: _Rig) -> None:
-    """One optimizer step up to the gradients; of many micro-batches two, the second with gradients there already."""
+    """A micro-batch. Of several it is a later one, before which the gradients are there already."""
     config, shape = rig.config, rig.shape
     writer, settings = rig.models.get("rollout_model"), config.rollout_model
     trains_writer = settings is not None and settings.optimizer is not None
     parts = GradientParts(ModelOptimizer(writer.parameters(), settings.optimizer, 1)) if trains_writer else None
-    step = config.batch.step_size or config.batch.rollouts
-    for _ in range(min(2, math.ceil(step / shape.rows))):
-        with _precision(config):
-            hidden = [_read(model, shape) for model in rig.models.values()]
-            kept = _beside(rig)
-            values = _head(config, list(rig.models.values()), hidden)
-            pulls = _reference_kl(rig, hidden[0])
-        if parts:
-            parts.add(values[2].sum(), True)  # of the rollout model's log-probs alone, as eq. 6
-        sum(value.sum() for value in (*values, *pulls)).backward()
-        del hidden, values, pulls, kept
-        if rig.critic is not None:
-            _critic_backward(rig)
+    if shape.rows < (config.batch.step_size or config.batch.rollouts):
+        for parameter in rig.trained:
+            parameter.grad = torch.zeros_like(parameter)
+    with _precision(config):
+        hidden = [_read(model, shape) for model in rig.models.values()]
+        kept = _beside(rig)
+        values = _head(config, list(rig.models.values()), hidden)
+        pulls = _reference_kl(rig, hidden[0])
+    if parts:
+        parts.add(values[2].sum(), True)  # of the rollout model's log-probs alone, as eq. 6
+    sum(value.sum() for value in (*values, *pulls)).backward()
+    del hidden, values, pulls, kept
+    if rig.critic is not None:
+        _critic_backward(rig)
 
 
 def _critic_backward(rig: _Rig) -> None:

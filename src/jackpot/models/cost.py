@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackpot.models.forward import output_layer
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
@@ -30,10 +32,9 @@ def forward_cost(model: PreTrainedModel) -> ForwardCost:
     Of experts only those that a token is sent to. A layer with a sliding window is counted as if it saw everything.
     """
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ForwardCost(
         per_token=2 * sum(_weights_met(module, config) for module in model.modules()),
-        per_pair=4 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+        per_pair=4 * config.num_hidden_layers * config.num_attention_heads * _head_dim(config),
     )
 
 
@@ -48,3 +49,19 @@ def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
     experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
     chosen = getattr(config, "num_experts_per_tok", None) or 0
     return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * chosen for weight in experts)
+
+
+def head_cost(model: PreTrainedModel) -> int:
+    """FLOPs a token through the output layer, which `ForwardCost.per_token` has too."""
+    return 2 * output_layer(model).weight.numel()
+
+
+def cached_numbers(model: PreTrainedModel) -> int:
+    """Numbers that an engine keeps for each token: the keys and values of all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * _head_dim(config)
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -2,15 +2,21 @@
 
 A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
 are read from safetensors only and code from a model folder is never run.
+
+Where the hub cannot be reached, what was downloaded before is read, and configs of published models come from a table
+(`published.py`): enough for a plan, not for a run.
 """
 
 import contextlib
 import re
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,6 +31,7 @@ from transformers import (
 
 from jackpot.errors import DataError, ModelError
 from jackpot.models.forward import check_head
+from jackpot.models.published import is_from_table, published_config
 from jackpot.models.starters import starter_path
 
 STARTER_PREFIX = "starter:"
@@ -107,11 +114,17 @@ def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of the model in `path`. ModelError where there is none that can be read."""
+    """The config of the model in `path`; of a published one that cannot be had, what the table has (`is_from_table`).
+
+    Raises:
+        ModelError: there is none that can be read.
+    """
     source = resolve_path(path)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=stays_local(source))
     except _LOADING_ERRORS as error:
+        if stays_local(source) and (known := published_config(source)):
+            return known
         raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {_ADVICE}") from error
 
 
@@ -127,8 +140,9 @@ def load_outline(path: str | Path) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config)
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot make a causal language model of {_place(path, source, error)}. {_ADVICE}") from error
-    with contextlib.suppress(OSError):  # a folder may have none; then the model's config says it all
-        model.generation_config = GenerationConfig.from_pretrained(source)
+    if not is_from_table(config):
+        with contextlib.suppress(OSError):  # a folder may have none; then the model's config says it all
+            model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
     return model
 
 
@@ -143,7 +157,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         raise DataError(f"the folder {path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. {_SAVE_TOKENIZER}")
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=stays_local(source))
     except _LOADING_ERRORS as error:
         raise DataError(f"cannot load a tokenizer from {_place(path, source, error)}. {_SAVE_TOKENIZER}") from error
 
@@ -174,6 +188,21 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if named is None:
         return ()
     return tuple(named) if isinstance(named, list | tuple) else (int(named),)
+
+
+def stays_local(source: str) -> bool:
+    """Whether only this machine is looked at: for a folder, and for a hub name while the hub does not answer."""
+    return Path(source).is_dir() or not hub_answers()
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached. Asked once in a process: transformers itself tries for 23 seconds each time."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # whichever library asks, and whatever keeps it from an answer
+        return False
+    return True
 
 
 def resolve_path(path: str | Path) -> str:

@@ -1,0 +1,40 @@
+"""What the papers' recipes need by the cost model: the last table of docs/cost.md. Nothing is run.
+
+OMP_NUM_THREADS=1 python benchmarks/cost.py [RECIPE ...]
+"""
+
+import argparse
+
+from jackpot.console_plan import is_on_policy
+from jackpot.launch.estimate import estimate
+from jackpot.launch.plan import model_sizes
+from jackpot.launch.prompts import prompt_lengths
+from jackpot.recipes import load_recipe, recipe_names, resolve
+from jackpot.recipes.notes import recipe_notes
+
+
+def line(name: str) -> str:
+    config = resolve(name, None, [])
+    found = estimate(config, model_sizes(config), prompt_lengths(config), recipe_notes(name, load_recipe(name)).gpus)
+    shard, hours, alone = found.stated.shard, found.stated.hours, found.stated.alone
+    cells = [f"`{name}`", f"{shard.gpus} {found.stated.kind}", f"{shard.peak / 1e9:.0f} of {shard.limit / 1e9:.0f}"]
+    cells.append(", ".join(f"{count} {kind}" for kind, count in found.fewest.items() if count))
+    if hours is None or alone is None:
+        return "| " + " | ".join([*cells, "no room"]) + " |"
+    cells += [f"{part:.1f}" for part in (hours.all, hours.writing, hours.training, hours.evaluating)]
+    saved = "is on-policy" if is_on_policy(config) else f"{100 * (1 - hours.iterations / alone.iterations):.0f} %"
+    return "| " + " | ".join([*cells, f"{100 * hours.rollout_share:.0f} %", saved]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", help="default: those that have published rows")
+    papers = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]
+    print("| recipe | GPUs | GB each | fits on | hours | writing | training | evaluating | rollout share | saved |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name in parser.parse_args().recipes or papers:
+        print(line(name), flush=True)
+
+
+if __name__ == "__main__":
+    main()
