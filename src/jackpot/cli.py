@@ -25,12 +25,15 @@ from jackpot.console import (
 )
 from jackpot.console_compare import arms_progress
 from jackpot.console_evaluation import evaluation_progress, show_evaluation
+from jackpot.console_mismatch import mismatch_progress
 from jackpot.console_recipes import show_recipe, show_recipes
 from jackpot.console_tables import show_files, show_tables
 from jackpot.console_tiny import show_tiny
 from jackpot.errors import ConfigError, JackpotError
 from jackpot.lab.comparison import UNITS
 from jackpot.lab.diagnose import diagnose as diagnosis_of
+from jackpot.lab.mismatch.run import measure_mismatch
+from jackpot.lab.mismatch.sides import mismatch_config
 from jackpot.lab.simulate.models import simulate_candidates, simulate_run
 from jackpot.lab.simulate.pairs import PROMPTS
 from jackpot.lab.simulate.simulation import simulate_families
@@ -43,12 +46,13 @@ from jackpot.launch.plan import model_sizes
 from jackpot.launch.sample import sample_answers
 from jackpot.launch.tiny import tiny_run
 from jackpot.models.starters import STARTERS, STUDY_STARTERS, make_starters
-from jackpot.recipes import parse_override, recipe_names, resolve, resolve_arms, split_names
+from jackpot.recipes import parse_override, parse_overrides, recipe_names, resolve, resolve_arms, split_names
 from jackpot.recipes.listing import listed, listed_all
 from jackpot.report.build import watch as watch_runs
 from jackpot.report.build import write_report
 from jackpot.report.comparison import comparison_sections
 from jackpot.report.folder import write_folder
+from jackpot.report.mismatch import mismatch_sections
 from jackpot.report.simulation import view_sections
 from jackpot.report.simulation_pairs import pair_sections
 from jackpot.report.tokens import MAX_TOKENS
@@ -307,6 +311,58 @@ def simulate(
     folder = out or (run / "simulate" if run else Path("runs") / name)
     title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
     files = write_folder(folder, "simulate", title, sections, asdict(found))
+    show_tables(console, sections.values())
+    show_files(console, files)
+
+
+@app.command()
+def mismatch(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a hub name, starter:NAME, or the folder of a run: its engine, its policy.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings as key=value, e.g. sampling.temperature=0.6.")
+    ] = None,
+    sampler: Annotated[
+        list[str] | None, typer.Option(help="What writes: name=vllm,dtype=bf16; again for each further one.")
+    ] = None,
+    learner: Annotated[
+        list[str] | None, typer.Option(help="What reads: dtype=bf16,attention=eager,path=OTHER; again for more.")
+    ] = None,
+    benchmarks: Annotated[str, typer.Option(help="Sets of prompts as in jackpot eval; default made-up sums.")] = "",
+    responses: Annotated[int | None, typer.Option(min=1, help="That each sampler writes; default 256.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of a response; default 256.")] = None,
+    short: Annotated[
+        int | None, typer.Option(min=2, help="Also so many responses of a so much lower limit, to compare with.")
+    ] = None,
+    reread: Annotated[bool, typer.Option("--reread", help="Samplers too are measured by reading.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of everything that is drawn; default 0.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/mismatch-MODEL.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+) -> None:
+    """Measure how far two descriptions of a model are apart: engine, dtype, attention, quantisation, weights.
+
+    Samplers write responses, learners read them: |p - q| of every response, KL, ratios, by length, position and
+    entropy. docs/mismatch.md says what each number means.
+
+    Not yet run on a GPU, nor with tensor-parallel engines.
+    """
+    console = Console(stderr=as_json)
+    given = {"responses": responses, "short": short, "reread": reread or None, "seed": seed}
+    given |= {"benchmarks": split_names(benchmarks) or None, "sampling": {"max_new_tokens": max_new_tokens}}
+    if max_new_tokens is None:
+        del given["sampling"]
+    changes = [{key: value} for key, value in given.items() if value is not None]
+    sides = [[parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
+    config = mismatch_config(model, *sides, [*changes, *map(parse_override, overrides or [])])
+    with mismatch_progress(console) as listen:
+        found = measure_mismatch(config, listen)
+    folder = out or Path("runs") / f"mismatch-{model.strip('/.').replace('/', '-').replace(':', '-')}"
+    sections = mismatch_sections(found)
+    files = write_folder(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
+    if as_json:
+        typer.echo(files[-1].read_text(), nl=False)
+        return
     show_tables(console, sections.values())
     show_files(console, files)
 

@@ -1,0 +1,226 @@
+"""`jackpot mismatch`: every sampler writes, every learner reads what each of them wrote. Layer 6.
+
+One model is in memory at a time, and the responses of one sampler.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.config_engines import TransformersEngineConfig
+from jackpot.config_mismatch import LearnerConfig, MismatchConfig, SideConfig
+from jackpot.conversation import write
+from jackpot.engines.base import Capabilities
+from jackpot.lab.mismatch.lengths import LengthRow, long_against_short
+from jackpot.lab.mismatch.measure import Measure, Numbers
+from jackpot.lab.mismatch.reading import read, reading_model
+from jackpot.lab.mismatch.sides import short_names, verdict
+from jackpot.lab.mismatch.tokens import Reading, Written, token_numbers, written
+from jackpot.launch.engines import DTYPES, make_engine
+from jackpot.launch.local import check_vocabulary, load_tokenizers, pick_device, threads
+from jackpot.models.load import load_outline
+from jackpot.ops.uniforms import stream_key
+from jackpot.tasks import make_task
+from jackpot.tasks.base import PromptStream, Task
+from jackpot.tasks.sets import make_sets
+from jackpot.types import Request, Rollout, Sampling, Version
+
+_MOST_LOG_PROBS = 2**26  # of all tokens together that are kept without being asked for: 800 MB
+_TOP_LOG_PROBS = 64
+_VERSION = Version(0, 0)
+Listener = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One learner on the text of one sampler."""
+
+    sampler: str
+    learner: str
+    verdict: str
+    cut: float  # share of responses that ended at the limit
+    top_log_probs: int  # of the sampler's distribution, at every token
+    vocabulary: int
+    numbers: Numbers
+    lengths: tuple[LengthRow, ...]  # one long response against several short ones; empty where not asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """All pairs, in the order of the samplers and then of the learners."""
+
+    settings: dict[str, Any]  # as `MismatchConfig` has them
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Text:
+    """What one sampler wrote: the responses, and the short ones, as many to every prompt, prompt by prompt."""
+
+    rollouts: tuple[Rollout, ...]
+    sides: tuple[Written, ...]
+    short: int  # of the last `short` to each prompt; 0: none
+    capabilities: Capabilities
+    top_log_probs: int
+
+    @property
+    def long(self) -> int:
+        """How many of the rollouts are not short ones."""
+        return len(self.rollouts) // (1 + self.short)
+
+
+def measure_mismatch(config: MismatchConfig, listen: Listener) -> Found:
+    """All of it.
+
+    Args:
+        listen: is told what is done now, in a few words.
+
+    Raises:
+        ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
+        EngineError: an engine that cannot do what was asked, or a truncated sampler that cannot be compared.
+    """
+    torch.set_num_threads(threads(config))
+    device, first = pick_device(config), config.samplers[0].path
+    paths = {"policy": first} | {side.path: side.path for side in (*config.samplers, *config.learners)}
+    tokenizer = load_tokenizers(paths)
+    check_vocabulary({role: load_outline(path) for role, path in paths.items()}, tokenizer)
+    samplers, learners = short_names(config.samplers, first), short_names(config.learners, first)
+    pairs = []
+    with ExitStack() as undo:
+        tasks = _tasks(config, tokenizer, undo)
+        for name, sampler in zip(samplers, config.samplers, strict=True):
+            listen(f"{name} writes")
+            text = _write(config, sampler, tasks, tokenizer, device)
+            for reader, learner in zip(learners, config.learners, strict=True):
+                listen(f"{reader} reads what {name} wrote")
+                temperature = learner.temperature or config.sampling.temperature
+                readings = _readings(learner, text.rollouts, temperature, device)
+                pairs.append(_pair((name, reader), (sampler, learner), text, readings, config))
+    return Found(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
+
+
+def _tasks(config: MismatchConfig, tokenizer: PreTrainedTokenizerBase, undo: ExitStack) -> list[Task]:
+    """Whose held-out problems are the prompts."""
+    if config.benchmarks:
+        tasks = list(make_sets(config.benchmarks, tokenizer, config).values())
+    else:
+        tasks = [make_task(config.task, tokenizer)]
+    for task in tasks:
+        undo.callback(task.close)
+    return tasks
+
+
+def _write(
+    config: MismatchConfig,
+    sampler: SideConfig,
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> _Text:
+    """The same prompts and the same random numbers for every sampler."""
+    long, short = [], []
+    with closing(make_engine(sampler.engine, sampler.path, device, _VERSION)) as engine:
+        top = _top_log_probs(config, engine.capabilities)
+        sampling = Sampling(**config.sampling.model_dump() | {"num_top_log_probs": top})
+        for number, task in enumerate(tasks):
+            requests = list(_requests(config, number, len(tasks), task, sampling))
+            rollouts = write(engine, task, tokenizer, requests)
+            size = 1 + (config.short or 0)
+            long += rollouts[::size]
+            short += [rollout for place, rollout in enumerate(rollouts) if place % size]
+        capabilities = engine.capabilities
+    rollouts = (*long, *short)
+    sides = [written(rollout, capabilities.vocab_size, sampling.truncated) for rollout in rollouts]
+    if config.reread:
+        as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
+        readings = _readings(as_learner, rollouts, sampling.temperature, device)
+        sides = [_reread(side, reading) for side, reading in zip(sides, readings, strict=True)]
+    return _Text(
+        rollouts=rollouts,
+        sides=tuple(sides),
+        short=config.short or 0,
+        capabilities=capabilities,
+        top_log_probs=sides[0].top_ids.shape[1],
+    )
+
+
+def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
+    """How much of the sampler's distribution is kept."""
+    vocabulary, most = capabilities.vocab_size, capabilities.num_top_log_probs
+    if config.top_log_probs is not None:
+        return min(config.top_log_probs, vocabulary)
+    tokens = config.responses * config.sampling.max_new_tokens * (2 if config.short else 1)
+    is_small = vocabulary * tokens <= _MOST_LOG_PROBS and most >= vocabulary
+    return vocabulary if is_small else min(_TOP_LOG_PROBS, most)
+
+
+def _requests(config: MismatchConfig, number: int, sets: int, task: Task, sampling: Sampling) -> Iterator[Request]:
+    """One response to each prompt, and after it the short ones."""
+    count = config.responses // sets + (number < config.responses % sets)
+    brief = sampling.model_copy(update={"max_new_tokens": max(1, sampling.max_new_tokens // (config.short or 1))})
+    for prompt in PromptStream(task, "test", config.seed).next(count):
+        for sample in range(1 + (config.short or 0)):
+            key = ("mismatch", number, prompt.uid, sample)
+            yield Request(
+                uid="/".join(map(str, key)),
+                prompt=prompt,
+                seed=stream_key(config.seed, *key),
+                sampling=brief if sample else sampling,
+            )
+
+
+def _readings(
+    learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device
+) -> list[Reading]:
+    """Transformers reads whole distributions, every other engine gives the probabilities of the tokens alone."""
+    if isinstance(learner.engine, TransformersEngineConfig):
+        model = reading_model(learner.engine, learner.path, device)
+        return list(read(model, rollouts, temperature, DTYPES[learner.autocast] if learner.autocast else None))
+    with closing(make_engine(learner.engine, learner.path, device, _VERSION)) as engine:
+        return [Reading(log_probs=scores.double()) for scores in engine.score(rollouts, temperature)]
+
+
+def _reread(side: Written, reading: Reading) -> Written:
+    """The sampler's side with what it says when it reads; of single tokens alone, where it says no more."""
+    if reading.top_log_probs is None:
+        none = side.top_ids[:, :0]
+        return replace(side, log_probs=reading.log_probs, top_ids=none, top_log_probs=none.double())
+    return replace(side, log_probs=reading.log_probs, top_log_probs=reading.top_log_probs)
+
+
+def _pair(
+    names: tuple[str, str],
+    sides: tuple[SideConfig, LearnerConfig],
+    text: _Text,
+    readings: Sequence[Reading],
+    config: MismatchConfig,
+) -> Pair:
+    measure, gaps = Measure(), []
+    for place, (side, reading) in enumerate(zip(text.sides, readings, strict=True)):
+        tokens = token_numbers(side, reading)
+        gaps.append(tokens.gap)
+        if place < text.long:
+            measure.add(side.uid, tokens)
+    numbers = measure.numbers()
+    return Pair(
+        sampler=names[0],
+        learner=names[1],
+        verdict=verdict(*sides, numbers.gap.value),
+        cut=sum(rollout.finish == "length" for rollout in text.rollouts[: text.long]) / text.long,
+        top_log_probs=text.top_log_probs,
+        vocabulary=text.capabilities.vocab_size,
+        numbers=numbers,
+        lengths=_lengths(gaps[: text.long], gaps[text.long :], text.short, config.sampling.max_new_tokens),
+    )
+
+
+def _lengths(long: Sequence[Tensor], short: Sequence[Tensor], count: int, limit: int) -> tuple[LengthRow, ...]:
+    if not count:
+        return ()
+    groups = [short[first : first + count] for first in range(0, len(short), count)]
+    return long_against_short(long, groups, max(1, limit // count))
