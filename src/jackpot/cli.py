@@ -25,7 +25,7 @@ from jackpot.console import (
 )
 from jackpot.console_compare import arms_progress
 from jackpot.console_evaluation import evaluation_progress, show_evaluation
-from jackpot.console_mismatch import mismatch_progress
+from jackpot.console_mismatch import mismatch_progress, show_mismatch
 from jackpot.console_recipes import show_recipe, show_recipes
 from jackpot.console_tables import show_files, show_tables
 from jackpot.console_tiny import show_tiny
@@ -363,7 +363,7 @@ def mismatch(
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
         return
-    show_tables(console, sections.values())
+    show_mismatch(console, found, sections)
     show_files(console, files)
 
 

@@ -4,6 +4,7 @@ Pictures are those of the TIS post, the largest and the mean gap of every respon
 length, beside position, entropy and ratios.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from jackpot.lab.mismatch.lengths import LengthRow
@@ -13,7 +14,7 @@ from jackpot.lab.mismatch.sums import Estimate
 from jackpot.report.charts import Chart, Guide, Section, Series, Table
 from jackpot.report.shown import DASHED, GREY, drawn, number
 
-_SMALLEST = 1e-9  # what a logarithmic axis shows
+_SMALLEST = 1e-16  # what a logarithmic axis shows
 _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
     ("responses", lambda one: f"{one.numbers.responses:,}"),
     ("tokens", lambda one: f"{one.numbers.tokens:,}"),
@@ -33,10 +34,7 @@ _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
     ("q/p, 1 % of tokens are above", lambda one: number(one.numbers.quantiles["0.99"], ".4f")),
     (f"sampled mass with q/p above {FAR:g}", lambda one: f"{one.numbers.above:.3%}"),
     (f"sampled mass with q/p below {1 / FAR:g}", lambda one: f"{one.numbers.below:.3%}"),
-    (
-        "learner's mass on what can be sampled",
-        lambda one: "1" if one.numbers.support is None else estimated(one.numbers.support),
-    ),
+    ("learner's mass on what can be drawn", lambda one: estimated(one.numbers.support) if one.numbers.support else "1"),
 )
 
 
@@ -62,16 +60,12 @@ def mismatch_sections(found: Found) -> dict[str, Section]:
     return sections | ({"lengths": _length_section(found.pairs)} if found.pairs[0].lengths else {})
 
 
-def _title(pair: Pair) -> str:
-    return f"{pair.sampler} | {pair.learner}"
-
-
 def _over_pairs(
     pairs: Sequence[Pair], x: Callable[[Pair], Sequence[float]], y: Callable[[Pair], Sequence[float]], style: str
 ) -> tuple[Series, ...]:
     return tuple(
         Series(
-            name=_title(pair),
+            name=pair.name,
             x=drawn(x(pair), _SMALLEST),
             y=drawn(y(pair), _SMALLEST),
             number=place,
@@ -83,16 +77,16 @@ def _over_pairs(
 
 def _response_section(pairs: Sequence[Pair]) -> Section:
     table = Table(
-        title="Sampler | learner",
-        columns=("p of the sampler, q of the learner", *map(_title, pairs)),
+        title=_what(pairs),
+        columns=("p of the sampler, q of the learner", *(pair.name for pair in pairs)),
         rows=tuple((text, *(read(pair) for pair in pairs)) for text, read in _ROWS),
         note="In brackets: standard errors, of means over tokens clustered by response. All at the tokens that the "
         "sampler drew. " + _known(pairs),
     )
     words = Table(
         title="In words",
-        columns=("sampler | learner", "what the numbers say"),
-        rows=tuple((_title(pair), pair.verdict) for pair in pairs),
+        columns=("sampler", "learner", "what the numbers say"),
+        rows=tuple((pair.sampler, pair.learner, pair.verdict) for pair in pairs),
     )
     return Section(
         title="How far the learner is from the sampler",
@@ -100,6 +94,12 @@ def _response_section(pairs: Sequence[Pair]) -> Section:
         "p and q; where the two sides were one, |p - q| would be 0 everywhere.",
         items=(table, words, *_response_charts(pairs)),
     )
+
+
+def _what(pairs: Sequence[Pair]) -> str:
+    """Both sides, where all pairs share them."""
+    sides = {"sampler": {pair.sampler for pair in pairs}, "learner": {pair.learner for pair in pairs}}
+    return ", ".join(f"{role}: {names.pop()}" for role, names in sides.items() if len(names) == 1) or "All pairs"
 
 
 def _known(pairs: Sequence[Pair]) -> str:
@@ -110,8 +110,8 @@ def _known(pairs: Sequence[Pair]) -> str:
         return "The KL and the total variation are exact: both sides' whole distributions were at hand."
     most = max(pair.top_log_probs for pair in pairs)
     return (
-        f"The KL and the total variation lie between two bounds: of the sampler's distribution the {most} most probable "
-        f"tokens were at hand."
+        f"The KL and the total variation lie between two bounds: of the sampler's distribution the {most} most "
+        f"probable tokens were at hand."
     )
 
 
@@ -173,7 +173,7 @@ def _token_section(pairs: Sequence[Pair]) -> Section:
 def _scatter(pairs: Sequence[Pair]) -> Chart:
     clouds = tuple(
         Series(
-            name=_title(pair),
+            name=pair.name,
             x=[p for p, _ in pair.numbers.drawn],
             y=[q for _, q in pair.numbers.drawn],
             number=place,
@@ -201,7 +201,7 @@ def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Se
         here = [value(bands[name]) if name in bands else None for name in names]
         wide = [(one.value - (one.error or 0.0), one.value + (one.error or 0.0)) if one else None for one in here]
         return Series(
-            name=_title(pair),
+            name=pair.name,
             x=tuple(range(len(names))),
             y=drawn([one.value if one else None for one in here], _SMALLEST),
             low=drawn([one[0] if one else None for one in wide], _SMALLEST),
@@ -209,6 +209,8 @@ def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Se
             number=place,
             style="both",
         )
+
+    is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
     def chart(title: str, y_label: str, value: Callable[[Band], Estimate]) -> Chart:
         return Chart(
@@ -224,36 +226,37 @@ def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Se
     kind = label.split()[0].rstrip(",")
     return (
         chart(f"Mean gap by {kind}", "mean |p - q|", lambda band: band.gap),
-        chart(f"KL by {kind}", "k3, nats a token", lambda band: band.k3),
+        chart(
+            f"KL by {kind}",
+            "nats a token" if is_exact else "k3, nats a token",
+            lambda band: band.kl[0] if is_exact else band.k3,
+        ),
     )
 
 
 def _quantile_chart(pairs: Sequence[Pair]) -> Chart:
     names = tuple(pairs[0].numbers.quantiles)
+
+    def logs(pair: Pair) -> list[float]:
+        return [math.log(ratio) if ratio > 0.0 else -math.inf for ratio in pair.numbers.quantiles.values()]
+
     return Chart(
-        title="Quantiles of q/p",
+        title="Quantiles of log q/p",
         x_label="share of tokens below",
-        y_label="q/p",
+        y_label="nats",
         series=tuple(
-            Series(
-                name=_title(pair),
-                x=tuple(range(len(names))),
-                y=drawn([pair.numbers.quantiles[name] for name in names], 1e-30),
-                number=place,
-                style="both",
-            )
+            Series(name=pair.name, x=tuple(range(len(names))), y=drawn(logs(pair)), number=place, style="both")
             for place, pair in enumerate(pairs)
         ),
         note="From the smallest ratio to the largest one.",
         x_names=names,
-        log_y=True,
-        guides=(Guide(text="equal", y=1.0),),
+        guides=(Guide(text="equal", y=0.0),),
     )
 
 
 def _band_tables(pair: Pair) -> tuple[Table, ...]:
     lengths = Table(
-        title=f"By length of the response: {_title(pair)}",
+        title=f"By length of the response: {pair.name}",
         columns=("tokens", "responses", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
         rows=tuple(
             (one.name, f"{one.responses:,}", estimated(one.max_gap), estimated(one.mean_gap), f"{one.high:,}")
@@ -266,7 +269,7 @@ def _band_tables(pair: Pair) -> tuple[Table, ...]:
         lengths,
         *(
             Table(
-                title=f"By {kind}: {_title(pair)}",
+                title=f"By {kind}: {pair.name}",
                 columns=(kind, "tokens", "mean |p - q|", "max |p - q|", "k1", "k3", "KL"),
                 rows=tuple(
                     (
@@ -288,23 +291,28 @@ def _band_tables(pair: Pair) -> tuple[Table, ...]:
 
 
 def _length_section(pairs: Sequence[Pair]) -> Section:
-    tables = tuple(
-        Table(
-            title=f"One long response against short ones: {_title(pair)}",
-            columns=("to every prompt", "tokens", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
-            rows=tuple(
-                (row.name, f"{row.tokens:,.1f}", estimated(row.max_gap), estimated(row.mean_gap), f"{row.high:,}")
-                for row in pair.lengths
-            ),
-            note="Means and errors over prompts.",
-        )
-        for pair in pairs
+    table = Table(
+        title="One long response against short ones",
+        columns=("", "to every prompt", "tokens", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
+        rows=tuple(
+            (
+                pair.name,
+                row.name,
+                f"{row.tokens:,.1f}",
+                estimated(row.max_gap),
+                estimated(row.mean_gap),
+                f"{row.high:,}",
+            )
+            for pair in pairs
+            for row in pair.lengths
+        ),
+        note="Means and errors over prompts.",
     )
     return Section(
         title="One long response against several short ones",
         intro="Several short responses have as many tokens as a long one, and as many chances of a large gap. What the "
         "long one has beyond theirs comes from its length, and not from the number of its tokens.",
-        items=(*tables, *(_length_chart(pair) for pair in pairs)),
+        items=(table, *(_length_chart(pair) for pair in pairs)),
     )
 
 
@@ -314,7 +322,7 @@ def _length_chart(pair: Pair) -> Chart:
         return Series(name=row.name, x=shares, y=drawn(row.each, _SMALLEST), number=place)
 
     return Chart(
-        title=_title(pair),
+        title=pair.name,
         x_label="share of prompts",
         y_label="max |p - q|",
         series=tuple(series(place, row) for place, row in enumerate(pair.lengths)),

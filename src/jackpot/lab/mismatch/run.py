@@ -40,6 +40,7 @@ Listener = Callable[[str], None]
 class Pair:
     """One learner on the text of one sampler."""
 
+    name: str  # what tells it from the other pairs
     sampler: str
     learner: str
     verdict: str
@@ -208,6 +209,7 @@ def _pair(
             measure.add(side.uid, tokens)
     numbers = measure.numbers()
     return Pair(
+        name=_pair_name(names, len(config.samplers), len(config.learners)),
         sampler=names[0],
         learner=names[1],
         verdict=verdict(*sides, numbers.gap.value),
@@ -217,6 +219,13 @@ def _pair(
         numbers=numbers,
         lengths=_lengths(gaps[: text.long], gaps[text.long :], text.short, config.sampling.max_new_tokens),
     )
+
+
+def _pair_name(names: tuple[str, str], samplers: int, learners: int) -> str:
+    """The side that differs between pairs, or both."""
+    if samplers > 1 and learners == 1:
+        return names[0]
+    return names[1] if learners > 1 and samplers == 1 else " | ".join(names)
 
 
 def _lengths(long: Sequence[Tensor], short: Sequence[Tensor], count: int, limit: int) -> tuple[LengthRow, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config_build import merge, validated
-from jackpot.config_engines import TransformersEngineConfig, VLLMServerEngineConfig, is_quantised
+from jackpot.config_engines import VLLMServerEngineConfig, is_quantised
 from jackpot.config_mismatch import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.errors import ConfigError
 from jackpot.guards import LARGEST_GAPS
@@ -76,8 +76,7 @@ def side_name(side: SideConfig) -> str:
     """What tells a side from others, in a few words."""
     engine = side.engine
     words = [side.path, engine.name, engine.dtype]
-    if isinstance(engine, TransformersEngineConfig):
-        words.append(engine.attention)
+    words += [engine.attention] if getattr(engine, "attention", "sdpa") != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
     words += [" ".join(engine.urls)] if isinstance(engine, VLLMServerEngineConfig) else []
@@ -104,10 +103,10 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str
         return f"{fact}, between two models; what OBRS makes of such a gap, jackpot simulate tells"
     if mean_gap > allowed:
         return (
-            f"{fact}, more than the {allowed:g} that training's own check allows in {coarsest}: training would stop. Look "
-            f"for other weights, another temperature or filter, or a weight update that did not arrive"
+            f"{fact}, more than the {allowed:g} that training's own check allows ({coarsest}): training would stop. "
+            f"Look for other weights, another temperature or filter, or a weight update that did not arrive"
         )
-    return f"{fact}, within the {allowed:g} that training's own check allows in {coarsest}"
+    return f"{fact}, within the {allowed:g} that training's own check allows ({coarsest})"
 
 
 def _precision(side: SideConfig) -> str:
