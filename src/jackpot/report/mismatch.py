@@ -85,8 +85,8 @@ def _response_section(pairs: Sequence[Pair]) -> Section:
     )
     words = Table(
         title="In words",
-        columns=("sampler", "learner", "what the numbers say"),
-        rows=tuple((pair.sampler, pair.learner, pair.verdict) for pair in pairs),
+        columns=("sampler | learner", "what the numbers say"),
+        rows=tuple((f"{pair.sampler} | {pair.learner}", pair.verdict) for pair in pairs),
     )
     return Section(
         title="How far the learner is from the sampler",
