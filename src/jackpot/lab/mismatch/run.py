@@ -61,18 +61,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Text:
-    """What one sampler wrote: the responses, and the short ones, as many to every prompt, prompt by prompt."""
+    """What one sampler wrote to all prompts, as many responses to each, prompt by prompt."""
 
     rollouts: tuple[Rollout, ...]
     sides: tuple[Written, ...]
-    short: int  # of the last `short` to each prompt; 0: none
-    capabilities: Capabilities
-    top_log_probs: int
-
-    @property
-    def long(self) -> int:
-        """How many of the rollouts are not short ones."""
-        return len(self.rollouts) // (1 + self.short)
 
 
 def measure_mismatch(config: MismatchConfig, listen: Listener) -> Found:
@@ -96,12 +88,12 @@ def measure_mismatch(config: MismatchConfig, listen: Listener) -> Found:
         tasks = _tasks(config, tokenizer, undo)
         for name, sampler in zip(samplers, config.samplers, strict=True):
             listen(f"{name} writes")
-            text = _write(config, sampler, tasks, tokenizer, device)
+            texts = _write(config, sampler, tasks, tokenizer, device)
             for reader, learner in zip(learners, config.learners, strict=True):
                 listen(f"{reader} reads what {name} wrote")
                 temperature = learner.temperature or config.sampling.temperature
-                readings = _readings(learner, text.rollouts, temperature, device)
-                pairs.append(_pair((name, reader), (sampler, learner), text, readings, config))
+                readings = _readings(learner, [text.rollouts for text in texts], temperature, device)
+                pairs.append(_pair((name, reader), (sampler, learner), texts, readings, config))
     return Found(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
 
 
@@ -122,32 +114,40 @@ def _write(
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> _Text:
-    """The same prompts and the same random numbers for every sampler."""
-    long, short = [], []
+) -> list[_Text]:
+    """The responses, and in a second text the short ones if any; written and read apart, so that those change nothing.
+
+    Every sampler has the same prompts and the same random numbers.
+    """
     with closing(make_engine(sampler.engine, sampler.path, device, _VERSION)) as engine:
-        top = _top_log_probs(config, engine.capabilities)
-        sampling = Sampling(**config.sampling.model_dump() | {"num_top_log_probs": top})
-        for number, task in enumerate(tasks):
-            requests = list(_requests(config, number, len(tasks), task, sampling))
-            rollouts = write(engine, task, tokenizer, requests)
-            size = 1 + (config.short or 0)
-            long += rollouts[::size]
-            short += [rollout for place, rollout in enumerate(rollouts) if place % size]
-        capabilities = engine.capabilities
-    rollouts = (*long, *short)
-    sides = [written(rollout, capabilities.vocab_size, sampling.truncated) for rollout in rollouts]
+        vocabulary = engine.capabilities.vocab_size
+        sampling = Sampling(
+            **config.sampling.model_dump() | {"num_top_log_probs": _top_log_probs(config, engine.capabilities)}
+        )
+        texts: list[list[Rollout]] = []
+        for each in _samplings(config, sampling):
+            asked = _requests(config, tasks, each)
+            texts.append([one for task, requests in asked for one in write(engine, task, tokenizer, requests)])
+    sides = [[written(rollout, vocabulary, sampling.truncated) for rollout in rollouts] for rollouts in texts]
     if config.reread:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
-        readings = _readings(as_learner, rollouts, sampling.temperature, device)
-        sides = [_reread(side, reading) for side, reading in zip(sides, readings, strict=True)]
-    return _Text(
-        rollouts=rollouts,
-        sides=tuple(sides),
-        short=config.short or 0,
-        capabilities=capabilities,
-        top_log_probs=sides[0].top_ids.shape[1],
-    )
+        readings = _readings(as_learner, texts, sampling.temperature, device)
+        sides = [list(map(_reread, *both)) for both in zip(sides, readings, strict=True)]
+    return [
+        _Text(rollouts=tuple(rollouts), sides=tuple(of_text)) for rollouts, of_text in zip(texts, sides, strict=True)
+    ]
+
+
+def _samplings(config: MismatchConfig, sampling: Sampling) -> list[tuple[Sampling, range]]:
+    """For each text how it is sampled, and the numbers of its responses to a prompt."""
+    if config.short is None:
+        return [(sampling, range(1))]
+    brief = sampling.model_copy(update={"max_new_tokens": _short_limit(config)})
+    return [(sampling, range(1)), (brief, range(1, 1 + config.short))]
+
+
+def _short_limit(config: MismatchConfig) -> int:
+    return max(1, config.sampling.max_new_tokens // config.short)
 
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
@@ -160,30 +160,42 @@ def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
     return vocabulary if is_small else min(_TOP_LOG_PROBS, most)
 
 
-def _requests(config: MismatchConfig, number: int, sets: int, task: Task, sampling: Sampling) -> Iterator[Request]:
-    """One response to each prompt, and after it the short ones."""
-    count = config.responses // sets + (number < config.responses % sets)
-    brief = sampling.model_copy(update={"max_new_tokens": max(1, sampling.max_new_tokens // (config.short or 1))})
-    for prompt in PromptStream(task, "test", config.seed).next(count):
-        for sample in range(1 + (config.short or 0)):
-            key = ("mismatch", number, prompt.uid, sample)
-            yield Request(
-                uid="/".join(map(str, key)),
-                prompt=prompt,
-                seed=stream_key(config.seed, *key),
-                sampling=brief if sample else sampling,
-            )
+def _requests(
+    config: MismatchConfig, tasks: Sequence[Task], text: tuple[Sampling, range]
+) -> Iterator[tuple[Task, list[Request]]]:
+    """What is asked for one text; responses are spread evenly over the tasks."""
+    sampling, samples = text
+    for number, task in enumerate(tasks):
+        count = config.responses // len(tasks) + (number < config.responses % len(tasks))
+        keys = [
+            (prompt, ("mismatch", number, prompt.uid, sample))
+            for prompt in PromptStream(task, "test", config.seed).next(count)
+            for sample in samples
+        ]
+        yield (
+            task,
+            [
+                Request(
+                    uid="/".join(map(str, key)),
+                    prompt=prompt,
+                    seed=stream_key(config.seed, *key),
+                    sampling=sampling,
+                )
+                for prompt, key in keys
+            ],
+        )
 
 
 def _readings(
-    learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device
-) -> list[Reading]:
+    learner: LearnerConfig, texts: Sequence[Sequence[Rollout]], temperature: float, device: torch.device
+) -> list[list[Reading]]:
     """Transformers reads whole distributions, every other engine gives the probabilities of the tokens alone."""
     if isinstance(learner.engine, TransformersEngineConfig):
         model = reading_model(learner.engine, learner.path, device)
-        return list(read(model, rollouts, temperature, DTYPES[learner.autocast] if learner.autocast else None))
+        cast = DTYPES[learner.autocast] if learner.autocast else None
+        return [list(read(model, rollouts, temperature, cast)) for rollouts in texts]
     with closing(make_engine(learner.engine, learner.path, device, _VERSION)) as engine:
-        return [Reading(log_probs=scores.double()) for scores in engine.score(rollouts, temperature)]
+        return [[Reading(log_probs=one.double()) for one in engine.score(text, temperature)] for text in texts]
 
 
 def _reread(side: Written, reading: Reading) -> Written:
@@ -197,27 +209,26 @@ def _reread(side: Written, reading: Reading) -> Written:
 def _pair(
     names: tuple[str, str],
     sides: tuple[SideConfig, LearnerConfig],
-    text: _Text,
-    readings: Sequence[Reading],
+    texts: Sequence[_Text],
+    readings: Sequence[Sequence[Reading]],
     config: MismatchConfig,
 ) -> Pair:
-    measure, gaps = Measure(), []
-    for place, (side, reading) in enumerate(zip(text.sides, readings, strict=True)):
-        tokens = token_numbers(side, reading)
-        gaps.append(tokens.gap)
-        if place < text.long:
-            measure.add(side.uid, tokens)
+    tokens = [list(map(token_numbers, text.sides, read)) for text, read in zip(texts, readings, strict=True)]
+    text, measure = texts[0], Measure()
+    for side, one in zip(text.sides, tokens[0], strict=True):
+        measure.add(side.uid, one)
     numbers = measure.numbers()
+    gaps = [[one.gap for one in of_text] for of_text in tokens]
     return Pair(
         name=_pair_name(names, len(config.samplers), len(config.learners)),
         sampler=names[0],
         learner=names[1],
         verdict=verdict(*sides, numbers.gap.value),
-        cut=sum(rollout.finish == "length" for rollout in text.rollouts[: text.long]) / text.long,
-        top_log_probs=text.top_log_probs,
-        vocabulary=text.capabilities.vocab_size,
+        cut=sum(rollout.finish == "length" for rollout in text.rollouts) / len(text.rollouts),
+        top_log_probs=text.sides[0].top_ids.shape[1],
+        vocabulary=text.sides[0].vocabulary,
         numbers=numbers,
-        lengths=_lengths(gaps[: text.long], gaps[text.long :], text.short, config.sampling.max_new_tokens),
+        lengths=_lengths(gaps, config) if config.short else (),
     )
 
 
@@ -228,8 +239,7 @@ def _pair_name(names: tuple[str, str], samplers: int, learners: int) -> str:
     return names[1] if learners > 1 and samplers == 1 else " | ".join(names)
 
 
-def _lengths(long: Sequence[Tensor], short: Sequence[Tensor], count: int, limit: int) -> tuple[LengthRow, ...]:
-    if not count:
-        return ()
-    groups = [short[first : first + count] for first in range(0, len(short), count)]
-    return long_against_short(long, groups, max(1, limit // count))
+def _lengths(gaps: Sequence[Sequence[Tensor]], config: MismatchConfig) -> tuple[LengthRow, ...]:
+    long, short = gaps
+    groups = [short[first : first + config.short] for first in range(0, len(short), config.short)]
+    return long_against_short(long, groups, _short_limit(config))

@@ -43,10 +43,10 @@ def mismatch_config(
         learner |= {"autocast": "bf16"} if run.precision == "bf16" else {}
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
-    settings["samplers"] = [_side(sampler, given) for given in samplers or [()]]
-    settings["learners"] = [_side(learner, given) for given in learners or [()]]
     for change in changes:
         settings = merge(settings, change)
+    settings["samplers"] = tuple(_side("sampler", sampler, given) for given in samplers or [()])
+    settings["learners"] = tuple(_side("learner", learner, given) for given in learners or [()])
     config = validated(MismatchConfig, settings)
     if config.benchmarks:
         check_sets(config.benchmarks)
@@ -62,14 +62,17 @@ def mismatch_config(
     return config
 
 
-def _side(base: Mapping[str, Any], given: Changes) -> dict[str, Any]:
+def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
     """A side with its differences, the engine's keys one level up."""
     side = dict(base)
     for change in given:
         own = {key: value for key, value in change.items() if key in _OF_THE_SIDE}
         rest = {key: value for key, value in change.items() if key not in _OF_THE_SIDE}
         side = merge(side, own | ({"engine": rest} if rest else {}))
-    return side
+    try:
+        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], side)
+    except ConfigError as error:
+        raise ConfigError(f"--{role}: {error}") from None
 
 
 def side_name(side: SideConfig) -> str:
