@@ -1,6 +1,7 @@
 """What `jackpot eval` makes of a folder that is already there, and of a run's settings."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: 
     assert evaluation(finished, engine)[0].was_done
     with pytest.raises(CheckpointError, match=r"engine\.context_length: 512 in the folder, 64 now"):
         evaluation(finished, engine, {"engine": {"context_length": 64}})
+
+
+def test_other_kernels_are_refused_and_a_folder_from_before_them_is_continued(finished: Path) -> None:
+    record = yaml.safe_load((finished / "config.yaml").read_text())
+    kernels = {"attention": "sdpa", "quantization": None, "kv_cache_dtype": None}
+    assert record["asked"]["engine"].items() >= kernels.items()
+    for name in kernels:
+        del record["asked"]["engine"][name]
+    (finished / "config.yaml").write_text(yaml.safe_dump(record))
+    assert evaluation(finished)[0].was_done
+    for name, value in (("attention", "eager"), ("quantization", "fp8"), ("kv_cache_dtype", "fp8")):
+        told = f"engine.{name}: {json.dumps(kernels[name])} in the folder, {json.dumps(value)} now"
+        with pytest.raises(CheckpointError, match=re.escape(told)):
+            evaluation(finished, {"engine": {name: value}})
 
 
 def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:

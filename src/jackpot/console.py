@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jackpot.config import Config
-from jackpot.config_engines import VLLMServerEngineConfig
+from jackpot.config_engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.lab.diagnose import Diagnosis, Finding
 from jackpot.launch.memory import Memory
 from jackpot.launch.plan import Size
@@ -215,14 +215,26 @@ def _size_of(count: int) -> str:
 def _engine(config: Config) -> str:
     """Who writes, in which precision, and who else answers for the policy in evaluations."""
     settings, other = config.engine, config.evaluation.engine
-    parts = [f"{settings.name} in {settings.dtype}, training in {config.precision}"]
+    parts = [f"{_numbers(settings)}, training in {config.precision}"]
     if isinstance(settings, VLLMServerEngineConfig):
         parts.append(f"servers {', '.join(settings.urls)}")
     if config.batch.ahead:
         parts.append("writing one rollout batch ahead")
     if other:
-        parts.append(f"evaluation of the policy with {other.name} in {other.dtype}")
+        parts.append(f"evaluation of the policy with {_numbers(other)}")
     return "; ".join(parts)
+
+
+def _numbers(engine: EngineConfig) -> str:
+    """An engine, and what it computes with."""
+    settings, parts = engine.model_dump(), [f"{engine.name} in {engine.dtype}"]
+    if settings.get("quantization"):
+        parts.append(f"linear layers {engine.quantization}")
+    if settings.get("kv_cache_dtype"):
+        parts.append(f"keys and values {engine.kv_cache_dtype}")
+    if settings.get("attention") == "eager":
+        parts.append("eager attention")
+    return ", ".join(parts)
 
 
 def _evaluation(config: Config) -> str:

@@ -33,6 +33,7 @@ class QuantisedConformance(EngineConformance):
         return QuantisedReference(folder, cls.quantization, cls.kv_cache_dtype)
 
 
+@pytest.mark.slow
 class TestInt8Weights(QuantisedConformance):
     quantization = "int8_w8a16"
     tolerance = 2e-5  # activations are not rounded
@@ -165,6 +166,10 @@ def test_models_that_cannot_be_quantised_so_are_refused():
         model = make_model(name, attention)
         return TransformersEngine(model, eos_token_ids=[1], version=Version(0, 0), max_batch_size=1, **settings)
 
+    with pytest.raises(EngineError, match="no quantisation 'int4'; take one of int8_w8a16, int8_w8a8, fp8"):
+        engine("qwen3", "sdpa", quantization="int4")
+    with pytest.raises(EngineError, match="no cache of 'int8'"):
+        engine("qwen3", "sdpa", kv_cache_dtype="int8")
     with pytest.raises(EngineError, match="no linear layer"):
         engine("gpt2", "sdpa", quantization="fp8")
     with pytest.raises(EngineError, match=r"attention of its own \(eager\).*kv_cache_dtype"):

@@ -81,6 +81,14 @@ def test_the_plan_names_the_engines(tmp_path: Path) -> None:
         assert text in " ".join(result.stdout.replace("│", " ").split())
 
 
+def test_the_plan_says_what_engines_compute_with() -> None:
+    settings = ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "engine.attention=eager")
+    arguments = ["train", "quickstart", "--dry-run", *settings, "evaluation.engine=transformers"]
+    text = " ".join(CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "160"}).stdout.replace("│", " ").split())
+    writes = "transformers in fp32, linear layers fp8, keys and values fp8, eager attention, training in fp32"
+    assert f"{writes}; evaluation of the policy with transformers in fp32 evaluation" in text
+
+
 def test_the_plan_counts_what_is_trained() -> None:
     def trained(*overrides: str) -> str:
         result = CliRunner().invoke(cli.app, ["train", "quickstart", "--dry-run", *overrides], env={"COLUMNS": "160"})

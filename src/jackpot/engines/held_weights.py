@@ -11,25 +11,26 @@ from jackpot.errors import EngineError
 from jackpot.ops.digest import WeightsDigest
 from jackpot.precision.convert import Conversion, quantise_linears
 from jackpot.precision.linear import QuantisedLinear
-from jackpot.precision.schemes import Scheme
+from jackpot.precision.schemes import SCHEMES
 
 
 class HeldWeights:
     """Takes new weights under the names that the model had before it was quantised, a tied weight once."""
 
-    def __init__(self, model: PreTrainedModel, scheme: Scheme | None) -> None:
+    def __init__(self, model: PreTrainedModel, quantization: str | None) -> None:
         """
         Args:
-            model: with all its weights in one dtype. With a scheme its linear layers are replaced.
+            model: with all its weights in one dtype. With a quantisation its linear layers are replaced.
+            quantization: a key of `SCHEMES`.
 
         Raises:
-            EngineError: weights of several dtypes, or a scheme for a model without linear layers.
+            EngineError: weights of several dtypes, an unknown quantisation, or one for a model without linear layers.
         """
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
         self.dtype = dtypes.pop()
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.conversion = _converted(model, scheme)
+        self.conversion = _converted(model, quantization)
         self._parameters = dict(model.named_parameters())
         self._layers: dict[str, QuantisedLinear] = {
             name: model.get_submodule(name.removesuffix(".weight")) for name in self.conversion.converted
@@ -65,10 +66,12 @@ class HeldWeights:
         return digest.hexdigest()
 
 
-def _converted(model: PreTrainedModel, scheme: Scheme | None) -> Conversion:
-    if scheme is None:
+def _converted(model: PreTrainedModel, quantization: str | None) -> Conversion:
+    if quantization is None:
         return Conversion(converted=(), kept={})
+    if quantization not in SCHEMES:
+        raise EngineError(f"there is no quantisation {quantization!r}; take one of {', '.join(SCHEMES)}")
     try:
-        return quantise_linears(model, scheme)
+        return quantise_linears(model, SCHEMES[quantization])
     except ValueError as error:
         raise EngineError(f"{error}; leave engine.quantization out") from error

@@ -24,7 +24,6 @@ from jackpot.engines.held_weights import HeldWeights
 from jackpot.engines.ledger import Ledger
 from jackpot.errors import EngineError
 from jackpot.models.forward import head_logits, output_layer, read_rollouts
-from jackpot.precision.schemes import SCHEMES
 from jackpot.types import Request, Rollout, Version
 
 _SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
@@ -70,8 +69,10 @@ class TransformersEngine(Engine):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
-        use_attention(model, attention, fp8_cache=kv_cache_dtype is not None)
-        self._weights: HeldWeights | None = HeldWeights(model, SCHEMES[quantization] if quantization else None)
+        if kv_cache_dtype not in (None, "fp8"):
+            raise EngineError(f"there is no cache of {kv_cache_dtype!r}; kv_cache_dtype is fp8 or None")
+        use_attention(model, attention, fp8_cache=kv_cache_dtype == "fp8")
+        self._weights: HeldWeights | None = HeldWeights(model, quantization)
         self._model: PreTrainedModel | None = model.eval()
         self._context_length = int(context)
         self._vocab_size = output_layer(model).out_features
