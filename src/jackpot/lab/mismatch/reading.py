@@ -19,7 +19,6 @@ from jackpot.lab.simulate.pairs import batches
 from jackpot.launch.engines import DTYPES
 from jackpot.models.forward import head_logits, output_layer, read_rollouts
 from jackpot.models.load import load_model
-from jackpot.precision.schemes import SCHEMES
 from jackpot.types import Rollout
 
 _CHUNK_ELEMENTS = 2**21  # of [tokens, V] in float64: 16 MiB a tensor
@@ -33,7 +32,7 @@ def reading_model(settings: TransformersEngineConfig, path: str, device: torch.d
     """
     model = load_model(path, DTYPES[settings.dtype], device)
     use_attention(model, settings.attention, fp8_cache=settings.kv_cache_dtype is not None)
-    HeldWeights(model, SCHEMES[settings.quantization] if settings.quantization else None)
+    HeldWeights(model, settings.quantization)  # which quantises it
     return model.eval()
 
 
