@@ -1,5 +1,6 @@
 """Two sides made of real models: what they are, and how far apart."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from jackpot.config_engines import TransformersEngineConfig, VLLMServerEngineCon
 from jackpot.config_mismatch import LearnerConfig
 from jackpot.errors import ConfigError, DataError, EngineError, ModelError
 from jackpot.lab.mismatch import reading
-from jackpot.lab.mismatch.reading import read
+from jackpot.lab.mismatch.reading import read, reading_model
 from jackpot.lab.mismatch.run import Pair, measure_mismatch
 from jackpot.lab.mismatch.sides import mismatch_config, side_name
 from jackpot.lab.simulate import pairs
+from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.models.starters import starter_path
-from jackpot.types import Rollout, Sampling
+from jackpot.types import Rollout, Sampling, Version
 from learners import batches, make_learner, smallest_model, write
 from runs import run, small_config
 
@@ -89,6 +91,26 @@ def test_a_learner_reads_what_training_scores(autocast):
     if autocast is not None:
         plain = list(read(model, rollouts, 1.0))
         assert any(not a.log_probs.equal(b.log_probs) for a, b in zip(plain, readings, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bf16"}, {"attention": "eager"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8_w8a16"}],
+    ids=str,
+)
+def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
+    """One response at a time: so both read the same batches."""
+    prompts = [tiny_prompt(9, seed=row) for row in range(3)]
+    rollouts = [with_top(rollout_of(one, [5, 9, 2, 7]), [[0]] * 4) for one in prompts]
+    kinds, device = [TransformersEngineConfig(), TransformersEngineConfig(**settings)], torch.device("cpu")
+    with closing(make_engine(kinds[1], POLICY, device, Version(0, 0))) as engine:
+        scores = [engine.score([one], 1.0)[0] for one in rollouts]
+    plain, found = (
+        [next(read(model, [one], 1.0)).log_probs for one in rollouts]
+        for model in (reading_model(kind, POLICY, device) for kind in kinds)
+    )
+    torch.testing.assert_close(torch.cat(found).float(), torch.cat(scores), atol=1e-6, rtol=1e-6)
+    assert not torch.cat(found).equal(torch.cat(plain))
 
 
 SIDES = [
