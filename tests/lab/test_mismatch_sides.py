@@ -244,12 +244,20 @@ def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_tra
     assert sampler.engine.dtype == "bf16" and learner.autocast == "bf16" and learner.engine.dtype == "fp32"
     assert (config.sampling.temperature, config.sampling.max_new_tokens) == (0.9, 24)
     [own] = apart({"path": sampler.path}, model=str(tmp_path))
+    both = mismatch_config(str(tmp_path), [], [], [])
+    assert [Path(one.path).name for one in both.learners] == ["policy", "rollout_model"]
+    assert {one.autocast for one in both.learners} == {"bf16"}
     [other] = apart({}, model=str(tmp_path))
     assert own.numbers.gap.value < 0.01 < other.numbers.gap.value
+    assert (other.sampler, other.learner) == (
+        "rollout_model transformers bf16",
+        "policy transformers fp32 autocast bf16",
+    )
     alone = tmp_path / "alone"
     run(small_config(*short, arm="on_policy"), alone)
     config = mismatch_config(str(alone), [], [], [])
-    assert config.samplers[0].path == config.learners[0].path and config.learners[0].autocast is None
+    [learner] = config.learners
+    assert config.samplers[0].path == learner.path and learner.autocast is None
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path):

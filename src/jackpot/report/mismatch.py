@@ -161,7 +161,7 @@ def _response_charts(pairs: Sequence[Pair]) -> tuple[Chart, ...]:
 def _token_section(pairs: Sequence[Pair]) -> Section:
     by_position = _band_charts(pairs, "position in the response", lambda numbers: numbers.by_position)
     by_entropy = _band_charts(pairs, "entropy, nats", lambda numbers: numbers.by_entropy)
-    tables = tuple(table for pair in pairs for table in _band_tables(pair))
+    tables = tuple(table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if len(pairs) > 1 else ""))
     return Section(
         title="Where the gap is",
         intro="The same gaps by the position of the token, and by the entropy of the learner's distribution there: "
@@ -254,9 +254,9 @@ def _quantile_chart(pairs: Sequence[Pair]) -> Chart:
     )
 
 
-def _band_tables(pair: Pair) -> tuple[Table, ...]:
+def _band_tables(pair: Pair, of: str) -> tuple[Table, ...]:
     lengths = Table(
-        title=f"By length of the response: {pair.name}",
+        title=f"By length of the response{of}",
         columns=("tokens", "responses", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
         rows=tuple(
             (one.name, f"{one.responses:,}", estimated(one.max_gap), estimated(one.mean_gap), f"{one.high:,}")
@@ -269,7 +269,7 @@ def _band_tables(pair: Pair) -> tuple[Table, ...]:
         lengths,
         *(
             Table(
-                title=f"By {kind}: {pair.name}",
+                title=f"By {kind}{of}",
                 columns=(kind, "tokens", "mean |p - q|", "max |p - q|", "k1", "k3", "KL"),
                 rows=tuple(
                     (

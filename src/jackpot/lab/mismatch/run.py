@@ -82,7 +82,8 @@ def measure_mismatch(config: MismatchConfig, listen: Listener) -> Found:
     paths = {"policy": first} | {side.path: side.path for side in (*config.samplers, *config.learners)}
     tokenizer = load_tokenizers(paths)
     check_vocabulary({role: load_outline(path) for role, path in paths.items()}, tokenizer)
-    samplers, learners = short_names(config.samplers, first), short_names(config.learners, first)
+    names = short_names((*config.samplers, *config.learners))
+    samplers, learners = names[: len(config.samplers)], names[len(config.samplers) :]
     pairs = []
     with ExitStack() as undo:
         tasks = _tasks(config, tokenizer, undo)

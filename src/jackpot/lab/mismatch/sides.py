@@ -1,6 +1,6 @@
 """The two sides from what a person says of them. Layer 6."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ def mismatch_config(
 ) -> MismatchConfig:
     """The settings of a measurement.
 
-    Both sides have the weights of `model`. Of a run they have what the run has: its engine writes with the newest or
-    best rollout model (the policy, where it writes for itself), and the policy reads in the precision of training; the
-    prompts are held-out problems of its task, sampled as in training.
+    Both sides have the weights of `model`. Of a run they have what the run has: its engine writes with the best or else
+    newest rollout model, and in the precision of training that model reads (the engine's own gap) and the policy (all
+    of the mismatch); where the policy writes for itself they are one. Prompts are held-out problems of its task,
+    sampled as in training.
 
     Args:
-        samplers, learners: of each side, the settings that differ; none: one that has no difference.
+        samplers, learners: of each side, the settings that differ (in a run, from its policy); none: no difference.
         changes: of everything else.
 
     Raises:
@@ -34,19 +35,21 @@ def mismatch_config(
         CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
     """
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
-    learner, settings = sampler, {}
+    readers, settings = [sampler], {}
     if run := run_of(model):
         policy = find_model(model)
         writer = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
         sampler = {"path": writer, "engine": run.engine.model_dump()}
-        learner = {"path": policy, "engine": {"name": "transformers"}}
-        learner |= {"autocast": "bf16"} if run.precision == "bf16" else {}
+        how = {"engine": {"name": "transformers"}, "autocast": "bf16" if run.precision == "bf16" else None}
+        readers = [{"path": path} | how for path in dict.fromkeys((policy, writer))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
     for change in changes:
         settings = merge(settings, change)
     settings["samplers"] = tuple(_side("sampler", sampler, given) for given in samplers or [()])
-    settings["learners"] = tuple(_side("learner", learner, given) for given in learners or [()])
+    settings["learners"] = tuple(
+        [_side("learner", readers[0], given) for given in learners] or [_side("learner", one, ()) for one in readers]
+    )
     config = validated(MismatchConfig, settings)
     if config.benchmarks:
         check_sets(config.benchmarks)
@@ -77,8 +80,23 @@ def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
 
 def side_name(side: SideConfig) -> str:
     """What tells a side from others, in a few words."""
+    return f"{side.path} {_settings_name(side)}"
+
+
+def short_names(sides: Sequence[SideConfig]) -> list[str]:
+    """As `side_name`, without the path where all sides have the same, and of folders only the last part where that
+    tells them apart."""
+    paths = list(dict.fromkeys(side.path for side in sides))
+    lasts = [Path(path).name if Path(path).is_dir() else path for path in paths]
+    if len(paths) == 1:
+        return [_settings_name(side) for side in sides]
+    shown = dict(zip(paths, lasts if len(set(lasts)) == len(paths) else paths, strict=True))
+    return [f"{shown[side.path]} {_settings_name(side)}" for side in sides]
+
+
+def _settings_name(side: SideConfig) -> str:
     engine = side.engine
-    words = [side.path, engine.name, engine.dtype]
+    words = [engine.name, engine.dtype]
     words += [engine.attention] if getattr(engine, "attention", "sdpa") != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
@@ -87,11 +105,6 @@ def side_name(side: SideConfig) -> str:
         words += [f"autocast {side.autocast}"] if side.autocast else []
         words += [f"temperature {side.temperature:g}"] if side.temperature else []
     return " ".join(words)
-
-
-def short_names(sides: Iterable[SideConfig], path: str) -> list[str]:
-    """As `side_name`, without the path where it is `path`."""
-    return [side_name(side).removeprefix(f"{path} ") for side in sides]
 
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str:
