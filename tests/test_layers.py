@@ -8,7 +8,7 @@ from pathlib import Path
 import jackpot
 
 PACKAGE = Path(jackpot.__file__).parent
-CONFIGS = ("base", "build", "corrections", "engines", "evaluation", "published", "tasks")
+CONFIGS = ("base", "build", "corrections", "engines", "evaluation", "mismatch", "published", "tasks")
 SETTINGS = {"config", *(f"config_{part}" for part in CONFIGS)}
 LAYERS = [
     {"types", "errors"} | SETTINGS,
@@ -44,10 +44,12 @@ LAYERS = [
     {
         "recipes",
         "cli",
+        "cli_lab",
         "console",
         "console_compare",
         "console_evaluation",
         "console_plan",
+        "console_mismatch",
         "console_recipes",
         "console_replay",
         "console_tables",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from jackpot.checkpoint import Checkpoints
 from jackpot.config import Config, OptimizerConfig
 from jackpot.config_evaluation import BenchmarksConfig, sets_of
+from jackpot.config_mismatch import MismatchConfig
 from jackpot.critic import Critic, CriticNumbers
 from jackpot.engines.base import Engine
 from jackpot.errors import ConfigError, EngineError, ModelError
@@ -257,7 +258,7 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     return faithful
 
 
-def pick_device(config: Config | BenchmarksConfig) -> torch.device:
+def pick_device(config: Config | BenchmarksConfig | MismatchConfig) -> torch.device:
     """`auto` is CUDA where there is a GPU. ConfigError for cuda without one."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -265,7 +266,7 @@ def pick_device(config: Config | BenchmarksConfig) -> torch.device:
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
-def threads(config: Config | BenchmarksConfig) -> int:
+def threads(config: Config | BenchmarksConfig | MismatchConfig) -> int:
     """The number of CPU threads. `auto` is the cores that are free: beside another busy process, training with a thread
     too many ran 10 times slower."""
     return free_cores() if config.threads == "auto" else config.threads

@@ -112,6 +112,12 @@ def parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error
 
 
+def parse_overrides(text: str) -> list[dict[str, Any]]:
+    """`a=1,b=[2,3]` as overrides; a comma inside brackets is part of a value. Raises as `parse_override`."""
+    parts = re.split(r",(?![^\[]*\])", text)
+    return [parse_override(part.strip()) for part in parts if part.strip()]
+
+
 class _Loader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number: YAML 1.1 wants 1.0e-4 and takes the former for a string."""
 

@@ -18,16 +18,16 @@ def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Sec
     Args:
         numbers: dicts, lists, strings and numbers; what is not finite becomes null.
     """
-    page = folder / f"{name}.html"
+    page, found = folder / f"{name}.html", folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(found, (json.dumps(plain(numbers), indent=1, allow_nan=False) + "\n").encode())  # whatever comes after
     write_page(page, title, list(sections.values()))
     written = [page]
     for key, section in sections.items():
         if charts := [item for item in section.items if not isinstance(item, Table)]:
             written.append(folder / f"{key}.png")
             write_png(written[-1], charts)
-    written.append(folder / f"{name}.json")
-    write_whole(written[-1], (json.dumps(plain(numbers), indent=1, allow_nan=False) + "\n").encode())
-    return written
+    return [*written, found]
 
 
 def plain(value: Any) -> Any:

@@ -120,7 +120,7 @@ def pair_states(
     policy: PreTrainedModel, writer: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[States]:
     """Both models at every token that was sampled, a few tokens at a time; `token_ids` [n, 1] are those written."""
-    for batch in _batches(rollouts):
+    for batch in batches(rollouts):
         sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
         read = [read_rollouts(model, batch) for model in (writer, policy)]
         hidden, ids = [one.hidden[sampled] for one in read], read[0].token_ids
@@ -138,7 +138,7 @@ def _log_probs(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Te
     return torch.log_softmax(head_logits(model, hidden).double().cpu() / temperature, dim=-1)
 
 
-def _batches(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+def batches(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
     """In their order, at most `_FORWARD_TOKENS` tokens with padding, one rollout at least."""
     batch: list[Rollout] = []
     prompt = response = 0

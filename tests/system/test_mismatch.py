@@ -1,0 +1,94 @@
+"""`jackpot mismatch`: what a user types, what is printed and what lies in the folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from commands import jackpot
+from jackpot.console_mismatch import mismatch_progress
+
+SMALL = ("--responses", "12", "--max-new-tokens", "12", "threads=1")
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "mismatch.json").read_text())
+
+
+def assert_pictures(folder: Path, *names: str) -> None:
+    """There is a page, and each picture is a PNG with something to see."""
+    assert sorted(path.stem for path in folder.glob("*.png")) == sorted(names)
+    for name in names:
+        content = (folder / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) > 10_000
+    assert "Plotly" in (folder / "mismatch.html").read_text()
+
+
+def test_two_sides_with_short_responses_beside(tmp_path: Path) -> None:
+    given = ("--sampler", "quantization=int8_w8a8", "--learner", "dtype=fp32, attention=eager", "--short", "2")
+    done = jackpot("mismatch", "starter:policy", *SMALL, *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "mismatch-starter-policy"
+    assert_pictures(folder, "responses", "tokens", "lengths")
+    [pair] = numbers(folder)["pairs"]
+    assert (pair["sampler"], pair["learner"]) == ("transformers fp32 int8_w8a8", "transformers fp32 eager")
+    found, printed = pair["numbers"], " ".join(done.stdout.split())
+    assert found["responses"] == 12 and found["kl_is_exact"]
+    for text in (
+        "transformers fp32 int8_w8a8 writes",
+        f"{found['gap']['value']:.3g} ({found['gap']['error']:.1g})",
+        f"{found['kl'][0]['value']:.3g} ({found['kl'][0]['error']:.1g})",
+        "By length of the response",
+        "By position",
+        "By entropy",
+        "One long response against short ones",
+        "2 of up to 6 tokens",
+        "Wrote mismatch.html, responses.png, tokens.png, lengths.png, mismatch.json",
+    ):
+        assert text in printed, text
+    assert numbers(folder)["settings"]["samplers"][0]["engine"]["quantization"] == "int8_w8a8"
+
+
+def test_several_sides_in_one_table_and_json_alone_on_the_output(tmp_path: Path) -> None:
+    sides = ("--sampler", "dtype=bf16", "--sampler", "dtype=fp32", "--learner", "autocast=bf16", "--seed", "3")
+    done = jackpot("mismatch", "starter:policy", *SMALL, *sides, "--out", "here", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == numbers(tmp_path / "here")
+    assert "transformers bf16 writes" in done.stderr
+    assert [pair["name"] for pair in json.loads(done.stdout)["pairs"]] == ["transformers bf16", "transformers fp32"]
+    assert json.loads(done.stdout)["settings"]["seed"] == 3
+    assert_pictures(tmp_path / "here", "responses", "tokens")
+    assert "learner: transformers fp32 autocast bf16" in (tmp_path / "here" / "mismatch.html").read_text()
+
+
+def test_a_terminal_has_one_line_that_changes(capsys) -> None:
+    with mismatch_progress(Console(force_terminal=True, width=80)) as listen:
+        listen("one writes [not markup]")
+    out = capsys.readouterr().out
+    assert "one writes [not markup]" in out and out.endswith("\x1b[2K")  # cleared in the end
+
+
+BAD_INPUT = {
+    "an unknown key of a side": (
+        ["--sampler", "quantisation=fp8"],
+        ["--sampler", "engine.quantization"],
+    ),
+    "an unknown value": (["--learner", "dtype=fp16"], ["--learner", "engine.dtype", "Valid: bf16, fp32"]),
+    "no equals sign": (["--sampler", "vllm"], ["'vllm' is not an override"]),
+    "an unknown key": (["respones=3"], ["did you mean 'responses'"]),
+    "an unknown set": (["--benchmarks", "gsm8"], ["did you mean 'gsm8k'"]),
+    "the same side twice": (["--learner", "dtype=fp32", "--learner", "attention=sdpa"], ["--learner is given twice"]),
+    "a model that is not there": (["--learner", "path=nowhere"], ["nowhere", "save_pretrained"]),
+    "a filter on what is read again": (["--reread", "sampling.top_k=3"], ["reread", "sampling.top_k=0"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_says_what_to_do_and_writes_nothing(case: str, tmp_path: Path) -> None:
+    arguments, expected = BAD_INPUT[case]
+    done = jackpot("mismatch", "starter:policy", *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(text in " ".join(done.stderr.split()) for text in expected), done.stderr
+    assert not list(tmp_path.iterdir())
