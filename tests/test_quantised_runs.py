@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from engines.reference import rollout_of, tiny_prompt
 from jackpot.errors import ConfigError, EngineError
+from jackpot.guards import check_gap
 from jackpot.lab.history import History
 from jackpot.lab.rule import rounding
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import is_faithful
-from jackpot.types import Version
+from jackpot.types import Sampling, Version
 from runs import metrics, run, small_config
 
 ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "evaluation.engine=transformers")
@@ -66,12 +68,25 @@ def test_the_exact_normalizer_is_refused_on_a_quantised_engine():
             is_faithful(config, engine)  # what a server was started with, no setting tells
 
 
-def test_the_gap_of_a_quantised_engine_is_no_sign_of_a_bug():
+def test_a_gap_that_stops_other_runs_lets_one_with_a_quantised_engine_go_on_up_to_a_quarter():
+    rollout = rollout_of(tiny_prompt(3), [4, 5])  # probability 1 each, as the engine says
+
+    def gap(precision: str, probability: float) -> float:
+        scores = {rollout.uid: torch.full((2,), probability).log()}
+        return check_gap([rollout], Sampling(), [precision, "fp32"], lambda sampling: scores)
+
+    assert gap("quantised", 0.8) == pytest.approx(0.2)
+    for precision, probability in (("bf16", 0.8), ("fp32", 0.8), ("quantised", 0.7)):
+        with pytest.raises(EngineError, match="not those of the distribution"):
+            gap(precision, probability)
+
+
+def test_the_usual_gap_of_a_quantised_engine_is_no_sign_of_a_bug():
     limits = [
         rounding(History([], [], small_config(*settings)), [0.0])
         for settings in ((), ("precision=bf16",), ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",))
     ]
-    assert limits == [1e-3, 2e-2, 0.25, 0.25]
+    assert limits == [1e-3, 2e-2, 5e-2, 5e-2]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ GLANCE_TOKENS, GLANCE_ROLLOUTS = (
     16,
 )  # of every later batch: that many tokens at most, of the beginnings of so many rollouts
 FALSE_ALARM = 1e-9  # the chance that a sound engine fails the check of what it draws
-# Mean |p_engine - p_training| of sampled tokens. That of a quantised engine is what its user wants to see and no reason
-# to stop: measured are 1e-3 to 1e-2. 0.25 is for other models, temperatures and broken updates.
+# Mean |p_engine - p_training| of sampled tokens, beyond which a run stops. That of a quantised engine is what its user
+# wants to see and no reason to: 1e-3 to 2e-2 are usual, and a run that drifts apart has more. 0.25 is past all of that.
 LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantised": 0.25}
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}

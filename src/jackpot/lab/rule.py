@@ -10,6 +10,8 @@ from jackpot.config_engines import is_quantised
 from jackpot.guards import LARGEST_GAPS
 from jackpot.lab.history import History
 
+QUANTISED_GAP = 5e-2  # mean |p_engine - p_training| that quantising alone has not made; other weights begin there
+
 Group = Literal["bug", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
 Limit = float | Callable[[History, Values], float | None]  # None: the rule does not apply
@@ -25,9 +27,10 @@ def rise(values: Values) -> float:
 
 
 def rounding(history: History, values: Values) -> float:
-    engine = history.config.engine
+    """What number formats may make of a probability, on average. `guards` lets a quantised engine run on beyond it."""
+    engine, limits = history.config.engine, LARGEST_GAPS | {"quantised": QUANTISED_GAP}
     writes_in = "quantised" if is_quantised(engine) else engine.dtype
-    return max(LARGEST_GAPS[precision] for precision in (writes_in, history.config.precision))
+    return max(limits[precision] for precision in (writes_in, history.config.precision))
 
 
 def above_start(least: float, factor: float) -> Limit:
