@@ -509,7 +509,7 @@ def test_a_quantised_server_gets_codes_and_the_digest_is_of_what_these_were_made
 
 @pytest.mark.parametrize(("quantization", "method"), [("int8_w8a8", "compressed-tensors"), ("fp8", "fp8")])
 def test_a_server_that_is_not_quantised_as_the_settings_say_is_refused(make, server, quantization, method):
-    with pytest.raises(EngineError, match=rf"quantization none, and engine.quantization needs {method}.*hf-overrides"):
+    with pytest.raises(EngineError, match=rf"quantization none, and engine.quantization needs {method}.*in that form"):
         make(server, quantization=quantization)
     server.settings["model_config"]["quantization"] = "gptq"
     with pytest.raises(EngineError, match=rf"quantization gptq, and engine.quantization needs {method}"):

@@ -156,7 +156,7 @@ def check_bits(facts: ServerFacts, url: str, method: str | None, kv_cache_dtype:
     if method and facts.quantization != method:
         raise EngineError(
             f"{url} runs with quantization {facts.quantization or 'none'}, and engine.quantization needs {method}; "
-            f"start it with the --hf-overrides that docs/vllm.md has for it, or change engine.quantization"
+            f"start it with a copy of the model in that form (docs/vllm.md makes one), or change engine.quantization"
         )
     if method and facts.device == "cpu":
         raise EngineError(
