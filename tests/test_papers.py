@@ -66,14 +66,13 @@ def test_the_numbers_of_a_table_are_those_of_the_paper(paper: str, table: str) -
     assert len(numbers) == count and sum(numbers) == Decimal(total)
 
 
-def test_what_cannot_run_is_what_needs_fewer_bits() -> None:
+def test_what_cannot_run_is_what_trains_in_fp8() -> None:
     reasons = {row.not_runnable for name in PAPERS for table in listed(name).published for row in table.rows}
-    assert all("FP8" in reason or "INT8" in reason for reason in reasons - {""})
+    assert all("FP8" in reason and "learner" in reason for reason in reasons - {""})
     waiting = Counter(
         (name, row.arm) for name in PAPERS for table in listed(name).published for row in table.rows if row.not_runnable
     )
-    assert {name for name, _ in waiting} == {"fp8_kv_4b", "jet_rl", "tis_gsm8k"}
-    assert sum(name == "fp8_kv_4b" for name, _ in waiting) == 5
+    assert waiting == {("jet_rl", f"jet_rl_{size}"): 1 for size in ("7b", "8b", "32b")}
 
 
 SOURCE = re.compile(
@@ -176,10 +175,16 @@ REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recip
     ("clipped_4b", "off_policy"): (64, "none", "old", "old", WIDE),
     ("ablation_4b", "reference"): (32, "obrs", "new", "old", WIDE),
     ("ablation_4b", "mask_only"): (32, "mask_only", "new", "old", WIDE),
+    ("fp8_kv_4b", "jackpot"): (2, "obrs", "old", "old", WIDE),
+    ("fp8_kv_4b", "tis"): (2, "tis", "old", "old", WIDE),
+    ("fp8_kv_4b", "none"): (1, "none", "old", "old", WIDE),
+    ("fp8_kv_4b", "mask_only"): (1, "mask_only", "old", "old", (None, None)),
+    ("fp8_kv_4b", "mask_reweight"): (1, "obrs", "old", "old", (None, None)),
     ("fp8_kv_4b", "tis_bf16"): (2, "tis", "old", "old", WIDE),
     ("frozen_3b", "math_none"): (1, "none", "old", "old", DEFAULT),
     ("tis_gsm8k", "ppo"): (4, "none", "old", "old", DEFAULT),
     ("tis_gsm8k", "ppo_is"): (4, "ppo_is", "rollout", "rollout", DEFAULT),
+    ("tis_gsm8k", "vanilla_is_int8"): (4, "is", "old", "old", DEFAULT),
     ("tis_dapo_32b", "tis"): (16, "tis", "old", "old", DAPO),
 }  # fmt: skip
 
@@ -187,6 +192,21 @@ REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recip
 @pytest.mark.parametrize(("name", "arm"), REGIMES)
 def test_an_arm_is_the_regime_of_its_row(name: str, arm: str) -> None:
     assert regime(resolve(name, arm, [])) == REGIMES[name, arm]
+
+
+FEWER_BITS = {
+    **dict.fromkeys(("jackpot", "tis", "none", "mask_only", "mask_reweight"), (None, "fp8")),
+    **dict.fromkeys(("ppo_int8", "tis_int8", "ppo_is_int8", "vanilla_is_int8"), ("int8_w8a8", None)),
+    "fp8_rollouts_7b": ("fp8", None),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8_kv_4b", "tis_gsm8k", "jet_rl"])
+def test_rollouts_have_fewer_bits_where_the_paper_says_so_and_nowhere_else(name: str) -> None:
+    for arm in listed(name).arms:
+        engine = resolve(name, arm, []).engine
+        assert (engine.quantization, engine.kv_cache_dtype) == FEWER_BITS.get(arm, (None, None))
+        assert (engine.name, engine.dtype) == ("vllm", "bf16")
 
 
 EXAMPLES = {"joint_3b": 14_000, "joint_4b": 20_000, "joint_8b": 15_000, "stale_4b": 30_000, "stale_4b_128": 30_000}

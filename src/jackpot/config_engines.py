@@ -47,6 +47,8 @@ class VLLMEngineConfig(Strict):
     name: Literal["vllm"] = "vllm"
     max_batch_size: Count = 256  # sequences decoded at once
     dtype: Dtype = "fp32"
+    quantization: Quantization | None = None  # what linear layers compute with; fp8 on a GPU only
+    kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are kept in; null: dtype
     context_length: Count | None = None  # tokens of prompt and response; null: the model's
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4  # of the GPU, weights and cache together
     cache_gib: Positive | None = None  # for keys and values; null: what memory_share leaves, on a CPU 1
@@ -63,6 +65,8 @@ class VLLMServerEngineConfig(Strict):
     weights_folder: str  # written here and read by every server under the same path, with room for two models
     max_batch_size: Count = 256  # responses asked of one server at once
     dtype: Dtype = "fp32"  # that the servers were started with
+    quantization: Quantization | None = None  # as well: weights are sent in its form
+    kv_cache_dtype: Literal["fp8"] | None = None  # as well
     api_key_variable: str = "VLLM_API_KEY"  # of the environment; a key itself would end up in the run folder
     timeout: Positive = 600.0  # seconds for one response, or for one weight update
     attempts: Count = 5  # of one response, whichever servers failed at it
@@ -70,9 +74,8 @@ class VLLMServerEngineConfig(Strict):
 
 
 def is_quantised(engine: "EngineConfig") -> bool:
-    """Whether the settings say that the engine computes with other numbers than weights in its dtype. What servers were
-    started with is not among them."""
-    return isinstance(engine, TransformersEngineConfig) and bool(engine.quantization or engine.kv_cache_dtype)
+    """Whether the settings say that the engine computes with other numbers than weights in its dtype."""
+    return bool(engine.quantization or engine.kv_cache_dtype)
 
 
 EngineConfig = Annotated[

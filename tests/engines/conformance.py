@@ -367,9 +367,6 @@ def _chosen(reference: Reference, rollout: Rollout, sampling: Sampling) -> np.nd
 
 def _moved(some: list[Rollout], others: list[Rollout]) -> float:
     """The share of responses that differ."""
-    print(
-        "MOVED", float(np.mean([not torch.equal(a.token_ids, b.token_ids) for a, b in zip(some, others, strict=True)]))
-    )
     return float(np.mean([not torch.equal(a.token_ids, b.token_ids) for a, b in zip(some, others, strict=True)]))
 
 

@@ -40,6 +40,12 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return np.sign(values) * np.where(upward, GRID[above], GRID[below])
 
 
+def cut_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """To the next number of the grid towards zero."""
+    size = np.minimum(np.abs(values.astype(np.float64)), GRID[-1])
+    return np.sign(values) * GRID[np.searchsorted(GRID, size, side="right") - 1]
+
+
 def round_blocks(values: np.ndarray, rows: int, columns: int, kind: str) -> np.ndarray:
     """A float32 matrix after rounding each block: int8 with float32 scales, fp8 with powers of two."""
     rounded = np.empty(values.shape, dtype=np.float64)
@@ -66,17 +72,21 @@ ROUND_INPUT = {
     "int8_w8a8": lambda inputs: round_blocks(inputs, 1, inputs.shape[1], "int8"),
     "fp8": lambda inputs: round_blocks(inputs, 1, 128, "fp8"),
 }
-FP8_KEYS = "reference_fp8_keys"
+ROUND_KEYS = {"fp8": to_e4m3, "fp8 cut": cut_to_e4m3}
 
 
-def _fp8_keys(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
-    rounded = [torch.from_numpy(to_e4m3(states.numpy())).to(states.dtype) for states in (key, value)]
-    attend = sys.modules[type(module).__module__].eager_attention_forward
-    return attend(module, query, *rounded, mask, **options)
+def _rounded_keys(kind: str) -> Any:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
+        rounded = [torch.from_numpy(ROUND_KEYS[kind](states.numpy())).to(states.dtype) for states in (key, value)]
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+        return attend(module, query, *rounded, mask, **options)
+
+    return attention
 
 
-AttentionInterface.register(FP8_KEYS, _fp8_keys)
-AttentionMaskInterface.register(FP8_KEYS, eager_mask)
+for kind in ROUND_KEYS:
+    AttentionInterface.register(f"reference {kind}", _rounded_keys(kind))
+    AttentionMaskInterface.register(f"reference {kind}", eager_mask)
 
 
 class QuantisedReference(Reference):
@@ -92,7 +102,7 @@ class QuantisedReference(Reference):
                 if quantization in ROUND_INPUT:
                     layer.register_forward_pre_hook(_rounded_input(quantization))
         if kv_cache_dtype:
-            twin.set_attn_implementation(FP8_KEYS)
+            twin.set_attn_implementation(f"reference {kv_cache_dtype}")
         self._twin = twin
 
     def log_probs(self, prompt: Prompt, token_ids: Sequence[int], sampling: Sampling) -> np.ndarray:

@@ -18,6 +18,7 @@ from engines.scripted_server import ScriptedServer
 from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.engines.vllm_server import ServerSettings, VLLMServerEngine
 from jackpot.errors import EngineError
+from jackpot.ops.digest import weights_digest
 from jackpot.types import Version
 
 OLD, NEW = Version(0, 0), Version(1, 1)
@@ -491,6 +492,49 @@ def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
     assert (can.num_top_log_probs, can.context_length, can.quantised) == (5, 32, True)
     assert (can.vocab_size, can.streaming, can.dtype) == (VOCAB_SIZE, True, torch.float32)
     assert make(server).capabilities.context_length == CONTEXT
+
+
+def test_a_quantised_server_gets_codes_and_the_digest_is_of_what_these_were_made_from(make, server):
+    server.settings["model_config"]["quantization"] = "compressed-tensors"
+    server.settings["device_config"]["device"] = "cuda"
+    engine = make(server, quantization="int8_w8a8")
+    assert engine.capabilities.quantised
+    sent = weights(0.5)
+    assert engine.update_weights(sent, NEW) == weights_digest(sent, torch.float32)
+    codes = {name: array for name, array in server.weights.items() if name.endswith("_proj.weight")}
+    assert len(codes) == 14 and all(array.dtype == np.int8 and (array == 127).all() for array in codes.values())
+    assert all(server.weights[f"{name}_scale"] == pytest.approx(0.5 / 127) for name in codes)
+    assert [event["to"] for event in engine.take_events()] == ["int8_w8a8"]
+
+
+@pytest.mark.parametrize(("quantization", "method"), [("int8_w8a8", "compressed-tensors"), ("fp8", "fp8")])
+def test_a_server_that_is_not_quantised_as_the_settings_say_is_refused(make, server, quantization, method):
+    with pytest.raises(EngineError, match=rf"quantization none, and engine.quantization needs {method}.*in that form"):
+        make(server, quantization=quantization)
+    server.settings["model_config"]["quantization"] = "gptq"
+    with pytest.raises(EngineError, match=rf"quantization gptq, and engine.quantization needs {method}"):
+        make(server, quantization=quantization)
+    server.settings["model_config"]["quantization"] = method
+    with pytest.raises(EngineError, match=r"runs on a CPU, where vLLM computes with scales that it freed"):
+        make(server, quantization=quantization)
+
+
+def test_plain_servers_get_int8_weights_multiplied_out(make, server):
+    engine = make(server, quantization="int8_w8a16")
+    assert engine.capabilities.quantised
+    sent = [(name, tensor.detach()) for name, tensor in tiny_model(seed=1).named_parameters()]
+    assert engine.update_weights(sent, NEW) == weights_digest(sent, torch.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight, held = dict(sent)[name], torch.from_numpy(server.weights[name])
+    steps = held / (weight.abs().amax(1, keepdim=True) / 127)
+    assert not torch.equal(held, weight) and (steps - steps.round()).abs().max() < 1e-4
+
+
+def test_a_cache_of_another_kind_than_the_settings_say_is_refused_with_the_flag(make, server):
+    with pytest.raises(EngineError, match=r"keeps keys and values in auto.*--kv-cache-dtype fp8"):
+        make(server, kv_cache_dtype="fp8")
+    server.settings["cache_config"]["cache_dtype"] = "fp8_e4m3"
+    assert make(server, kv_cache_dtype="fp8").capabilities.quantised
 
 
 def test_more_log_probs_than_a_server_was_started_for_are_refused_with_the_flag(make, server):

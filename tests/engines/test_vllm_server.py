@@ -13,7 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 
 from engines.conformance import NEW, OLD, EngineConformance
 from engines.joint_run import check_joint_run
-from engines.reference import Reference, save_tiny_model, tiny_prompt, tiny_request
+from engines.quantised_reference import QuantisedReference
+from engines.reference import Reference, save_tiny_model, tiny_model, tiny_prompt, tiny_request
 from engines.servers import VLLMServer, save_untied, started
 from jackpot.config_engines import VLLMServerEngineConfig
 from jackpot.engines.vllm_server import VLLMServerEngine
@@ -84,6 +85,14 @@ def test_no_cached_state_of_old_weights_is_used(servers, folder, new_folder, tmp
     engine.generate(requests)
     engine.update_weights(new.model.named_parameters(), NEW)
     check_log_probs(engine.generate(requests), new)
+    engine.close()
+
+
+def test_int8_weights_alone_need_no_other_server(servers, folder, new_folder, tmp_path):
+    engine = make(folder, tmp_path, servers[0], quantization="int8_w8a16")
+    check_log_probs(engine.generate(long_requests(8)), QuantisedReference(folder, "int8_w8a16", None))
+    engine.update_weights(tiny_model(seed=1).named_parameters(), NEW)
+    check_log_probs(engine.generate(long_requests(8)), QuantisedReference(new_folder, "int8_w8a16", None))
     engine.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Size, Tensor
 from jackpot.engines.background import ThreadEngine
 from jackpot.engines.base import Capabilities
 from jackpot.engines.checks import check_request, check_scores, check_weights
+from jackpot.engines.vllm_form import SentForm
 from jackpot.engines.vllm_words import (
     check_temperature,
     read_rollout,
@@ -31,6 +33,7 @@ from jackpot.errors import EngineError
 from jackpot.ops.digest import WeightsDigest
 from jackpot.types import Request, Rollout, Version
 
+_GIVEN = "jackpot"  # a load format of ours
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _ENVIRONMENT = {  # where the user has not set them
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
@@ -44,6 +47,7 @@ class VLLMSettings:
     """How the engine is set up; the fields are those of `VLLMEngineConfig`, in vLLM's units."""
 
     dtype: torch.dtype
+    kv_cache_dtype: str | None
     max_batch_size: int
     context_length: int | None
     memory_share: float
@@ -62,6 +66,8 @@ class VLLMEngine(ThreadEngine):
         folder: str,
         *,
         shapes: Mapping[str, Size],
+        form: SentForm,
+        first: Sequence[tuple[str, Tensor]],
         eos_token_ids: Sequence[int],
         version: Version,
         settings: VLLMSettings,
@@ -70,13 +76,16 @@ class VLLMEngine(ThreadEngine):
         Args:
             folder: of the model, whose weights are the first ones.
             shapes: of every parameter, by the names that `update_weights` will be given.
+            form: in which vLLM gets weights.
+            first: the folder's weights by these names, where the form is not the folder's; they are not kept.
             eos_token_ids: end every response, beside `Sampling.stop_token_ids`.
 
         Raises:
             EngineError: vLLM is not installed, is for another kind of device, or cannot load the model; says why.
         """
         self._shapes, self._eos_token_ids = shapes, tuple(eos_token_ids)
-        self._settings = settings
+        self._settings, self._form = settings, form
+        self._events = list(form.events)
         self._llm: Any = None
         self._answers: dict[str, Callable[[Any], None]] = {}  # by vLLM's request id, what to do with the answer
         self._numbers = count()
@@ -85,7 +94,7 @@ class VLLMEngine(ThreadEngine):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", category=FutureWarning)  # of torch to vLLM's authors
-                self._capabilities = self._call(lambda: self._load(folder))
+                self._capabilities = self._call(lambda: self._load(folder, first))
         except BaseException:
             self.close()
             raise
@@ -130,6 +139,11 @@ class VLLMEngine(ThreadEngine):
         self._version = version
         return digest
 
+    def take_events(self) -> list[dict[str, Any]]:
+        """Once, what was quantised."""
+        events, self._events = self._events, []
+        return events
+
     def rest(self) -> None:
         if self._settings.sleeps and not self._is_asleep:
             self._open()
@@ -156,9 +170,9 @@ class VLLMEngine(ThreadEngine):
             self._llm.engine_core.shutdown()
         self._llm = None
 
-    def _load(self, folder: str) -> Capabilities:
+    def _load(self, folder: str, first: Sequence[tuple[str, Tensor]]) -> Capabilities:
         vllm = _import_vllm(compiles=self._settings.compiles)
-        settings = self._settings
+        settings, config = self._settings, self._form.config
         _check_device(settings.on_gpu, vllm.has_gpu)
         set_num_threads = torch.set_num_threads
         try:
@@ -166,7 +180,10 @@ class VLLMEngine(ThreadEngine):
                 model=folder,
                 skip_tokenizer_init=True,
                 generation_config="vllm",
+                load_format=vllm.load_format_of(self._form.tensors(first)) if first else "auto",
+                hf_overrides={"quantization_config": config} if config else {},
                 dtype=settings.dtype,
+                kv_cache_dtype=settings.kv_cache_dtype or "auto",
                 seed=0,
                 max_num_seqs=settings.max_batch_size,
                 max_model_len=settings.context_length,
@@ -183,6 +200,7 @@ class VLLMEngine(ThreadEngine):
             )
             with _one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
+            self._llm.apply_model(_keep_scales)
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
         finally:
@@ -192,7 +210,7 @@ class VLLMEngine(ThreadEngine):
             vocab_size=model.get_vocab_size(),
             num_top_log_probs=model.get_vocab_size(),
             context_length=model.max_model_len,
-            quantised=model.quantization is not None,
+            quantised=bool(self._form.quantization or settings.kv_cache_dtype or model.quantization),
             streaming=True,
             updates_in_flight=False,
             dtype=settings.dtype,
@@ -228,12 +246,13 @@ class VLLMEngine(ThreadEngine):
         return read
 
     def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """The digest of what vLLM has taken, tensor by tensor as it took them."""
+        """The digest of what vLLM has taken, or its codes were made from, tensor by tensor as it took them."""
         if self._is_asleep:
             self._llm.wake_up(["weights"])
         digest = WeightsDigest(self._settings.dtype)
         cast = ((name, tensor.to(self._settings.dtype)) for name, tensor in sent)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": digest.watch(cast)})
+        given = self._form.tensors(digest.watch(cast))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
         self._llm.apply_model(_pack_tied_head)
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
@@ -248,6 +267,20 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
+
+
+def _keep_scales(model: torch.nn.Module) -> None:
+    """On a CPU (0.32) oneDNN reads the scales of INT8 weights where they were when it packed these, which
+    `reload_weights` frees afterwards; so somebody must hold them."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+        if hasattr(kernel, "dnnl_handler"):
+            kernel.process_weights_after_loading = partial(_pack_and_keep, kernel)
+
+
+def _pack_and_keep(kernel: Any, layer: torch.nn.Module) -> None:
+    type(kernel).process_weights_after_loading(kernel, layer)
+    kernel.kept = layer.weight_scale
 
 
 def _score_reader(prompt_tokens: int, future: Future) -> Callable[[Any], None]:
@@ -269,6 +302,7 @@ class _VLLM:
     SamplingParams: Any
     RequestOutputKind: Any
     tokens_input: Any
+    load_format_of: Callable[[Iterable[tuple[str, Tensor]]], str]
     has_gpu: bool
 
 
@@ -311,6 +345,8 @@ def _import_vllm(compiles: bool) -> _VLLM:
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.inputs import tokens_input
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -319,4 +355,19 @@ def _import_vllm(compiles: bool) -> _VLLM:
             f"vLLM cannot be imported: {error}. Install it with pip install 'jackpot-rl[vllm]', or use "
             f"engine=transformers; docs/vllm.md has the versions"
         ) from error
-    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input, not current_platform.is_cpu())
+
+    def load_format_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+        """The name under which vLLM, asked next, loads a model with these weights instead of its folder's."""
+
+        @register_model_loader(_GIVEN)
+        class Given(BaseModelLoader):
+            def download_model(self, model_config: Any) -> None:
+                """There is nothing to download."""
+
+            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+                model.load_weights(iter(weights))
+
+        return _GIVEN
+
+    has_gpu = not current_platform.is_cpu()
+    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input, load_format_of, has_gpu)

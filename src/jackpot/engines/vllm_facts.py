@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from jackpot.errors import EngineError
 
 _DTYPE_WORDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_FP8_WORDS = ("fp8", "fp8_e4m3")
 _HEAD = "lm_head.weight"
 
 
@@ -23,10 +24,15 @@ class ServerFacts:
     dtype: str
     device: str
     splits_prompts: bool  # reads a long prompt in several steps
-    quantised: bool
+    quantization: str | None  # vLLM's word for it
+    cache_dtype: str  # of keys and values
     log_probs_mode: str
     num_top_log_probs: int
     context_length: int
+
+    @property
+    def quantised(self) -> bool:
+        return self.quantization is not None or self.cache_dtype not in ("auto", *_DTYPE_WORDS.values())
 
     @property
     def ties_head(self) -> bool:
@@ -47,7 +53,6 @@ def read_facts(settings: Mapping[str, Any], structure: str, checksums: Mapping[s
         settings["parallel_config"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")
     )
     sizes = _sizes(structure, tensor_parallel, whole=pipeline_parallel == 1)
-    cache_dtype = str(settings["cache_config"]["cache_dtype"])
     max_log_probs = int(model["max_logprobs"])
     return ServerFacts(
         sizes=sizes,
@@ -55,7 +60,8 @@ def read_facts(settings: Mapping[str, Any], structure: str, checksums: Mapping[s
         dtype=str(model["dtype"]).removeprefix("torch."),
         device=str(settings["device_config"]["device"]),
         splits_prompts=bool(settings["scheduler_config"]["enable_chunked_prefill"]),
-        quantised=model["quantization"] is not None or cache_dtype not in ("auto", *_DTYPE_WORDS.values()),
+        quantization=model["quantization"],
+        cache_dtype=str(settings["cache_config"]["cache_dtype"]),
         log_probs_mode=str(model["logprobs_mode"]),
         num_top_log_probs=sizes["vocab_size"] if max_log_probs < 0 else min(max_log_probs, sizes["vocab_size"]),
         context_length=int(model["max_model_len"]),
@@ -137,4 +143,28 @@ def check_facts(
         raise EngineError(
             f"{url} runs on a CPU and reads long prompts in several steps. vLLM would rewind a random generator there, "
             f"which it cannot, and die; start it with --no-enable-chunked-prefill"
+        )
+
+
+def check_bits(facts: ServerFacts, url: str, method: str | None, kv_cache_dtype: str | None) -> None:
+    """Raises EngineError for a server that does not compute with what the settings say that it was started with.
+
+    Args:
+        method: vLLM's word for how it must be quantised; None: no matter how.
+        kv_cache_dtype: `engine.kv_cache_dtype`; None: no matter which.
+    """
+    if method and facts.quantization != method:
+        raise EngineError(
+            f"{url} runs with quantization {facts.quantization or 'none'}, and engine.quantization needs {method}; "
+            f"start it with a copy of the model in that form (docs/vllm.md makes one), or change engine.quantization"
+        )
+    if method and facts.device == "cpu":
+        raise EngineError(
+            f"{url} runs on a CPU, where vLLM computes with scales that it freed once quantised weights have been "
+            f"replaced. Use engine=vllm, which holds them, or engine.quantization=int8_w8a16"
+        )
+    if kv_cache_dtype and facts.cache_dtype not in _FP8_WORDS:
+        raise EngineError(
+            f"{url} keeps keys and values in {facts.cache_dtype}, and engine.kv_cache_dtype says {kv_cache_dtype}; "
+            f"start it with --kv-cache-dtype {kv_cache_dtype}, or leave engine.kv_cache_dtype out"
         )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from jackpot.engines.vllm_facts import ServerFacts, check_facts, read_facts
+from jackpot.engines.vllm_facts import ServerFacts, check_bits, check_facts, read_facts
 from jackpot.engines.vllm_http import ServerClient, ServerLost, ServerRestarted
 from jackpot.engines.vllm_weights import WrittenWeights, check_loaded
 from jackpot.errors import EngineError
@@ -29,6 +29,8 @@ class ModelFacts:
     sizes: Mapping[str, int]
     parameters: frozenset[str]
     dtype: torch.dtype
+    method: str | None  # of quantisation
+    kv_cache_dtype: str | None
 
 
 class Peer:
@@ -103,6 +105,7 @@ class Peer:
             ) from error
         model = self._model
         check_facts(facts, self.url, model.sizes, model.parameters, model.dtype)
+        check_bits(facts, self.url, model.method, model.kv_cache_dtype)
         self.facts = facts
 
     async def _tag(self) -> str:

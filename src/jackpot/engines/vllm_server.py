@@ -27,6 +27,7 @@ from jackpot.engines.base import Capabilities
 from jackpot.engines.checks import check_request, check_scores, check_weights
 from jackpot.engines.vllm_answers import completion_body, rollout_reader, score_body, score_reader
 from jackpot.engines.vllm_facts import model_sizes
+from jackpot.engines.vllm_form import sent_form
 from jackpot.engines.vllm_http import ServerClient, ServerLost, ServerRestarted, open_session
 from jackpot.engines.vllm_peer import ModelFacts, Peer
 from jackpot.engines.vllm_weights import WeightsFolder, WrittenWeights
@@ -56,6 +57,8 @@ class ServerSettings:
     timeout: float
     attempts: int
     patience: float
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,12 +92,19 @@ class VLLMServerEngine(BackgroundEngine):
         names = {id(parameter): name for name, parameter in named.items()}
         everywhere = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._shapes = {name: parameter.shape for name, parameter in named.items()}
-        self._facts = ModelFacts(sizes=model_sizes(model), parameters=frozenset(everywhere), dtype=settings.dtype)
+        form = sent_form(model, settings.quantization)
+        self._facts = ModelFacts(
+            sizes=model_sizes(model),
+            parameters=frozenset(everywhere),
+            dtype=settings.dtype,
+            method=form.method,
+            kv_cache_dtype=settings.kv_cache_dtype,
+        )
         self._nonce = f"jackpot-{secrets.token_hex(6)}"
         aliases = {alias: name for alias, name in everywhere.items() if alias != name}
-        self._files = WeightsFolder(settings.weights_folder, self._nonce, settings.dtype, aliases)
+        self._files = WeightsFolder(settings.weights_folder, self._nonce, settings.dtype, aliases, form)
         self._numbers = count()
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(form.events, maxlen=_MOST_EVENTS)
         self._pending: deque[_Job] = deque()
         self._scores: set[Future] = set()  # that somebody waits for
         self._peers: list[Peer] = []
@@ -111,7 +121,8 @@ class VLLMServerEngine(BackgroundEngine):
             raise
 
     def take_events(self) -> list[dict[str, Any]]:
-        """`server_lost`, `server_back` and `server_restarted`, each with the `server`; see docs/vllm.md."""
+        """`server_lost`, `server_back` and `server_restarted`, each with the `server` (docs/vllm.md); once, what was
+        quantised."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def _check(self, request: Request) -> None:
@@ -208,7 +219,7 @@ class VLLMServerEngine(BackgroundEngine):
             vocab_size=self._facts.sizes["vocab_size"],
             num_top_log_probs=min(one.num_top_log_probs for one in facts),
             context_length=min(one.context_length for one in facts),
-            quantised=any(one.quantised for one in facts),
+            quantised=bool(settings.quantization) or any(one.quantised for one in facts),
             streaming=True,
             updates_in_flight=False,
             dtype=settings.dtype,

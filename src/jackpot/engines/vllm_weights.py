@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from jackpot.engines.vllm_facts import plain_name
+from jackpot.engines.vllm_form import SentForm
 from jackpot.errors import EngineError
 from jackpot.ops.digest import weights_digest
 
@@ -25,22 +26,23 @@ class WrittenWeights:
 
     tag: str  # names them everywhere
     folder: Path
-    digest: str  # `weights_digest` of what the file holds, under the names that were sent
+    digest: str  # `weights_digest` of what the file holds, or its codes were made from, under the names that were sent
     checksums: Mapping[str, str]  # SHA-256 of the bytes of every tensor of the file
 
 
 class WeightsFolder:
     """Where an engine puts weights for its servers: a folder of its own in one that all see."""
 
-    def __init__(self, root: str, name: str, dtype: torch.dtype, aliases: Mapping[str, str]) -> None:
+    def __init__(self, root: str, name: str, dtype: torch.dtype, aliases: Mapping[str, str], form: SentForm) -> None:
         """
         Args:
             name: of the engine, like no other's.
+            form: in which the servers get weights.
             aliases: further names of tied parameters, and the names under which they are sent. A server whose model is
                 not tied needs them.
         """
         self._folder = Path(root).expanduser().resolve() / name
-        self._dtype, self._aliases = dtype, aliases
+        self._dtype, self._aliases, self._form = dtype, aliases, form
 
     def write(self, sent: Sequence[tuple[str, Tensor]], tag: str) -> WrittenWeights:
         """Complete under its name or not at all.
@@ -49,7 +51,8 @@ class WeightsFolder:
             EngineError: the folder cannot be written.
         """
         folder, aside = self._folder / tag, self._folder / f"{tag}.part"
-        tensors = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in sent}
+        weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in sent}
+        tensors = dict(self._form.tensors(weights.items()))
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
         try:
             aside.mkdir(parents=True)
@@ -58,7 +61,7 @@ class WeightsFolder:
             with file.open("rb") as written:
                 os.fsync(written.fileno())
             os.rename(aside, folder)
-            return self._read_back(folder, tag, [name for name, _ in sent])
+            return self._read_back(folder, tag, weights)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise EngineError(
@@ -66,9 +69,11 @@ class WeightsFolder:
                 f"both the trainer and every server must reach it under the same path"
             ) from error
 
-    def _read_back(self, folder: Path, tag: str, names: Sequence[str]) -> WrittenWeights:
+    def _read_back(self, folder: Path, tag: str, weights: Mapping[str, Tensor]) -> WrittenWeights:
+        coded = self._form.names
         with safe_open(folder / "model.safetensors", framework="pt") as file:
-            digest = weights_digest(((name, file.get_tensor(name)) for name in names), self._dtype)
+            held = ((name, weight if name in coded else file.get_tensor(name)) for name, weight in weights.items())
+            digest = weights_digest(held, self._dtype)
             checksums = {name: _checksum(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  not a dict
         return WrittenWeights(tag=tag, folder=folder, digest=digest, checksums=checksums)
 

@@ -6,6 +6,7 @@ from jackpot.config_engines import EngineConfig, VLLMEngineConfig, VLLMServerEng
 from jackpot.engines.base import Engine
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.engines.vllm import VLLMEngine, VLLMSettings
+from jackpot.engines.vllm_form import sent_form
 from jackpot.engines.vllm_server import ServerSettings, VLLMServerEngine
 from jackpot.errors import ConfigError
 from jackpot.models.load import eos_token_ids, load_model, load_outline, resolve_path
@@ -42,15 +43,24 @@ def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Ve
     on_cpu = device.type == "cpu"
     if on_cpu and (config.sleep or config.device is not None):
         raise ConfigError("engine.sleep and engine.device are for GPUs, and this run is on a CPU; leave them out")
-    outline = load_outline(path)
+    if on_cpu and config.quantization == "fp8":
+        raise ConfigError(
+            "vLLM computes with FP8 blocks on GPUs; its kernels for CPUs need AMX and most leave activations as they "
+            "are. Use engine.quantization=int8_w8a8, which it has here, or engine=transformers, which computes what a "
+            "GPU would"
+        )
+    model = load_model(path, DTYPES[config.dtype]) if config.quantization else load_outline(path)
     cache_gib = config.cache_gib or (1.0 if on_cpu else None)
     return VLLMEngine(
         resolve_path(path),
-        shapes={name: parameter.shape for name, parameter in outline.named_parameters()},
-        eos_token_ids=eos_token_ids(outline),
+        shapes={name: parameter.shape for name, parameter in model.named_parameters()},
+        form=sent_form(model, config.quantization),
+        first=[(name, weight.detach()) for name, weight in model.named_parameters() if config.quantization],
+        eos_token_ids=eos_token_ids(model),
         version=version,
         settings=VLLMSettings(
             dtype=DTYPES[config.dtype],
+            kv_cache_dtype=config.kv_cache_dtype,
             max_batch_size=config.max_batch_size,
             context_length=config.context_length,
             memory_share=config.memory_share,
