@@ -1,6 +1,6 @@
 """Memory as `--dry-run` predicts it; benchmarks/memory.py compares it with what whole processes take."""
 
-import sys
+import platform
 from dataclasses import replace
 from functools import cache
 
@@ -125,17 +125,19 @@ def test_tensors_are_counted_while_they_are_there() -> None:
 
 
 def test_the_allocator_is_asked_for_the_same_and_its_gaps_are_waste() -> None:
-    """Every second one of many tensors goes, and none of those left is as large as what comes: all gaps stay empty."""
-    size, pairs = 2**20, 16
+    """Every second one of many tensors goes, and what comes is larger than any: no gap is used again."""
+    size, pairs = 2**16, 1024  # of less than what glibc maps by itself
     with counted(reserves=True) as tally:
         tensors = [torch.zeros(size // 4) for _ in range(2 * pairs)]
         del tensors[::2]
-        larger = [torch.zeros(size // 2) for _ in range(pairs // 2)]
+        larger = [torch.zeros(size) for _ in range(pairs // 4)]
         assert tally.alive == tally.peak == 2 * pairs * size
         del tensors, larger
         assert tally.alive == 0
-    if sys.platform == "linux":
-        assert 0 <= tally.wasted < 2 * pairs * size
+    gaps = pairs * size
+    assert tally.wasted <= 1.5 * gaps
+    if platform.libc_ver()[0] == "glibc":
+        assert tally.wasted >= 0.1 * gaps  # the process has free places already, more or fewer
 
 
 def test_a_model_whose_shapes_depend_on_values_is_planned_without_its_activations(tmp_path) -> None:
