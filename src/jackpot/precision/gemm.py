@@ -4,8 +4,8 @@ Shapes: `M` tokens, `N` output features, `K` input features. Both matrices are c
 scale (128 in FP8, all of K in INT8). Inside a part codes are multiplied and added in float64, without any rounding: a
 product of FP8 codes is a multiple of 2**-18 below 2**18, with room for 2**17 of them, one of INT8 codes is below 2**14.
 What rounds is one conversion to float32 and two scales a part, and the sum over parts in the order of K. So batch size,
-threads and BLAS do not matter, which no ordinary float32 product promises. (torch's INT8 product would do as well, but on
-CPUs without VNNI it saturates: 32,640 in place of 4,129,024.)
+threads and BLAS do not matter, which no ordinary float32 product promises. (torch's own INT8 product would do as well,
+but on CPUs without VNNI it saturates: 32,640 in place of 4,129,024.)
 
 It has not run on a GPU. There torch's own product of quantised matrices would be faster and adds in another order.
 """
