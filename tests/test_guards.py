@@ -125,7 +125,7 @@ def test_the_coarsest_precision_rules_what_is_rounding():
     off = [replace(one, rollout_log_probs=(one.rollout_log_probs.exp() * 0.98).log()) for one in rollouts]
     assert 1e-3 < engine_gap(off, score(rollouts)(PLAIN)) < 2e-2
     check_engine(off, PLAIN, ["fp32", "bf16"], score(rollouts))
-    with pytest.raises(EngineError, match=r"at most 0\.001 is rounding in fp32"):
+    with pytest.raises(EngineError, match=r"at most 0\.001 is allowed in fp32"):
         check_engine(off, PLAIN, ["fp32", "fp32"], score(rollouts))
 
 

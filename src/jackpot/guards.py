@@ -75,7 +75,7 @@ def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Seque
         raise EngineError(
             f"the engine's log-probs are not those of the distribution it was asked to sample from: over "
             f"{len(reported)} tokens they differ from training's by {gap:.2g} in probability on average; at most "
-            f"{allowed:g} is rounding in {' and '.join(dict.fromkeys(precisions))}. {suspicion}"
+            f"{allowed:g} is allowed in {' and '.join(dict.fromkeys(precisions))}. {suspicion}"
         )
     return gap
 
