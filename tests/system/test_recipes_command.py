@@ -44,9 +44,10 @@ def test_the_list_has_the_numbers_beside_their_arm() -> None:
 
 
 def test_the_list_says_which_rows_cannot_run_yet() -> None:
-    [line] = lines_with(printed(), "none, mask_only, mask_reweight:")
-    assert "not yet runnable: no engine has an FP8 cache" in line
-    assert lines_with(printed(), "Of no row: jackpot_bf16, tis_bf16")
+    text = printed(width=200)
+    [line] = lines_with(text, "jet_rl_8b: not yet runnable")
+    assert "the engine computes in FP8, the learner does not yet" in line
+    assert lines_with(text, "Of no row: jackpot_bf16, tis_bf16")
 
 
 def test_one_recipe_in_full_has_the_sources_of_its_settings_and_of_its_bases() -> None:
