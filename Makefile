@@ -10,10 +10,10 @@ KILLS ?= 100
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
 
-test: $(VENV)/ready
+test: $(VENV)/ready  # in two processes, file by file; with ARGS in one, as -s, -x and --pdb need it
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
 # Where the peers cannot be had, their recorded answers serve and the live test says that it was skipped.
 test-all: $(VENV)/ready
