@@ -35,16 +35,16 @@ class Factors:
 
 
 def inputs_of(
-    setting: Setting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, uniforms: Tensor, z: obrs.ZEstimate
+    setting: Setting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """What the correction sees of tokens [B, T]."""
+    """What the correction sees of tokens [B, T]. Coins are set by `factors`, which averages over them."""
     named = references(old, new, rollout)
     return CorrectionInputs(
         rollout_log_probs=rollout,
         target_log_probs=named[setting.objective.target],
         proximal_log_probs=named[setting.objective.proximal],
         response_mask=mask,
-        uniforms=uniforms,
+        uniforms=torch.zeros_like(rollout),
         z=z,
     )
 

@@ -9,7 +9,6 @@ from jackpot.lab.replay.tally import Tally
 from jackpot.ops.reduce import Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
-_ZERO = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +110,8 @@ def _judged(one: Judged) -> dict[str, Any]:
 
 
 def _weight(quantile: float) -> float:
-    """Bins of the histogram near 0 are millionths wide, and its lowest holds the weights that are 0."""
-    return 0.0 if quantile < _ZERO else round(quantile, 5)
+    """Rounded: bins of the histogram near 0 are millionths wide, and its lowest, e^-40, holds the weights that are 0."""
+    return round(quantile, 5)
 
 
 def _bands(sums: Sums) -> dict[str, float]:

@@ -92,7 +92,7 @@ def replay(
     own = config.sampling.temperature if config else 1.0
     place = find_model(model) if model else None
     scorer = Scorer(place, own if temperature is None else temperature) if place else None
-    reading = _Reading(found, files, scorer, settings, config.seed if config else 0, every, listen)
+    reading = _Reading(found, files, scorer, settings, every, listen)
     reading.read()
     return reading.result(path, _policy(config, place, own if temperature is None else temperature))
 
@@ -106,11 +106,10 @@ class _Reading:
         files: Sequence[Path],
         scorer: Scorer | None,
         settings: Sequence[Setting],
-        seed: int,
         every: int,
         listen: Callable[[int], None],
     ) -> None:
-        self._format, self._files, self._scorer, self._seed, self._listen = found, files, scorer, seed, listen
+        self._format, self._files, self._scorer, self._listen = found, files, scorer, listen
         self._settings, self._every = settings, every
         self._whole = [Tally() for _ in settings]
         self._halves = [[Tally() for _ in range(HALVES)] for _ in settings]
@@ -129,7 +128,7 @@ class _Reading:
             self._ends.add(part)
             for half in range(HALVES):
                 if responses := part[half::HALVES]:
-                    self._add(collate(responses, self._seed), half)
+                    self._add(collate(responses), half)
             self._listen(self._responses)
         if not self._responses:
             why = "; ".join(self._problems) or "its files are empty"
@@ -208,7 +207,7 @@ class _Reading:
             return None
         if z is None:
             z = known_z(torch.ones_like(batch.rollout))
-        inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, batch.uniforms, z)
+        inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
         totals = objective.correction.measure(inputs)
         found = factors(setting, inputs, batch.new, batch.advantages, totals)
         states, of_states = lists.known if lists else None, None
@@ -231,9 +230,8 @@ def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
     z = states.z(objective.correction.lam, objective.target)
     value = (torch.ones_like(states.new[:, 0]) if z is None else z).unsqueeze(-1).expand_as(states.new)
     old = states.new if states.old is None else states.old
-    nothing = torch.zeros_like(states.new)
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
-    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, nothing, known_z(value))
+    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, known_z(value))
     return factors(setting, inputs, states.new, None, totals)
 
 

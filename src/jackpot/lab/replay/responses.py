@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.errors import DataError
-from jackpot.ops.uniforms import stream_key, uniform_row
 
 BATCH_TOKENS = 8_192  # response tokens with padding that are held at once
 NEEDED = ("token_ids", "rollout_log_probs")
@@ -110,7 +109,6 @@ class Batch:
     old: Tensor
     new: Tensor
     advantages: Tensor
-    uniforms: Tensor
     token_ids: Tensor  # int64
 
 
@@ -128,10 +126,9 @@ def batches(responses: Iterable[Response]) -> Iterator[list[Response]]:
         yield part
 
 
-def collate(responses: Sequence[Response], seed: int) -> Batch:
+def collate(responses: Sequence[Response]) -> Batch:
     """Tensors of responses that have log-probs of a policy; where one of old and new is missing the other is both."""
     mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
-    width = mask.shape[1]
 
     def pad(rows: list[Tensor]) -> Tensor:
         return torch.where(mask, pad_sequence(rows, batch_first=True), 0.0)
@@ -143,7 +140,6 @@ def collate(responses: Sequence[Response], seed: int) -> Batch:
         old=pad([one.log_probs if one.old_log_probs is None else one.old_log_probs for one in responses]),
         new=pad([one.old_log_probs if one.log_probs is None else one.log_probs for one in responses]),
         advantages=pad([_advantages(one) for one in responses]),
-        uniforms=torch.stack([uniform_row(stream_key(seed, "accept", one.uid, 0), width) for one in responses]),
         token_ids=pad_sequence([one.token_ids for one in responses], batch_first=True),
     )
 
