@@ -13,7 +13,7 @@ import torch
 from jackpot.config import Config
 from jackpot.errors import DataError
 from jackpot.lab.replay.dumps import Format
-from jackpot.lab.replay.factors import Factors, factors, inputs_of
+from jackpot.lab.replay.factors import Factors, factors, inputs_of, needs_z
 from jackpot.lab.replay.formats import AUTO, find_format
 from jackpot.lab.replay.gradient import StateSums, state_sums
 from jackpot.lab.replay.masked import MostChanged
@@ -24,7 +24,6 @@ from jackpot.lab.replay.settings import Setting, settings_of
 from jackpot.lab.replay.states import Lists, States, lists_of, z_of
 from jackpot.lab.replay.tally import Ends, Tally, bands_of, correction_sums, run_sums
 from jackpot.launch.saved_models import find_model
-from jackpot.objectives.corrections.budgeted import Obrs, ReweightOnly, ZOnly
 from jackpot.ops.obrs import known_z
 from jackpot.ops.reduce import Sums, add_sums
 from jackpot.telemetry import run_config
@@ -151,10 +150,10 @@ class _Reading:
             run_halves=tuple(self._run_halves),
             ends=self._ends.gaps,
             corrections=corrections,
-            left_out=tuple(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
+            left_out=(*(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()), *self._partly()),
             unreadable=self._unreadable,
             problems=tuple(self._problems),
-            answer=answer(self._run, [(one.setting, one.whole, one.halves) for one in corrections]),
+            answer=answer(self._run, self._run_halves, [(one.setting, one.whole, one.halves) for one in corrections]),
         )
 
     def _responses_read(self) -> Iterator[Response]:
@@ -179,6 +178,16 @@ class _Reading:
     def _leave_out(self, what: str, why: str) -> None:
         self._left_out.setdefault(why, {})[what] = None
 
+    def _partly(self) -> Iterator[str]:
+        """Corrections that could be replayed on some tokens alone; the rule does not judge them."""
+        every = int(self._run["apart"].count)
+        names: dict[int, list[str]] = {}
+        for setting, whole in zip(self._settings, self._whole, strict=True):
+            if 0 < whole.tokens < every:
+                names.setdefault(whole.tokens, []).append(setting.label)
+        for tokens, some in names.items():
+            yield f"{', '.join(some)}: replayed on {tokens:,} of {every:,} tokens alone, so the rule leaves them out"
+
     def _add(self, batch: Batch, half: int) -> None:
         if any(one.advantages is None for one in batch.responses):
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
@@ -193,7 +202,8 @@ class _Reading:
             if measured is None:
                 continue
             found, of_states = measured
-            sums = correction_sums(found, ratio, batch.mask, bands)
+            alone = batch.mask & ~states.at if states and of_states else batch.mask
+            sums = correction_sums(found, found.scale * ratio, batch.mask, alone, bands)
             self._whole[number].add(sums, of_states)
             self._halves[number][half].add(sums, of_states)
             self._changed[number].add(batch, found, ratio)
@@ -214,10 +224,6 @@ class _Reading:
         if states and not setting.is_of_whole_responses and (states.old is not None or not _reads_old(setting)):
             of_states = state_sums(_of_states(setting, states, totals), states)
         return found, of_states
-
-
-def needs_z(setting: Setting) -> bool:
-    return isinstance(setting.objective.correction, Obrs | ReweightOnly | ZOnly)
 
 
 def _reads_old(setting: Setting) -> bool:

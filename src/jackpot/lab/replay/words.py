@@ -81,7 +81,8 @@ def _known(chosen: Judged) -> str:
     if chosen.known >= _ALL:
         return ""
     if chosen.known > 0.0:
-        return f" Summed over both distributions where the top-k lists hold them, for {chosen.known:.0%} of the tokens."
+        known = f"for {chosen.known:.0%} of the tokens"
+        return f" Summed over both distributions where the top-k lists hold them, {known}, and sampled at the others."
     return " Sampled, not summed over the vocabulary: a tail that was not sampled is not in it. Top-k lists would tell."
 
 
