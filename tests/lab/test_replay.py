@@ -1,5 +1,6 @@
 """Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot tell."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from jackpot.lab.replay.replay import Replay, replay
 from jackpot.lab.replay.rule import choose
 from jackpot.lab.replay.settings import settings_of
 from jackpot.objectives.corrections import CORRECTIONS
+from jackpot.report.replay import facts, replay_sections
 from made_up_rollouts import discovered, noise, records, write
 
 
@@ -281,6 +283,100 @@ def test_the_gap_of_the_first_and_of_the_last_file_stand_beside_each_other(tmp_p
     alone = replay(tmp_path / "10.jsonl", names=["none"])
     assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["apart"].value))}
     assert len(alone.ends) == 1
+
+
+def replayed(tmp_path: Path, lines, **settings) -> Replay:
+    return replay(write(tmp_path / "made_up.jsonl", iter(lines)), **settings)
+
+
+def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
+    lines = list(records(noise(0.3), lists=False))
+    for line in lines:
+        del line["log_probs"]
+        line["old_log_probs"] = list(line["rollout_log_probs"])
+    found = replayed(tmp_path, lines)
+    assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
+    lines[7]["old_log_probs"][3] -= 1e-6
+    assert replayed(tmp_path, lines).answer.verdict == "none needed"
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("old_log_probs", -math.inf), ("advantages", math.nan), ("rollout_log_probs", -9999.0), ("log_probs", math.nan)],
+)
+def test_one_value_that_is_no_number_decides_nothing(tmp_path, column, value):
+    lines = list(records(noise(0.3), lists=False))
+    lines[3] |= {"advantages": [1.0] * 20, "log_probs": list(lines[3]["log_probs"])}
+    without = replayed(tmp_path, lines[:3] + lines[4:])
+    lines[3][column][5] = value
+    found = replayed(tmp_path, lines)
+    assert found.unreadable == 1 and f"response 4: {column} has {value:g}" in found.problems[0]
+    assert "sampled_mask" in found.problems[0] and found.answer.sentence == without.answer.sentence
+    lines[3]["sampled_mask"] = [place != 5 for place in range(20)]
+    assert replayed(tmp_path, lines).unreadable == 0
+
+
+def test_numbers_that_overflow_give_no_answer(tmp_path):
+    lines = list(records(noise(0.3), lists=False))
+    lines[3]["rollout_log_probs"][5] = -720.0
+    found = replayed(tmp_path, lines)
+    assert found.answer.verdict == "cannot tell" and "not a finite number" in found.answer.sentence
+
+
+def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path):
+    lines = list(records(noise(0.3)))
+    for line in lines[:70]:
+        line["sampled_mask"] = [False] * 20
+    path = write(tmp_path / "made_up.jsonl", iter(lines))
+    path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
+    found = replay(path)
+    assert float(found.run["responses"].value) == 130 and any("70 responses" in text for text in found.left_out)
+    assert found.unreadable == 31 and "line 201 is no JSON object" in found.problems[0]
+    with pytest.raises(DataError, match="70 responses: no token of them was sampled"):
+        replayed(tmp_path, lines[:70])
+
+
+def test_halves_are_every_other_response_however_long_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("jackpot.lab.replay.responses.BATCH_TOKENS", 300)
+    found = of(tmp_path, noise(0.3), responses=5, length=300)
+    assert [int(half["responses"].value) for half in found.run_halves] == [3, 2]
+    assert "Not checked" not in found.answer.sentence
+    one = of(tmp_path, noise(0.3), responses=1, length=1500)
+    assert one.answer.halves_agree is None and "Not checked on two halves" in one.answer.sentence
+
+
+def test_corrections_that_cannot_be_replayed_leave_the_tables_of_the_run(tmp_path):
+    found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
+    assert found.answer.verdict == "cannot tell" and found.corrections == ()
+    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and replay_sections(found)
+
+
+def test_positions_that_a_correction_was_not_replayed_at_are_empty(tmp_path):
+    long = list(records(noise(0.5), responses=30, length=100, seed=1, lists=False))
+    for line in long:
+        line["uid"] += " long"
+    found = replayed(tmp_path, [*records(noise(0.5)), *long])
+    tables = {item.title: item for item in replay_sections(found)["replay"].items}
+    by_band = tables["Rejected, by position and by the policy's entropy (H, nats)"]
+    place = by_band.columns.index("at 64-255")
+    shown = {row[0].split(",")[0]: row[place] for row in by_band.rows}
+    assert shown["obrs"] == "" and shown["icepop"].endswith("%")
+
+
+def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
+    lines = list(records(noise(0.3)))
+    for name in [name for name in lines[0] if "top" in name]:
+        del lines[0][name]
+    found = replayed(tmp_path, lines)
+    assert judged(found, "tis").known == pytest.approx(199 / 200) and found.answer.correction == "tis"
+    assert any("obrs" in text and "3,980 of 4,000 tokens" in text for text in found.left_out)
+
+
+def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
+    lines = list(records(noise(0.8), lists=False))
+    lines[0]["tokens"] = lines[0]["tokens"][:3]
+    found = replayed(tmp_path, lines)
+    assert found.problems == ("made_up.jsonl, response 1: tokens has 3 entries, there are 20 token_ids; left out",)
 
 
 def test_names_that_do_not_exist_are_refused(tmp_path):

@@ -234,7 +234,7 @@ def test_damaged_lines_and_files_are_named_and_counted_and_the_rest_is_replayed(
     found = replay(tmp_path)
     assert found.unreadable == 4 and float(found.run["responses"].value) == 50
     text = "\n".join(found.problems)
-    assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has a NaN" in text
+    assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has nan at" in text
     assert "a log-probability is at most 0" in text and "a.jsonl line 54 is no JSON" in text
 
 

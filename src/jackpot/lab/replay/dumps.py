@@ -20,7 +20,11 @@ POLICY = ("old_log_probs", "log_probs")
 
 
 class IncompleteDump(DataError):
-    """A dump without a column that every correction needs."""
+    """A file without a column that every correction needs."""
+
+    def __init__(self, lack: str, how: str) -> None:
+        super().__init__(f"{lack}. No correction can be replayed without them.\n{how}")
+        self.lack = lack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,27 @@ class Format:
     recognises: Callable[[Path], bool]  # by what stands in a file
     read: Callable[[Path, Tell], Iterator[Response]]
     how: str  # how to log what is missing
+
+
+def read_files(found: Format, files: Iterable[Path], tell: Tell) -> Iterator[Response]:
+    """The responses of all files in their order; a file of which none has all columns is told.
+
+    Raises:
+        IncompleteDump: there is such a file, and no other.
+    """
+    lacking: list[IncompleteDump] = []
+    is_whole = False
+    for file in files:
+        try:
+            for response in found.read(file, tell):
+                is_whole = True
+                yield response
+        except IncompleteDump as error:
+            lacking.append(error)
+    if lacking and not is_whole:
+        raise lacking[0]
+    for error in lacking:
+        tell(f"{error.lack}; the file is left out")
 
 
 def matching(path: Path, *patterns: str) -> list[Path]:
@@ -57,6 +82,8 @@ def json_lines(path: Path, tell: Tell) -> Iterator[tuple[int, Record]]:
                 continue
             if isinstance(record, dict):
                 yield number, record
+            elif line.strip():
+                tell(f"{path.name} line {number} is no JSON object and is left out")
 
 
 def parquet_rows(path: Path, tell: Tell, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Record]]:
@@ -118,7 +145,7 @@ def responses_of(
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             tell(f"{where}, response {number}: {type(error).__name__}: {error}; left out")
     if lacking and not is_whole:
-        raise IncompleteDump(f"{lacking[0]}. No correction can be replayed without them.\n{how}")
+        raise IncompleteDump(lacking[0], how)
     for text in lacking:
         tell(f"{text}; left out")
 

@@ -12,7 +12,7 @@ import torch
 
 from jackpot.config import Config
 from jackpot.errors import DataError
-from jackpot.lab.replay.dumps import Format
+from jackpot.lab.replay.dumps import Format, read_files
 from jackpot.lab.replay.factors import Factors, factors, inputs_of, needs_z
 from jackpot.lab.replay.formats import AUTO, find_format
 from jackpot.lab.replay.gradient import StateSums, state_sums
@@ -118,19 +118,22 @@ class _Reading:
         self._run_halves: list[Sums] = [{} for _ in range(HALVES)]
         self._left_out: dict[str, dict[str, None]] = {}  # why: what
         self._problems: list[str] = []
-        self._unreadable = self._responses = 0
+        self._unreadable = self._responses = self._fully_masked = self._dealt = 0
+        self._without_policy: str | None = None
 
     def read(self) -> None:
         """Raises DataError where there is no response in any file."""
         for read in batches(self._responses_read()):
             part = self._scorer.score(read) if self._scorer else read
             self._ends.add(part)
-            for half in range(HALVES):
-                if responses := part[half::HALVES]:
-                    self._add(collate(responses), half)
+            for half, responses in enumerate(self._halved(part)):
+                for alike in _by_lists(responses):
+                    self._add(collate(alike), half)
             self._listen(self._responses)
         if not self._responses:
-            why = "; ".join(self._problems) or "its files are empty"
+            if self._without_policy:
+                raise DataError(self._without_policy)
+            why = "; ".join([*self._problems, *self._masked()]) or "its files are empty"
             raise DataError(f"there is no response to replay in {len(self._files)} files: {why}")
 
     def result(self, path: Path, policy: str) -> Replay:
@@ -150,25 +153,52 @@ class _Reading:
             run_halves=tuple(self._run_halves),
             ends=self._ends.gaps,
             corrections=corrections,
-            left_out=(*(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()), *self._partly()),
+            left_out=(
+                *(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
+                *self._partly(),
+                *self._masked(),
+            ),
             unreadable=self._unreadable,
             problems=tuple(self._problems),
-            answer=answer(self._run, self._run_halves, [(one.setting, one.whole, one.halves) for one in corrections]),
+            answer=answer(
+                self._run,
+                self._run_halves,
+                [(one.setting, one.whole, one.halves) for one in corrections],
+                self._copied(),
+            ),
         )
 
     def _responses_read(self) -> Iterator[Response]:
         """Those with a policy's log-probs and a token that was sampled."""
-        for file in self._files:
-            for response in islice(self._format.read(file, self._tell), 0, None, self._every):
-                if not response.sampled_mask.any():
-                    continue
-                if not self._scorer and response.old_log_probs is None and response.log_probs is None:
-                    raise DataError(
-                        f"{response.where} has no log-probs of the policy (old_log_probs); give --model PATH, the "
-                        f"model that was trained, and they are computed.\n{self._format.how}"
-                    )
+        for response in islice(read_files(self._format, self._files, self._tell), 0, None, self._every):
+            if not response.sampled_mask.any():
+                self._fully_masked += 1
+            elif not self._scorer and response.old_log_probs is None and response.log_probs is None:
+                lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
+                self._tell(f"{lack} for response {response.uid}; left out")
+                self._without_policy = self._without_policy or (
+                    f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._format.how}"
+                )
+            else:
                 self._responses += 1
                 yield response
+
+    def _halved(self, part: Sequence[Response]) -> list[list[Response]]:
+        """Every other response of the whole run, however few stand in a batch."""
+        halves: list[list[Response]] = [[] for _ in range(HALVES)]
+        for response in part:
+            halves[self._dealt % HALVES].append(response)
+            self._dealt += 1
+        return halves
+
+    def _masked(self) -> Iterator[str]:
+        if self._fully_masked:
+            yield f"{self._fully_masked:,} responses: no token of them was sampled (their masks are false throughout)"
+
+    def _copied(self) -> str | None:
+        """Another library's file may have the engine's log-probs in the policy's column; training's own saves both."""
+        is_ours = self._format.name == "jackpot" or self._scorer is not None
+        return None if is_ours or float(self._run["policy_max"].value) > 0.0 else _COPIED
 
     def _tell(self, problem: str) -> None:
         self._unreadable += 1
@@ -241,6 +271,16 @@ def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
     return factors(setting, inputs, states.new, None, totals)
 
 
+def _by_lists(responses: Sequence[Response]) -> list[list[Response]]:
+    """Those with top-k lists of both models and those without, as one without would hide the lists of its batch."""
+    parts = ([one for one in responses if one.has_lists == have] for have in (True, False))
+    return [part for part in parts if part]
+
+
+_COPIED = (
+    "the policy's log-probs are a copy of the engine's, the same to the last bit at every sampled token, as in verl's "
+    "bypass mode; give --model PATH, the model that was trained, and they are computed"
+)
 _NO_LISTS = (
     "Z is needed, and there are no top-k lists of both models (log rollout_top_ids, rollout_top_log_probs, "
     "policy_top_ids, policy_top_log_probs)"

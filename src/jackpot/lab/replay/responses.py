@@ -1,6 +1,6 @@
 """Saved responses in one shape, whoever wrote the file, and batches of them. Layer 6."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ class Response:
     policy_top_ids: Tensor | None  # [T, K'] of `log_probs`' policy
     policy_top_log_probs: Tensor | None  # [T, K']
 
+    @property
+    def has_lists(self) -> bool:
+        """Of both models."""
+        return self.rollout_top_ids is not None and self.policy_top_ids is not None
+
 
 def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
     """A response from named columns, lists or tensors; `advantages` may be one number for all tokens.
@@ -47,7 +52,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
         number: of the response in its file, for a uid where the record has none.
 
     Raises:
-        DamagedRecord: a column that is no numbers, has another length than `token_ids`, or a NaN.
+        DamagedRecord: a column that is no numbers, of another length than `token_ids`, or not finite at a sampled token.
     """
     try:
         ids = torch.as_tensor(record["token_ids"]).long()
@@ -59,8 +64,9 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
         prompt_ids = None if prompt is None else torch.as_tensor(prompt).long()
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedRecord(f"{where}, response {number}: {type(error).__name__}: {error}") from error
-    _check({"sampled_mask": mask, **columns, **lists}, mask, f"{where}, response {number}")
     texts = record.get("tokens")
+    _check_lengths({"sampled_mask": mask, "tokens": texts, **columns, **lists}, len(ids), f"{where}, response {number}")
+    _check_values(columns, lists, mask, f"{where}, response {number}")
     return Response(
         uid=str(record.get("uid") or f"{where}#{number}"),
         where=where,
@@ -87,16 +93,33 @@ def _lists(values: Any, are_ids: bool) -> Tensor | None:
     return rows if rows.ndim == 2 and rows.shape[1] else None
 
 
-def _check(columns: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
+def _check_lengths(columns: Mapping[str, Sized | None], length: int, where: str) -> None:
     for name, column in columns.items():
-        if column is None:
+        if column is not None and len(column) != length:
+            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {length} token_ids")
+
+
+def _check_values(
+    columns: Mapping[str, Tensor | None], lists: Mapping[str, Tensor | None], mask: Tensor, where: str
+) -> None:
+    """One number that is not finite would be the mean of all. A list may have -inf where the engine cannot sample."""
+    for name, column in (columns | lists).items():
+        if column is None or name.endswith("ids"):
             continue
-        if len(column) != len(mask):
-            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {len(mask)} token_ids")
-        if not name.endswith("ids") and column[mask].isnan().any():
+        found = column[mask]
+        if name in lists and found.isnan().any():
             raise DamagedRecord(f"{where}: {name} has a NaN")
-        if name.endswith("log_probs") and column[mask].gt(1e-3).any():
-            raise DamagedRecord(f"{where}: {name} has {column[mask].max():.4g}; a log-probability is at most 0")
+        if name in columns and not found.isfinite().all():
+            raise DamagedRecord(f"{where}: {name} has {found[~found.isfinite()][0]:g} at a sampled token. {_MASK_IT}")
+        if name.endswith("log_probs") and found.gt(1e-3).any():
+            raise DamagedRecord(f"{where}: {name} has {found.max():.4g}; a log-probability is at most 0")
+        if name == "rollout_log_probs" and found.exp().eq(0.0).any():
+            raise DamagedRecord(
+                f"{where}: {name} has {found.min():g}, a token that cannot have been sampled. {_MASK_IT}"
+            )
+
+
+_MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

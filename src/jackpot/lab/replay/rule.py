@@ -10,6 +10,7 @@ Both numbers are summed over whole distributions at the tokens where those are k
 every correction over all tokens of the run: one that was replayed on some of them alone is not judged.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,32 +39,38 @@ class Answer:
     correction: str | None  # the label of the setting
     settings: dict[str, object]  # as a recipe takes them
     sentence: str
-    halves_agree: bool
+    halves_agree: bool | None  # None where there is one response, and so one half
     judged: tuple[Judged, ...]
 
 
 Part = tuple[Setting, Tally, Sequence[Tally]]
 
 
-def answer(run: Sums, run_halves: Sequence[Sums], parts: Sequence[Part]) -> Answer:
-    """Ask the rule of all responses, and of either half of them."""
+def answer(run: Sums, run_halves: Sequence[Sums], parts: Sequence[Part], problem: str | None = None) -> Answer:
+    """Ask the rule of all responses, and of either half of them.
+
+    Args:
+        problem: what forbids an answer whatever the numbers are.
+    """
     judged = tuple(one for setting, whole, _ in parts if (one := judge(setting, whole, run)))
     candidates = [one for one in judged if may_be_advised(one.setting, is_stale(run))]
-    if problem := _why_not(run):
+    if problem := problem or _not_finite(run, candidates) or _why_not(run):
         return _nothing("cannot tell", f"It cannot be told which correction to use: {problem}.", judged)
     if not candidates:
         why = "none of the corrections that could be advised was replayed"
         return _nothing("cannot tell", f"It cannot be told which correction to use: {why}.", judged)
-    chosen, halves = choose(candidates, _without(judged, run)), _of_halves(parts, run_halves, is_stale(run))
+    chosen = choose(candidates, _without(judged, run))
     if chosen is None:
         return _nothing("too far", too_far(candidates, run), judged)
+    halves = _of_halves(parts, run_halves, is_stale(run))
     names = [half.setting.label if half else "none of them" for half in halves]
     return Answer(
         verdict="none needed" if chosen.setting.name == "none" else "correct",
         correction=chosen.setting.label,
         settings={"name": chosen.setting.name, **dict(chosen.setting.numbers)},
-        sentence=use(chosen, candidates, run, LIMIT, is_stale(run)) + doubts(names, chosen.setting.label),
-        halves_agree=set(names) <= {chosen.setting.label},
+        sentence=use(chosen, candidates, run, LIMIT, is_stale(run))
+        + doubts(names, len(run_halves), chosen.setting.label),
+        halves_agree=set(names) == {chosen.setting.label} if len(names) == len(run_halves) else None,
         judged=judged,
     )
 
@@ -131,6 +138,18 @@ def _of_halves(parts: Sequence[Part], runs: Sequence[Sums], stale: bool) -> list
     return chosen
 
 
+def _not_finite(run: Sums, candidates: Sequence[Judged]) -> str | None:
+    run_numbers = {"the run's gap": float(run["apart"].value), "the mean of rho": float(run["ratio"].value)}
+    of_candidates = {one.setting.label: one.misplaced + one.effective for one in candidates}
+    names = [name for name, value in (run_numbers | of_candidates).items() if not math.isfinite(value)]
+    if not names:
+        return None
+    return (
+        f"what comes out for {', '.join(names)} is not a finite number. Look for log-probs of sampled tokens that are "
+        f"hundreds below 0, and set sampled_mask to false there"
+    )
+
+
 def _why_not(run: Sums) -> str | None:
     """What forbids an answer."""
     tokens = int(run["apart"].count)
@@ -177,4 +196,4 @@ _LOOK_FOR = (
 
 
 def _nothing(verdict: Verdict, sentence: str, judged: tuple[Judged, ...]) -> Answer:
-    return Answer(verdict=verdict, correction=None, settings={}, sentence=sentence, halves_agree=True, judged=judged)
+    return Answer(verdict=verdict, correction=None, settings={}, sentence=sentence, halves_agree=None, judged=judged)

@@ -144,6 +144,7 @@ def run_sums(batch: Batch, states: States | None) -> Sums:
         "apart": Mean.of(1.0 - acceptance(batch.rollout, batch.new, 1.0), mask),
         "apart_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, 1.0), mask),
         "apart_stale": Mean.of((ratio - torch.where(mask, batch.old - batch.rollout, 0.0).exp()).abs() / 2.0, mask),
+        "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
         "responses": Total.of(sampled),
         "length": Mean.of(mask.sum(-1), sampled),
