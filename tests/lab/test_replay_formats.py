@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from jackpot.errors import DataError
+from jackpot.lab.replay.dumps import read_files, torch_file
 from jackpot.lab.replay.formats import FORMATS, find_format
 from jackpot.lab.replay.replay import replay
 from jackpot.lab.replay.responses import Response
@@ -68,7 +70,8 @@ def trl(folder: Path, **left_out) -> Path:
         "prompt_ids": padded(PROMPTS, PAD, left=True),
         "prompt_mask": padded([[1] * len(row) for row in PROMPTS], 0, left=True),
         "completion_ids": padded(RESPONSES, PAD),
-        "completion_mask": padded(MASKS, 0),
+        "completion_mask": padded([[1] * len(row) for row in RESPONSES], 0),
+        "tool_mask": padded(MASKS, 1),
         "sampling_per_token_logps": padded(ROLLOUT, 0.0),
         "old_per_token_logps": padded(OLD, 0.0),
         "advantage": [0.5, -0.5],
@@ -139,7 +142,7 @@ OF_POLICY = {
 def read(path: Path) -> tuple[str, list[Response], list[str]]:
     told: list[str] = []
     found, files = find_format(path, "auto")
-    return found.name, [one for file in files for one in found.read(file, told.append)], told
+    return found.name, list(read_files(found, files, told.append)), told
 
 
 def sampled(response: Response, column: torch.Tensor) -> list[float]:
@@ -215,6 +218,53 @@ def test_a_batch_that_trl_wrote_again_at_the_next_step_is_read_once(tmp_path):
     pq.write_table(other, folder / "completions_00005.parquet")
     _, responses, told = read(tmp_path / "trl")
     assert [one.advantages[0].item() for one in responses] == [0.5, -0.5, 0.25, -0.25] and told == []
+
+
+def test_a_repeated_batch_is_read_where_it_is_given_alone(tmp_path):
+    folder = trl(tmp_path / "trl") / "completions"
+    path = folder / "completions_00004.parquet"
+    path.write_bytes((folder / "completions_00003.parquet").read_bytes())
+    _, responses, _ = read(path)
+    assert len(responses) == 2
+
+
+def test_trls_completions_without_tools_have_no_mask_of_them(tmp_path):
+    _, responses, told = read(trl(tmp_path / "trl", tool_mask=True))
+    assert told == [] and all(one.sampled_mask.all() for one in responses)
+
+
+def test_a_file_from_before_the_hint_is_told_and_the_others_are_replayed(tmp_path):
+    for name, writer in WRITERS.items():
+        folder = writer(tmp_path / name)
+        file = next(path for path in folder.rglob("*.*") if path.is_file())
+        bare = writer(tmp_path / f"{name} bare", **{SAMPLER[name]: True})
+        old = next(path for path in bare.rglob("*.*") if path.is_file())
+        shutil.copy(old, file.with_name(file.name.replace("3", "1")))
+        found = replay(folder)
+        assert float(found.run["responses"].value) == 2, name
+        assert found.unreadable == 1 and "; the file is left out" in found.problems[0], name
+        assert f"lacks {SAMPLER[name]}" in found.problems[0], name
+
+
+def test_responses_without_a_policy_among_others_are_left_out_and_told(tmp_path):
+    lines = list(records(noise(0.3), responses=60))
+    for name in ("old_log_probs", "log_probs"):
+        del lines[4][name]
+    found = replay(write(tmp_path / "a.jsonl", iter(lines)))
+    assert float(found.run["responses"].value) == 59 and found.unreadable == 1
+    assert "no log-probs of the policy" in found.problems[0] and "response 4" in found.problems[0]
+
+
+def test_a_look_at_a_checkpoint_reads_none_of_its_tensors(tmp_path):
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.pt")
+    content = torch_file(tmp_path / "optimizer.pt", print)
+    with (tmp_path / "optimizer.pt").open("r+b") as file:  # what is not read yet is what stands there now
+        place = file.read().index(torch.ones(1000).numpy().tobytes())
+        file.seek(place)
+        file.write(torch.full((1000,), 2.0).numpy().tobytes())
+    assert content["weight"].eq(2.0).all()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch_file(tmp_path / "old.pt", print)["weight"].eq(1.0).all()
 
 
 def test_files_are_read_in_the_order_of_their_steps(tmp_path):

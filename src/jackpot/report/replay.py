@@ -47,7 +47,8 @@ def replay_sections(found: Replay) -> dict[str, Section]:
             rows,
             _SAMPLED,
             "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: those of which nothing is left; "
-            f"effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: what is misplaced, from these tokens alone.{own}",
+            "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: what is misplaced, from these "
+            f"tokens alone.{own}",
         ),
         _table("Weight times mask, coins averaged", rows, _WEIGHTS, ""),
     ]

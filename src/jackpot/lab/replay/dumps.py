@@ -1,6 +1,7 @@
 """What all readers of saved rollouts share: which file, which columns, and the errors. Layer 6."""
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +37,24 @@ class Format:
     recognises: Callable[[Path], bool]  # by what stands in a file
     read: Callable[[Path, Tell], Iterator[Response]]
     how: str  # how to log what is missing
+    mark: Callable[[Path], str | None] = lambda _: None  # two files in a row with the same one are read once
 
 
 def read_files(found: Format, files: Iterable[Path], tell: Tell) -> Iterator[Response]:
     """The responses of all files in their order; a file of which none has all columns is told.
 
+    One that repeats the file before it is not read again.
+
     Raises:
         IncompleteDump: there is such a file, and no other.
     """
     lacking: list[IncompleteDump] = []
-    is_whole = False
+    is_whole, before = False, None
     for file in files:
+        mark = found.mark(file)
+        if mark is not None and mark == before:
+            continue
+        before = mark
         try:
             for response in found.read(file, tell):
                 is_whole = True
@@ -99,9 +107,12 @@ def parquet_rows(path: Path, tell: Tell, columns: Sequence[str] | None = None) -
 
 
 def torch_file(path: Path, tell: Tell) -> Any:
-    """What torch.save wrote, tensors and plain values only; None where it is damaged, which is told."""
+    """What torch.save wrote, tensors and plain values only; None where it is damaged, which is told.
+
+    Tensors stay in the file until they are read, so that a look at a checkpoint of many gigabytes costs none.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises many kinds, and refuses code in a pickle by one of them
         tell(f"{path.name} cannot be read and is left out: {str(error).strip().splitlines()[0]}")
         return None

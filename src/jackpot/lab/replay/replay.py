@@ -153,11 +153,7 @@ class _Reading:
             run_halves=tuple(self._run_halves),
             ends=self._ends.gaps,
             corrections=corrections,
-            left_out=(
-                *(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
-                *self._partly(),
-                *self._masked(),
-            ),
+            left_out=(*self._told_left_out(), *self._partly(), *self._masked()),
             unreadable=self._unreadable,
             problems=tuple(self._problems),
             answer=answer(
@@ -207,6 +203,10 @@ class _Reading:
 
     def _leave_out(self, what: str, why: str) -> None:
         self._left_out.setdefault(why, {})[what] = None
+
+    def _told_left_out(self) -> Iterator[str]:
+        for why, names in self._left_out.items():
+            yield f"{', '.join(names)}: {why}"
 
     def _partly(self) -> Iterator[str]:
         """Corrections that could be replayed on some tokens alone; the rule does not judge them."""

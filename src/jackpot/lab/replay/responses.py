@@ -52,7 +52,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
         number: of the response in its file, for a uid where the record has none.
 
     Raises:
-        DamagedRecord: a column that is no numbers, of another length than `token_ids`, or not finite at a sampled token.
+        DamagedRecord: a column that is no numbers, not as long as `token_ids`, or not finite at a sampled token.
     """
     try:
         ids = torch.as_tensor(record["token_ids"]).long()
