@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jackpot.errors import DataError
+from jackpot.lab.replay import scoring
 from jackpot.lab.replay.dumps import read_files, torch_file
 from jackpot.lab.replay.formats import FORMATS, find_format
 from jackpot.lab.replay.replay import replay
@@ -326,8 +327,33 @@ def test_what_a_model_cannot_read_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no prompt_ids"):
         replay(bare, model="starter:policy")
     line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [99]}
-    with pytest.raises(DataError, match="token id 99 in response 0, but --model has 32 tokens"):
+    with pytest.raises(DataError, match="token id 99 in response 0 or its lists, but --model has 32 tokens"):
         replay(write(tmp_path / "other.jsonl", iter([line])), model="starter:policy")
+    for outside in (32, -1):
+        line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [9]}
+        line["rollout_top_ids"][3][5] = outside
+        with pytest.raises(DataError, match=f"token id {outside} in response 0 or its lists"):
+            replay(write(tmp_path / "lists.jsonl", iter([line])), model="starter:policy")
+
+
+def test_long_prompts_are_read_a_few_at_a_time_and_the_same(tmp_path, monkeypatch):
+    lines = list(records(noise(0.3), responses=8))
+    for number, line in enumerate(lines):
+        line["prompt_ids"] = [4 + number % 3] * (30 + number)
+    path = write(tmp_path / "a.jsonl", iter(lines))
+    whole = replay(path, model="starter:policy", names=["none"])
+    held = []
+    forward = scoring.predicting_hidden
+
+    def watched(model, prompts, prompt_mask, index, ids, mask):
+        held.append(len(ids) * (prompts.shape[1] + ids.shape[1]))
+        return forward(model, prompts, prompt_mask, index, ids, mask)
+
+    monkeypatch.setattr(scoring, "predicting_hidden", watched)
+    monkeypatch.setattr("jackpot.lab.replay.responses.BATCH_TOKENS", 160)
+    parts = replay(path, model="starter:policy", names=["none"])
+    assert len(held) == 4 and max(held) <= 160  # and not 8 responses of 20 tokens at once, with prompts of 37
+    assert float(parts.run["ratio"].value) == pytest.approx(float(whole.run["ratio"].value), rel=1e-4)
 
 
 def test_every_format_has_its_section_in_the_documentation():

@@ -93,8 +93,8 @@ def facts(found: Replay) -> Table:
     ]
     if "z" in run:
         share = float(run["z"].count / run["apart"].count)
-        rows.append(("mean Z at lam = 1", f"{float(run['z'].value):.4f}"))
         rows.append(("tokens with both distributions known", f"{share:.1%}"))
+        rows.append(("mean Z at lam = 1 there", f"{float(run['z'].value):.4f}"))
     return Table(title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows))
 
 

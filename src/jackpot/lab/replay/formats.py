@@ -7,9 +7,7 @@ from jackpot.lab.replay import jsonl, openrlhf, own, slime, trl, verl
 from jackpot.lab.replay.dumps import Format
 
 AUTO = "auto"
-FORMATS = {
-    module.FORMAT.name: module.FORMAT for module in (own, verl, trl, jsonl, openrlhf, slime)
-}  # cheap looks first
+FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, jsonl, openrlhf, slime)}  # cheap ones first
 LOOK_AT = 8  # files, for the columns of a format
 
 

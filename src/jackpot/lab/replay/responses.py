@@ -135,15 +135,20 @@ class Batch:
     token_ids: Tensor  # int64
 
 
-def batches(responses: Iterable[Response]) -> Iterator[list[Response]]:
-    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least."""
+def batches(responses: Iterable[Response], with_prompts: bool = False) -> Iterator[list[Response]]:
+    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least.
+
+    Args:
+        with_prompts: count those tokens too, as a model that reads them must hold both.
+    """
     part: list[Response] = []
-    width = 0
+    width = prompt_width = 0
     for response in responses:
-        width = max(width, len(response.token_ids))
-        if part and (len(part) + 1) * width > BATCH_TOKENS:
+        prompt = len(response.prompt_ids) if with_prompts and response.prompt_ids is not None else 0
+        width, prompt_width = max(width, len(response.token_ids)), max(prompt_width, prompt)
+        if part and (len(part) + 1) * (width + prompt_width) > BATCH_TOKENS:
             yield part
-            part, width = [], len(response.token_ids)
+            part, width, prompt_width = [], len(response.token_ids), prompt
         part.append(response)
     if part:
         yield part
