@@ -247,6 +247,14 @@ def test_a_file_from_before_the_hint_is_told_and_the_others_are_replayed(tmp_pat
         assert f"lacks {SAMPLER[name]}" in found.problems[0], name
 
 
+def test_a_stray_file_among_a_dump_is_told(tmp_path):
+    for name, stray in (("openrlhf", torch.ones(2)), ("slime", {"weight": torch.ones(2)})):
+        folder = WRITERS[name](tmp_path / name)
+        torch.save(stray, folder / "stray.pt")
+        _, responses, told = read(folder)
+        assert len(responses) == 2 and len(told) == 1 and "stray.pt has no" in told[0], name
+
+
 def test_responses_without_a_policy_among_others_are_left_out_and_told(tmp_path):
     lines = list(records(noise(0.3), responses=60))
     for name in ("old_log_probs", "log_probs"):

@@ -33,7 +33,10 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    experiences = _experiences(torch_file(path, tell))
+    content = torch_file(path, tell)
+    experiences = _experiences(content)
+    if content is not None and not experiences:
+        tell(f"{path.name} has no experiences and is left out")
     rows = (
         _row(experience, row) for experience in experiences for row in range(len(experience.get("sequences", ())) or 1)
     )
