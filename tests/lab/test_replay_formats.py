@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from jackpot.errors import DataError
+from jackpot.lab.replay import scoring
+from jackpot.lab.replay.dumps import read_files, torch_file
 from jackpot.lab.replay.formats import FORMATS, find_format
 from jackpot.lab.replay.replay import replay
 from jackpot.lab.replay.responses import Response
@@ -68,7 +71,8 @@ def trl(folder: Path, **left_out) -> Path:
         "prompt_ids": padded(PROMPTS, PAD, left=True),
         "prompt_mask": padded([[1] * len(row) for row in PROMPTS], 0, left=True),
         "completion_ids": padded(RESPONSES, PAD),
-        "completion_mask": padded(MASKS, 0),
+        "completion_mask": padded([[1] * len(row) for row in RESPONSES], 0),
+        "tool_mask": padded(MASKS, 1),
         "sampling_per_token_logps": padded(ROLLOUT, 0.0),
         "old_per_token_logps": padded(OLD, 0.0),
         "advantage": [0.5, -0.5],
@@ -139,7 +143,7 @@ OF_POLICY = {
 def read(path: Path) -> tuple[str, list[Response], list[str]]:
     told: list[str] = []
     found, files = find_format(path, "auto")
-    return found.name, [one for file in files for one in found.read(file, told.append)], told
+    return found.name, list(read_files(found, files, told.append)), told
 
 
 def sampled(response: Response, column: torch.Tensor) -> list[float]:
@@ -217,6 +221,61 @@ def test_a_batch_that_trl_wrote_again_at_the_next_step_is_read_once(tmp_path):
     assert [one.advantages[0].item() for one in responses] == [0.5, -0.5, 0.25, -0.25] and told == []
 
 
+def test_a_repeated_batch_is_read_where_it_is_given_alone(tmp_path):
+    folder = trl(tmp_path / "trl") / "completions"
+    path = folder / "completions_00004.parquet"
+    path.write_bytes((folder / "completions_00003.parquet").read_bytes())
+    _, responses, _ = read(path)
+    assert len(responses) == 2
+
+
+def test_trls_completions_without_tools_have_no_mask_of_them(tmp_path):
+    _, responses, told = read(trl(tmp_path / "trl", tool_mask=True))
+    assert told == [] and all(one.sampled_mask.all() for one in responses)
+
+
+def test_a_file_from_before_the_hint_is_told_and_the_others_are_replayed(tmp_path):
+    for name, writer in WRITERS.items():
+        folder = writer(tmp_path / name)
+        file = next(path for path in folder.rglob("*.*") if path.is_file())
+        bare = writer(tmp_path / f"{name} bare", **{SAMPLER[name]: True})
+        old = next(path for path in bare.rglob("*.*") if path.is_file())
+        shutil.copy(old, file.with_name(file.name.replace("3", "1")))
+        found = replay(folder)
+        assert float(found.run["responses"].value) == 2, name
+        assert found.unreadable == 1 and "; the file is left out" in found.problems[0], name
+        assert f"lacks {SAMPLER[name]}" in found.problems[0], name
+
+
+def test_a_stray_file_among_a_dump_is_told(tmp_path):
+    for name, stray in (("openrlhf", torch.ones(2)), ("slime", {"weight": torch.ones(2)})):
+        folder = WRITERS[name](tmp_path / name)
+        torch.save(stray, folder / "stray.pt")
+        _, responses, told = read(folder)
+        assert len(responses) == 2 and len(told) == 1 and "stray.pt has no" in told[0], name
+
+
+def test_responses_without_a_policy_among_others_are_left_out_and_told(tmp_path):
+    lines = list(records(noise(0.3), responses=60))
+    for name in ("old_log_probs", "log_probs"):
+        del lines[4][name]
+    found = replay(write(tmp_path / "a.jsonl", iter(lines)))
+    assert float(found.run["responses"].value) == 59 and found.unreadable == 1
+    assert "no log-probs of the policy" in found.problems[0] and "response 4" in found.problems[0]
+
+
+def test_a_look_at_a_checkpoint_reads_none_of_its_tensors(tmp_path):
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.pt")
+    content = torch_file(tmp_path / "optimizer.pt", print)
+    with (tmp_path / "optimizer.pt").open("r+b") as file:  # what is not read yet is what stands there now
+        place = file.read().index(torch.ones(1000).numpy().tobytes())
+        file.seek(place)
+        file.write(torch.full((1000,), 2.0).numpy().tobytes())
+    assert content["weight"].eq(2.0).all()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch_file(tmp_path / "old.pt", print)["weight"].eq(1.0).all()
+
+
 def test_files_are_read_in_the_order_of_their_steps(tmp_path):
     for step in (10, 9, 100):
         write(tmp_path / f"{step}.jsonl", records(noise(0.1), responses=1))
@@ -234,7 +293,7 @@ def test_damaged_lines_and_files_are_named_and_counted_and_the_rest_is_replayed(
     found = replay(tmp_path)
     assert found.unreadable == 4 and float(found.run["responses"].value) == 50
     text = "\n".join(found.problems)
-    assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has a NaN" in text
+    assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has nan at" in text
     assert "a log-probability is at most 0" in text and "a.jsonl line 54 is no JSON" in text
 
 
@@ -276,8 +335,33 @@ def test_what_a_model_cannot_read_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no prompt_ids"):
         replay(bare, model="starter:policy")
     line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [99]}
-    with pytest.raises(DataError, match="token id 99 in response 0, but --model has 32 tokens"):
+    with pytest.raises(DataError, match="token id 99 in response 0 or its lists, but --model has 32 tokens"):
         replay(write(tmp_path / "other.jsonl", iter([line])), model="starter:policy")
+    for outside in (32, -1):
+        line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [9]}
+        line["rollout_top_ids"][3][5] = outside
+        with pytest.raises(DataError, match=f"token id {outside} in response 0 or its lists"):
+            replay(write(tmp_path / "lists.jsonl", iter([line])), model="starter:policy")
+
+
+def test_long_prompts_are_read_a_few_at_a_time_and_the_same(tmp_path, monkeypatch):
+    lines = list(records(noise(0.3), responses=8))
+    for number, line in enumerate(lines):
+        line["prompt_ids"] = [4 + number % 3] * (30 + number)
+    path = write(tmp_path / "a.jsonl", iter(lines))
+    whole = replay(path, model="starter:policy", names=["none"])
+    held = []
+    forward = scoring.predicting_hidden
+
+    def watched(model, prompts, prompt_mask, index, ids, mask):
+        held.append(len(ids) * (prompts.shape[1] + ids.shape[1]))
+        return forward(model, prompts, prompt_mask, index, ids, mask)
+
+    monkeypatch.setattr(scoring, "predicting_hidden", watched)
+    monkeypatch.setattr("jackpot.lab.replay.responses.BATCH_TOKENS", 160)
+    parts = replay(path, model="starter:policy", names=["none"])
+    assert len(held) == 4 and max(held) <= 160  # and not 8 responses of 20 tokens at once, with prompts of 37
+    assert float(parts.run["ratio"].value) == pytest.approx(float(whole.run["ratio"].value), rel=1e-4)
 
 
 def test_every_format_has_its_section_in_the_documentation():

@@ -1,6 +1,7 @@
 """The factors, the bias and the variance of `jackpot replay` against sums over every token, coin and sign."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def states() -> States:
 def inputs(setting: Setting, states: States, uniforms: float):
     z = exact_z(states.rollout, states.new, setting.objective.correction.lam).unsqueeze(-1).expand_as(states.new)
     mask, coins = torch.ones_like(states.new, dtype=torch.bool), torch.full_like(states.new, uniforms)
-    return inputs_of(setting, states.rollout, states.new, states.new, mask, coins, known_z(z))
+    return replace(inputs_of(setting, states.rollout, states.new, states.new, mask, known_z(z)), uniforms=coins)
 
 
 def loss_gradient(setting: Setting, states: States, state: int, token: int, coin: float, advantage: float):
@@ -122,8 +123,8 @@ def test_ppos_clip_takes_the_gradient_on_the_side_of_the_advantage():
     setting = SETTINGS["none"]
     rollout = torch.zeros(1, 4, dtype=torch.float64)
     new = torch.tensor([[0.5, 0.5, -0.5, -0.5]], dtype=torch.float64)  # ratios 1.65 and 0.61
-    mask, coins = torch.ones_like(new, dtype=torch.bool), torch.zeros_like(new)
-    given = inputs_of(setting, rollout, rollout, new, mask, coins, known_z(torch.ones_like(new)))
+    mask = torch.ones_like(new, dtype=torch.bool)
+    given = inputs_of(setting, rollout, rollout, new, mask, known_z(torch.ones_like(new)))
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
     found = factors(setting, given, new, advantages, {})
     assert found.clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]

@@ -23,7 +23,7 @@ def batch(rollout_ids, policy_ids, p_inf=P_INF, p_new=P_NEW, old=None) -> Batch:
         "policy_top_ids": [policy_ids],
         "policy_top_log_probs": [[math.log(p_new[token]) for token in policy_ids]],
     }
-    return collate([response_of(record, "here", 0)], seed=0)
+    return collate([response_of(record, "here", 0)])
 
 
 def probabilities(log_probs: torch.Tensor) -> list[float]:
@@ -61,5 +61,5 @@ def test_the_old_policys_distribution_is_the_new_one_or_the_writers_or_not_known
 
 def test_a_file_without_lists_has_neither():
     record = {"token_ids": [0], "rollout_log_probs": [-1.0], "old_log_probs": [-1.0]}
-    bare = collate([response_of(record, "here", 0)], seed=0)
+    bare = collate([response_of(record, "here", 0)])
     assert lists_of(bare) is None and z_of(None, bare, 1.0, "new") is None

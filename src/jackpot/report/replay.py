@@ -47,7 +47,8 @@ def replay_sections(found: Replay) -> dict[str, Section]:
             rows,
             _SAMPLED,
             "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: those of which nothing is left; "
-            f"effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: mean of |F - rho| / 2.{own}",
+            "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: what is misplaced, from these "
+            f"tokens alone.{own}",
         ),
         _table("Weight times mask, coins averaged", rows, _WEIGHTS, ""),
     ]
@@ -70,12 +71,13 @@ def facts(found: Replay) -> Table:
     """The run itself, before any correction."""
     run = found.run
     engine, stale, both = (float(run[name].value) for name in ("apart_engine", "apart_stale", "apart"))
-    log_ratio, objective = run["mismatch/log_ratio"], found.corrections[0].setting.objective
+    log_ratio = run["mismatch/log_ratio"]
+    clips = [one.setting.objective for one in found.corrections[:1]]  # the same for all
     rows = [
         ("responses, tokens", f"{int(run['responses'].value):,}, {int(run['apart'].count):,}"),
         ("mean length", f"{float(run['length'].value):.1f}"),
         ("policy", found.policy),
-        ("PPO's clip", f"1 - {objective.clip_low:g} to 1 + {objective.clip_high:g}"),
+        *(("PPO's clip", f"1 - {clip.clip_low:g} to 1 + {clip.clip_high:g}") for clip in clips),
         ("total variation, writer and old policy", f"{engine:.2%}"),
         ("total variation, old policy and the one updated", f"{stale:.2%}"),
         ("total variation, writer and the one updated", f"{both:.2%}"),
@@ -91,8 +93,8 @@ def facts(found: Replay) -> Table:
     ]
     if "z" in run:
         share = float(run["z"].count / run["apart"].count)
-        rows.append(("mean Z at lam = 1", f"{float(run['z'].value):.4f}"))
         rows.append(("tokens with both distributions known", f"{share:.1%}"))
+        rows.append(("mean Z at lam = 1 there", f"{float(run['z'].value):.4f}"))
     return Table(title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows))
 
 
@@ -114,11 +116,11 @@ def _masking(rows: Sequence[tuple[str, Measured]]) -> list[Table]:
     rejecting = _alike([(names, one) for names, one in rows if one.accepted < 1.0 - _NOTHING])
     if not rejecting:
         return []
-    bands = [name for name in rejecting[0][1].rejected_by_band if any(name in one.rejected_by_band for _, one in rows)]
+    bands = list(dict.fromkeys(name for _, one in rejecting for name in one.rejected_by_band))
     by_band = Table(
         title="Rejected, by position and by the policy's entropy (H, nats)",
         columns=("correction", *(name.replace("position ", "at ").replace("entropy ", "H ") for name in bands)),
-        rows=tuple((names, *(f"{one.rejected_by_band[name]:.1%}" for name in bands)) for names, one in rejecting),
+        rows=tuple((names, *(_share(one.rejected_by_band.get(name)) for name in bands)) for names, one in rejecting),
     )
     tokens = Table(
         title="Most rejected tokens, and the place where most was changed",
@@ -126,6 +128,11 @@ def _masking(rows: Sequence[tuple[str, Measured]]) -> list[Table]:
         rows=tuple((names, _tokens(one)) for names, one in rejecting),
     )
     return [by_band, tokens]
+
+
+def _share(value: float | None) -> str:
+    """Empty where the correction was not replayed there."""
+    return "" if value is None else f"{value:.1%}"
 
 
 def _tokens(one: Measured) -> str:

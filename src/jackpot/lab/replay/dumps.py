@@ -1,6 +1,7 @@
 """What all readers of saved rollouts share: which file, which columns, and the errors. Layer 6."""
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,11 @@ POLICY = ("old_log_probs", "log_probs")
 
 
 class IncompleteDump(DataError):
-    """A dump without a column that every correction needs."""
+    """A file without a column that every correction needs."""
+
+    def __init__(self, lack: str, how: str) -> None:
+        super().__init__(f"{lack}. No correction can be replayed without them.\n{how}")
+        self.lack = lack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +37,34 @@ class Format:
     recognises: Callable[[Path], bool]  # by what stands in a file
     read: Callable[[Path, Tell], Iterator[Response]]
     how: str  # how to log what is missing
+    mark: Callable[[Path], str | None] = lambda _: None  # two files in a row with the same one are read once
+
+
+def read_files(found: Format, files: Iterable[Path], tell: Tell) -> Iterator[Response]:
+    """The responses of all files in their order; a file of which none has all columns is told.
+
+    One that repeats the file before it is not read again.
+
+    Raises:
+        IncompleteDump: there is such a file, and no other.
+    """
+    lacking: list[IncompleteDump] = []
+    is_whole, before = False, None
+    for file in files:
+        mark = found.mark(file)
+        if mark is not None and mark == before:
+            continue
+        before = mark
+        try:
+            for response in found.read(file, tell):
+                is_whole = True
+                yield response
+        except IncompleteDump as error:
+            lacking.append(error)
+    if lacking and not is_whole:
+        raise lacking[0]
+    for error in lacking:
+        tell(f"{error.lack}; the file is left out")
 
 
 def matching(path: Path, *patterns: str) -> list[Path]:
@@ -57,6 +90,8 @@ def json_lines(path: Path, tell: Tell) -> Iterator[tuple[int, Record]]:
                 continue
             if isinstance(record, dict):
                 yield number, record
+            elif line.strip():
+                tell(f"{path.name} line {number} is no JSON object and is left out")
 
 
 def parquet_rows(path: Path, tell: Tell, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Record]]:
@@ -72,9 +107,12 @@ def parquet_rows(path: Path, tell: Tell, columns: Sequence[str] | None = None) -
 
 
 def torch_file(path: Path, tell: Tell) -> Any:
-    """What torch.save wrote, tensors and plain values only; None where it is damaged, which is told."""
+    """What torch.save wrote, tensors and plain values only; None where it is damaged, which is told.
+
+    Tensors stay in the file until they are read, so that a look at a checkpoint of many gigabytes costs none.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises many kinds, and refuses code in a pickle by one of them
         tell(f"{path.name} cannot be read and is left out: {str(error).strip().splitlines()[0]}")
         return None
@@ -118,7 +156,7 @@ def responses_of(
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             tell(f"{where}, response {number}: {type(error).__name__}: {error}; left out")
     if lacking and not is_whole:
-        raise IncompleteDump(f"{lacking[0]}. No correction can be replayed without them.\n{how}")
+        raise IncompleteDump(lacking[0], how)
     for text in lacking:
         tell(f"{text}; left out")
 

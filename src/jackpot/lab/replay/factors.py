@@ -16,6 +16,7 @@ from torch import Tensor
 
 from jackpot.lab.replay.settings import Setting
 from jackpot.objectives.corrections import Correction, CorrectionInputs
+from jackpot.objectives.corrections.budgeted import MaskOnly, Obrs, ReweightOnly, ZOnly
 from jackpot.objectives.joint import references
 from jackpot.objectives.surrogate import clip_share
 from jackpot.ops import obrs
@@ -27,24 +28,26 @@ class Factors:
     """Of tokens, any one shape. Means are over the coins of OBRS, given the token."""
 
     mean: Tensor  # E F
+    either: Tensor  # the same with both signs of the advantage counting half, as the tokens of a state do
     square: Tensor  # E F^2
     weight: Tensor  # E (accept w), before PPO's ratio and clip
     accepted: Tensor  # E accept
     capped: Tensor  # a cap took something from the weight
     clipped: Tensor  # share that PPO's clip takes
+    scale: Tensor  # of p_new, what a state trains on where nothing is capped: kappa Z with OBRS, else 1
 
 
 def inputs_of(
-    setting: Setting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, uniforms: Tensor, z: obrs.ZEstimate
+    setting: Setting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """What the correction sees of tokens [B, T]."""
+    """What the correction sees of tokens [B, T]. Coins are set by `factors`, which averages over them."""
     named = references(old, new, rollout)
     return CorrectionInputs(
         rollout_log_probs=rollout,
         target_log_probs=named[setting.objective.target],
         proximal_log_probs=named[setting.objective.proximal],
         response_mask=mask,
-        uniforms=uniforms,
+        uniforms=torch.zeros_like(rollout),
         z=z,
     )
 
@@ -62,22 +65,35 @@ def factors(
     found = _without_coin(setting, inputs, totals)
     ratio = torch.where(inputs.response_mask, new - inputs.proximal_log_probs, 0.0).exp()
     clips = (objective.clip_low, objective.clip_high)
-    if advantages is None:
-        ones = torch.ones_like(ratio)
-        sides = [clip_share(new, inputs.proximal_log_probs, sign * ones, *clips) for sign in (1.0, -1.0)]
-        clipped = (sides[0].double() + sides[1].double()) / 2.0
-    else:
-        clipped = clip_share(new, inputs.proximal_log_probs, advantages, *clips).double()
-    clipped = torch.where(inputs.response_mask, clipped, 0.0)
+    ones = torch.ones_like(ratio)
+    sides = [clip_share(new, inputs.proximal_log_probs, sign * ones, *clips) for sign in (1.0, -1.0)]
+    either = torch.where(inputs.response_mask, (sides[0].double() + sides[1].double()) / 2.0, 0.0)
+    clipped = either
+    if advantages is not None:
+        of_sign = clip_share(new, inputs.proximal_log_probs, advantages, *clips).double()
+        clipped = torch.where(inputs.response_mask, of_sign, 0.0)
     kept = found.value * ratio * (1.0 - clipped)
     return Factors(
         mean=found.chance * kept,
+        either=found.chance * found.value * ratio * (1.0 - either),
         square=found.chance * kept * found.value * ratio,
         weight=found.chance * found.value,
         accepted=found.accepted,
         capped=found.correction.capped | found.correction.capped_c2,
         clipped=clipped,
+        scale=_scale(setting, inputs, found.correction.kappa),
     )
+
+
+def needs_z(setting: Setting) -> bool:
+    """Whether the correction weighs by Z."""
+    return isinstance(setting.objective.correction, Obrs | ReweightOnly | ZOnly)
+
+
+def _scale(setting: Setting, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
+    if needs_z(setting) or isinstance(setting.objective.correction, MaskOnly):  # which keeps Z of a state
+        return kappa * inputs.z.value
+    return torch.ones_like(inputs.z.value)
 
 
 class _Coinless(NamedTuple):

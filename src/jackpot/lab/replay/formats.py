@@ -7,7 +7,8 @@ from jackpot.lab.replay import jsonl, openrlhf, own, slime, trl, verl
 from jackpot.lab.replay.dumps import Format
 
 AUTO = "auto"
-FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, openrlhf, slime, jsonl)}
+FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, jsonl, openrlhf, slime)}  # cheap ones first
+LOOK_AT = 8  # files, for the columns of a format
 
 
 def find_format(path: Path, name: str) -> tuple[Format, list[Path]]:
@@ -30,7 +31,7 @@ def find_format(path: Path, name: str) -> tuple[Format, list[Path]]:
         raise DataError(f"{path} is a run that has saved no rollouts yet. {own.HOW}")
     for found in FORMATS.values():
         files = found.files(path)
-        if any(found.recognises(file) for file in files):
+        if any(found.recognises(file) for file in files[:LOOK_AT]):
             return found, files
     raise DataError(
         f"{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of them, "

@@ -6,10 +6,9 @@ from typing import Any
 from jackpot.lab.replay.judged import Judged
 from jackpot.lab.replay.replay import Replay, Replayed
 from jackpot.lab.replay.tally import Tally
-from jackpot.ops.reduce import Sums
+from jackpot.ops.reduce import Histogram, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
-_ZERO = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +27,7 @@ class Measured:
     weight_p99: float
     weight_max: float
     effective: float  # (E F)^2 / E F^2 of the sampled tokens
-    apart: float  # E |F - rho| / 2 of the sampled tokens
+    apart: float  # what is misplaced, of the sampled tokens
     states: int  # whose whole distributions are known
     exact_effective: float | None
     misplaced: float | None
@@ -66,7 +65,7 @@ def measured(one: Replayed) -> Measured:
         weight_p99=high,
         weight_max=float(sums["weight_max"].value),
         effective=float(sums["factor"].total.square() / (sums["square"].total * tokens)),
-        apart=float(sums["apart"].value),
+        apart=tally.apart,
         rejected_by_band=_bands(sums),
         rejected_tokens=one.changed.rejected,
         most_changed=tuple(asdict(place) for place in one.changed.worst),
@@ -86,7 +85,7 @@ def as_numbers(found: Replay) -> dict[str, Any]:
         "ends": dict(found.ends),
         "problems": list(found.problems),
         "left_out": list(found.left_out),
-        "run": {name: float(entry.value) for name, entry in run.items() if name != "mismatch/log_ratio"}
+        "run": {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
         | {f"ratio_p{share * 100:g}": float(run["mismatch/log_ratio"].quantile(share).exp()) for share in QUANTILES}
         | {"tokens": int(run["apart"].count)},
         "corrections": [asdict(measured(one)) for one in found.corrections],
@@ -111,8 +110,8 @@ def _judged(one: Judged) -> dict[str, Any]:
 
 
 def _weight(quantile: float) -> float:
-    """Bins of the histogram near 0 are millionths wide, and its lowest holds the weights that are 0."""
-    return 0.0 if quantile < _ZERO else round(quantile, 5)
+    """Bins of the histogram near 0 are millionths wide; its lowest, e^-40, holds the weights that are 0."""
+    return round(quantile, 5)
 
 
 def _bands(sums: Sums) -> dict[str, float]:

@@ -16,6 +16,7 @@ from jackpot.lab.replay.responses import Response
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
 add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
     names = ("sequences", "action_mask", "rollout_log_probs", "action_log_probs", "advantages")
+    os.makedirs("rollouts", exist_ok=True)  # import os
     torch.save([{name: getattr(one, name).cpu() for name in names} for one in experiences],
                f"rollouts/experience_{global_step}.pt")
 Without action_log_probs, give --model and it is scored (at --temperature)."""
@@ -32,7 +33,10 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    experiences = _experiences(torch_file(path, tell))
+    content = torch_file(path, tell)
+    experiences = _experiences(content)
+    if content is not None and not experiences:
+        tell(f"{path.name} has no experiences and is left out")
     rows = (
         _row(experience, row) for experience in experiences for row in range(len(experience.get("sequences", ())) or 1)
     )

@@ -12,8 +12,8 @@ import torch
 
 from jackpot.config import Config
 from jackpot.errors import DataError
-from jackpot.lab.replay.dumps import Format
-from jackpot.lab.replay.factors import Factors, factors, inputs_of
+from jackpot.lab.replay.dumps import Format, read_files
+from jackpot.lab.replay.factors import Factors, factors, inputs_of, needs_z
 from jackpot.lab.replay.formats import AUTO, find_format
 from jackpot.lab.replay.gradient import StateSums, state_sums
 from jackpot.lab.replay.masked import MostChanged
@@ -24,7 +24,6 @@ from jackpot.lab.replay.settings import Setting, settings_of
 from jackpot.lab.replay.states import Lists, States, lists_of, z_of
 from jackpot.lab.replay.tally import Ends, Tally, bands_of, correction_sums, run_sums
 from jackpot.launch.saved_models import find_model
-from jackpot.objectives.corrections.budgeted import Obrs, ReweightOnly, ZOnly
 from jackpot.ops.obrs import known_z
 from jackpot.ops.reduce import Sums, add_sums
 from jackpot.telemetry import run_config
@@ -92,7 +91,7 @@ def replay(
     own = config.sampling.temperature if config else 1.0
     place = find_model(model) if model else None
     scorer = Scorer(place, own if temperature is None else temperature) if place else None
-    reading = _Reading(found, files, scorer, settings, config.seed if config else 0, every, listen)
+    reading = _Reading(found, files, scorer, settings, every, listen)
     reading.read()
     return reading.result(path, _policy(config, place, own if temperature is None else temperature))
 
@@ -106,11 +105,10 @@ class _Reading:
         files: Sequence[Path],
         scorer: Scorer | None,
         settings: Sequence[Setting],
-        seed: int,
         every: int,
         listen: Callable[[int], None],
     ) -> None:
-        self._format, self._files, self._scorer, self._seed, self._listen = found, files, scorer, seed, listen
+        self._format, self._files, self._scorer, self._listen = found, files, scorer, listen
         self._settings, self._every = settings, every
         self._whole = [Tally() for _ in settings]
         self._halves = [[Tally() for _ in range(HALVES)] for _ in settings]
@@ -120,19 +118,22 @@ class _Reading:
         self._run_halves: list[Sums] = [{} for _ in range(HALVES)]
         self._left_out: dict[str, dict[str, None]] = {}  # why: what
         self._problems: list[str] = []
-        self._unreadable = self._responses = 0
+        self._unreadable = self._responses = self._fully_masked = self._dealt = 0
+        self._without_policy: str | None = None
 
     def read(self) -> None:
         """Raises DataError where there is no response in any file."""
         for read in batches(self._responses_read()):
             part = self._scorer.score(read) if self._scorer else read
             self._ends.add(part)
-            for half in range(HALVES):
-                if responses := part[half::HALVES]:
-                    self._add(collate(responses, self._seed), half)
+            for half, responses in enumerate(self._halved(part)):
+                for alike in _by_lists(responses):
+                    self._add(collate(alike), half)
             self._listen(self._responses)
         if not self._responses:
-            why = "; ".join(self._problems) or "its files are empty"
+            if self._without_policy:
+                raise DataError(self._without_policy)
+            why = "; ".join([*self._problems, *self._masked()]) or "its files are empty"
             raise DataError(f"there is no response to replay in {len(self._files)} files: {why}")
 
     def result(self, path: Path, policy: str) -> Replay:
@@ -152,25 +153,48 @@ class _Reading:
             run_halves=tuple(self._run_halves),
             ends=self._ends.gaps,
             corrections=corrections,
-            left_out=tuple(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
+            left_out=(*self._told_left_out(), *self._partly(), *self._masked()),
             unreadable=self._unreadable,
             problems=tuple(self._problems),
-            answer=answer(self._run, [(one.setting, one.whole, one.halves) for one in corrections]),
+            answer=answer(
+                self._run,
+                self._run_halves,
+                [(one.setting, one.whole, one.halves) for one in corrections],
+                self._copied(),
+            ),
         )
 
     def _responses_read(self) -> Iterator[Response]:
         """Those with a policy's log-probs and a token that was sampled."""
-        for file in self._files:
-            for response in islice(self._format.read(file, self._tell), 0, None, self._every):
-                if not response.sampled_mask.any():
-                    continue
-                if not self._scorer and response.old_log_probs is None and response.log_probs is None:
-                    raise DataError(
-                        f"{response.where} has no log-probs of the policy (old_log_probs); give --model PATH, the "
-                        f"model that was trained, and they are computed.\n{self._format.how}"
-                    )
+        for response in islice(read_files(self._format, self._files, self._tell), 0, None, self._every):
+            if not response.sampled_mask.any():
+                self._fully_masked += 1
+            elif not self._scorer and response.old_log_probs is None and response.log_probs is None:
+                lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
+                self._tell(f"{lack} for response {response.uid}; left out")
+                self._without_policy = self._without_policy or (
+                    f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._format.how}"
+                )
+            else:
                 self._responses += 1
                 yield response
+
+    def _halved(self, part: Sequence[Response]) -> list[list[Response]]:
+        """Every other response of the whole run, however few stand in a batch."""
+        halves: list[list[Response]] = [[] for _ in range(HALVES)]
+        for response in part:
+            halves[self._dealt % HALVES].append(response)
+            self._dealt += 1
+        return halves
+
+    def _masked(self) -> Iterator[str]:
+        if self._fully_masked:
+            yield f"{self._fully_masked:,} responses: no token of them was sampled (their masks are false throughout)"
+
+    def _copied(self) -> str | None:
+        """Another library's file may have the engine's log-probs in the policy's column; training's own saves both."""
+        is_ours = self._format.name == "jackpot" or self._scorer is not None
+        return None if is_ours or float(self._run["policy_max"].value) > 0.0 else _COPIED
 
     def _tell(self, problem: str) -> None:
         self._unreadable += 1
@@ -179,6 +203,20 @@ class _Reading:
 
     def _leave_out(self, what: str, why: str) -> None:
         self._left_out.setdefault(why, {})[what] = None
+
+    def _told_left_out(self) -> Iterator[str]:
+        for why, names in self._left_out.items():
+            yield f"{', '.join(names)}: {why}"
+
+    def _partly(self) -> Iterator[str]:
+        """Corrections that could be replayed on some tokens alone; the rule does not judge them."""
+        every = int(self._run["apart"].count)
+        names: dict[int, list[str]] = {}
+        for setting, whole in zip(self._settings, self._whole, strict=True):
+            if 0 < whole.tokens < every:
+                names.setdefault(whole.tokens, []).append(setting.label)
+        for tokens, some in names.items():
+            yield f"{', '.join(some)}: replayed on {tokens:,} of {every:,} tokens alone, so the rule leaves them out"
 
     def _add(self, batch: Batch, half: int) -> None:
         if any(one.advantages is None for one in batch.responses):
@@ -194,7 +232,8 @@ class _Reading:
             if measured is None:
                 continue
             found, of_states = measured
-            sums = correction_sums(found, ratio, batch.mask, bands)
+            alone = batch.mask & ~states.at if states and of_states else batch.mask
+            sums = correction_sums(found, found.scale * ratio, batch.mask, alone, bands)
             self._whole[number].add(sums, of_states)
             self._halves[number][half].add(sums, of_states)
             self._changed[number].add(batch, found, ratio)
@@ -208,17 +247,13 @@ class _Reading:
             return None
         if z is None:
             z = known_z(torch.ones_like(batch.rollout))
-        inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, batch.uniforms, z)
+        inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
         totals = objective.correction.measure(inputs)
         found = factors(setting, inputs, batch.new, batch.advantages, totals)
         states, of_states = lists.known if lists else None, None
         if states and not setting.is_of_whole_responses and (states.old is not None or not _reads_old(setting)):
             of_states = state_sums(_of_states(setting, states, totals), states)
         return found, of_states
-
-
-def needs_z(setting: Setting) -> bool:
-    return isinstance(setting.objective.correction, Obrs | ReweightOnly | ZOnly)
 
 
 def _reads_old(setting: Setting) -> bool:
@@ -231,12 +266,21 @@ def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
     z = states.z(objective.correction.lam, objective.target)
     value = (torch.ones_like(states.new[:, 0]) if z is None else z).unsqueeze(-1).expand_as(states.new)
     old = states.new if states.old is None else states.old
-    nothing = torch.zeros_like(states.new)
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
-    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, nothing, known_z(value))
+    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, known_z(value))
     return factors(setting, inputs, states.new, None, totals)
 
 
+def _by_lists(responses: Sequence[Response]) -> list[list[Response]]:
+    """Those with top-k lists of both models and those without, as one without would hide the lists of its batch."""
+    parts = ([one for one in responses if one.has_lists == have] for have in (True, False))
+    return [part for part in parts if part]
+
+
+_COPIED = (
+    "the policy's log-probs are a copy of the engine's, the same to the last bit at every sampled token, as in verl's "
+    "bypass mode; give --model PATH, the model that was trained, and they are computed"
+)
 _NO_LISTS = (
     "Z is needed, and there are no top-k lists of both models (log rollout_top_ids, rollout_top_log_probs, "
     "policy_top_ids, policy_top_log_probs)"

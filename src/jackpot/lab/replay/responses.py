@@ -1,6 +1,6 @@
 """Saved responses in one shape, whoever wrote the file, and batches of them. Layer 6."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.errors import DataError
-from jackpot.ops.uniforms import stream_key, uniform_row
 
 BATCH_TOKENS = 8_192  # response tokens with padding that are held at once
 NEEDED = ("token_ids", "rollout_log_probs")
@@ -40,6 +39,11 @@ class Response:
     policy_top_ids: Tensor | None  # [T, K'] of `log_probs`' policy
     policy_top_log_probs: Tensor | None  # [T, K']
 
+    @property
+    def has_lists(self) -> bool:
+        """Of both models."""
+        return self.rollout_top_ids is not None and self.policy_top_ids is not None
+
 
 def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
     """A response from named columns, lists or tensors; `advantages` may be one number for all tokens.
@@ -48,7 +52,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
         number: of the response in its file, for a uid where the record has none.
 
     Raises:
-        DamagedRecord: a column that is no numbers, has another length than `token_ids`, or a NaN.
+        DamagedRecord: a column that is no numbers, not as long as `token_ids`, or not finite at a sampled token.
     """
     try:
         ids = torch.as_tensor(record["token_ids"]).long()
@@ -60,8 +64,9 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
         prompt_ids = None if prompt is None else torch.as_tensor(prompt).long()
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedRecord(f"{where}, response {number}: {type(error).__name__}: {error}") from error
-    _check({"sampled_mask": mask, **columns, **lists}, mask, f"{where}, response {number}")
     texts = record.get("tokens")
+    _check_lengths({"sampled_mask": mask, "tokens": texts, **columns, **lists}, len(ids), f"{where}, response {number}")
+    _check_values(columns, lists, mask, f"{where}, response {number}")
     return Response(
         uid=str(record.get("uid") or f"{where}#{number}"),
         where=where,
@@ -88,16 +93,33 @@ def _lists(values: Any, are_ids: bool) -> Tensor | None:
     return rows if rows.ndim == 2 and rows.shape[1] else None
 
 
-def _check(columns: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
+def _check_lengths(columns: Mapping[str, Sized | None], length: int, where: str) -> None:
     for name, column in columns.items():
-        if column is None:
+        if column is not None and len(column) != length:
+            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {length} token_ids")
+
+
+def _check_values(
+    columns: Mapping[str, Tensor | None], lists: Mapping[str, Tensor | None], mask: Tensor, where: str
+) -> None:
+    """One number that is not finite would be the mean of all. A list may have -inf where the engine cannot sample."""
+    for name, column in (columns | lists).items():
+        if column is None or name.endswith("ids"):
             continue
-        if len(column) != len(mask):
-            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {len(mask)} token_ids")
-        if not name.endswith("ids") and column[mask].isnan().any():
+        found = column[mask]
+        if name in lists and found.isnan().any():
             raise DamagedRecord(f"{where}: {name} has a NaN")
-        if name.endswith("log_probs") and column[mask].gt(1e-3).any():
-            raise DamagedRecord(f"{where}: {name} has {column[mask].max():.4g}; a log-probability is at most 0")
+        if name in columns and not found.isfinite().all():
+            raise DamagedRecord(f"{where}: {name} has {found[~found.isfinite()][0]:g} at a sampled token. {_MASK_IT}")
+        if name.endswith("log_probs") and found.gt(1e-3).any():
+            raise DamagedRecord(f"{where}: {name} has {found.max():.4g}; a log-probability is at most 0")
+        if name == "rollout_log_probs" and found.exp().eq(0.0).any():
+            raise DamagedRecord(
+                f"{where}: {name} has {found.min():g}, a token that cannot have been sampled. {_MASK_IT}"
+            )
+
+
+_MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,28 +132,31 @@ class Batch:
     old: Tensor
     new: Tensor
     advantages: Tensor
-    uniforms: Tensor
     token_ids: Tensor  # int64
 
 
-def batches(responses: Iterable[Response]) -> Iterator[list[Response]]:
-    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least."""
+def batches(responses: Iterable[Response], with_prompts: bool = False) -> Iterator[list[Response]]:
+    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least.
+
+    Args:
+        with_prompts: count those tokens too, as a model that reads them must hold both.
+    """
     part: list[Response] = []
-    width = 0
+    width = prompt_width = 0
     for response in responses:
-        width = max(width, len(response.token_ids))
-        if part and (len(part) + 1) * width > BATCH_TOKENS:
+        prompt = len(response.prompt_ids) if with_prompts and response.prompt_ids is not None else 0
+        width, prompt_width = max(width, len(response.token_ids)), max(prompt_width, prompt)
+        if part and (len(part) + 1) * (width + prompt_width) > BATCH_TOKENS:
             yield part
-            part, width = [], len(response.token_ids)
+            part, width, prompt_width = [], len(response.token_ids), prompt
         part.append(response)
     if part:
         yield part
 
 
-def collate(responses: Sequence[Response], seed: int) -> Batch:
+def collate(responses: Sequence[Response]) -> Batch:
     """Tensors of responses that have log-probs of a policy; where one of old and new is missing the other is both."""
     mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
-    width = mask.shape[1]
 
     def pad(rows: list[Tensor]) -> Tensor:
         return torch.where(mask, pad_sequence(rows, batch_first=True), 0.0)
@@ -143,7 +168,6 @@ def collate(responses: Sequence[Response], seed: int) -> Batch:
         old=pad([one.log_probs if one.old_log_probs is None else one.old_log_probs for one in responses]),
         new=pad([one.old_log_probs if one.log_probs is None else one.log_probs for one in responses]),
         advantages=pad([_advantages(one) for one in responses]),
-        uniforms=torch.stack([uniform_row(stream_key(seed, "accept", one.uid, 0), width) for one in responses]),
         token_ids=pad_sequence([one.token_ids for one in responses], batch_first=True),
     )
 

@@ -5,8 +5,12 @@
 2. Where there is none: of those that leave ENOUGH effective and misplace at most half of what is misplaced without a
    correction, the one that misplaces least; where a simpler one misplaces nearly as little, the simpler one.
 3. Where there is none either: no correction mends the gap.
+
+Both numbers are summed over whole distributions at the tokens where those are known and sampled at the others, for
+every correction over all tokens of the run: one that was replayed on some of them alone is not judged.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +28,6 @@ FEW_TOKENS = 1_000
 OFF = 0.03  # the mean ratio must be 1 within this and five standard errors
 TAME = 10.0  # where 99 % of the ratios are below this, their mean can be trusted
 SURE = 5.0  # standard errors
-KNOWN = 0.5  # of the tokens; with whole distributions for fewer the rule goes by the sampled tokens
 _ORDER = ("none", "tis", "tis_adjusted", "obrs", "icepop", "drop", "is")  # simple and tame first
 
 Verdict = Literal["none needed", "correct", "too far", "cannot tell"]
@@ -36,67 +39,71 @@ class Answer:
     correction: str | None  # the label of the setting
     settings: dict[str, object]  # as a recipe takes them
     sentence: str
-    halves_agree: bool
+    halves_agree: bool | None  # None where there is one response, and so one half
     judged: tuple[Judged, ...]
 
 
 Part = tuple[Setting, Tally, Sequence[Tally]]
 
 
-def answer(run: Sums, parts: Sequence[Part]) -> Answer:
-    """Ask the rule of all responses, and of either half of them."""
-    judged = tuple(one for setting, whole, _ in parts if (one := judge(setting, whole)))
+def answer(run: Sums, run_halves: Sequence[Sums], parts: Sequence[Part], problem: str | None = None) -> Answer:
+    """Ask the rule of all responses, and of either half of them.
+
+    Args:
+        problem: what forbids an answer whatever the numbers are.
+    """
+    judged = tuple(one for setting, whole, _ in parts if (one := judge(setting, whole, run)))
     candidates = [one for one in judged if may_be_advised(one.setting, is_stale(run))]
-    if problem := _why_not(run):
+    if problem := problem or _not_finite(run, candidates) or _why_not(run):
         return _nothing("cannot tell", f"It cannot be told which correction to use: {problem}.", judged)
     if not candidates:
         why = "none of the corrections that could be advised was replayed"
         return _nothing("cannot tell", f"It cannot be told which correction to use: {why}.", judged)
-    chosen, halves = choose(candidates), _of_halves(parts, is_stale(run))
+    chosen = choose(candidates, _without(judged, run))
     if chosen is None:
         return _nothing("too far", too_far(candidates, run), judged)
+    halves = _of_halves(parts, run_halves, is_stale(run))
     names = [half.setting.label if half else "none of them" for half in halves]
     return Answer(
         verdict="none needed" if chosen.setting.name == "none" else "correct",
         correction=chosen.setting.label,
         settings={"name": chosen.setting.name, **dict(chosen.setting.numbers)},
-        sentence=use(chosen, candidates, run, LIMIT, is_stale(run)) + doubts(names, chosen.setting.label),
-        halves_agree=set(names) <= {chosen.setting.label},
+        sentence=use(chosen, candidates, run, LIMIT, is_stale(run))
+        + doubts(names, len(run_halves), chosen.setting.label),
+        halves_agree=set(names) == {chosen.setting.label} if len(names) == len(run_halves) else None,
         judged=judged,
     )
 
 
-def judge(setting: Setting, tally: Tally) -> Judged | None:
-    """The two numbers, exact where whole distributions are known, else sampled; None where nothing was measured."""
-    if not tally.sums:
+def judge(setting: Setting, tally: Tally, run: Sums) -> Judged | None:
+    """The two numbers; None where some tokens of the run were not put through this correction."""
+    tokens = int(run["apart"].count) if run else 0
+    if not tally.sums or tally.tokens != tokens:
         return None
-    if tally.states is not None and tally.states.mean.count >= KNOWN * tally.sums["factor"].count:
-        return Judged(
-            setting=setting,
-            misplaced=tally.states.misplaced_share,
-            effective=tally.states.effective,
-            known=float(tally.states.mean.count / tally.sums["factor"].count),
-        )
-    factor, square = tally.sums["factor"].value, tally.sums["square"].value
-    return Judged(
-        setting=setting,
-        misplaced=float(tally.sums["apart"].value),
-        effective=float(factor.square() / square) if square > 0 else 0.0,
-        known=0.0,
-    )
+    return Judged(setting=setting, misplaced=tally.misplaced, effective=tally.effective, known=tally.known / tokens)
 
 
-def choose(candidates: Sequence[Judged]) -> Judged | None:
-    """The rule itself; None where no correction mends the gap."""
+def choose(candidates: Sequence[Judged], without: float) -> Judged | None:
+    """The rule itself; None where no correction mends the gap.
+
+    Args:
+        without: what is misplaced without a correction.
+    """
     enough = [one for one in candidates if one.effective >= ENOUGH]
     if allowed := [one for one in enough if one.misplaced <= LIMIT]:
         most = max(one.effective for one in allowed)
         return min((one for one in allowed if one.effective >= NEARLY * most), key=_simplicity)
-    without = max(one.misplaced for one in candidates)  # of `none`, or what comes nearest to it
-    if halved := [one for one in enough if one.misplaced <= without / 2.0]:
+    corrected = [one for one in enough if one.setting.name != "none"]
+    if halved := [one for one in corrected if one.misplaced <= without / 2.0]:
         least = min(one.misplaced for one in halved)
         return min((one for one in halved if one.misplaced <= least / NEARLY), key=_simplicity)
     return None
+
+
+def _without(judged: Sequence[Judged], run: Sums) -> float:
+    """What `none` misplaces; where it was not replayed the total variation, which is the same but for PPO's ratio."""
+    none = [one.misplaced for one in judged if one.setting.name == "none" and one.setting.objective.proximal == "old"]
+    return none[0] if none else float(run["apart"].value)
 
 
 def is_stale(run: Sums) -> bool:
@@ -121,14 +128,26 @@ def may_be_advised(setting: Setting, stale: bool) -> bool:
     return stale or not setting.aligns_to_new
 
 
-def _of_halves(parts: Sequence[Part], stale: bool) -> list[Judged | None]:
+def _of_halves(parts: Sequence[Part], runs: Sequence[Sums], stale: bool) -> list[Judged | None]:
     """The choice of either half; none where a half has no response."""
     chosen = []
-    for number in range(len(parts[0][2])):
-        judged = [one for setting, _, halves in parts if (one := judge(setting, halves[number]))]
+    for number, run in enumerate(runs):
+        judged = [one for setting, _, halves in parts if (one := judge(setting, halves[number], run))]
         if candidates := [one for one in judged if may_be_advised(one.setting, stale)]:
-            chosen.append(choose(candidates))
+            chosen.append(choose(candidates, _without(judged, run)))
     return chosen
+
+
+def _not_finite(run: Sums, candidates: Sequence[Judged]) -> str | None:
+    run_numbers = {"the run's gap": float(run["apart"].value), "the mean of rho": float(run["ratio"].value)}
+    of_candidates = {one.setting.label: one.misplaced + one.effective for one in candidates}
+    names = [name for name, value in (run_numbers | of_candidates).items() if not math.isfinite(value)]
+    if not names:
+        return None
+    return (
+        f"what comes out for {', '.join(names)} is not a finite number. Look for log-probs of sampled tokens that are "
+        f"hundreds below 0, and set sampled_mask to false there"
+    )
 
 
 def _why_not(run: Sums) -> str | None:
@@ -136,9 +155,16 @@ def _why_not(run: Sums) -> str | None:
     tokens = int(run["apart"].count)
     if tokens < FEW_TOKENS:
         return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
-    if "z" in run and run["z"].count >= KNOWN * tokens:
-        return _lists_do_not_fit(run)
-    ratio, tame = run["ratio"], float(run["mismatch/log_ratio"].quantile(0.99).exp()) < TAME
+    if "z" in run and (problem := _lists_do_not_fit(run)):
+        return problem
+    return _mean_is_not_1(run)
+
+
+def _mean_is_not_1(run: Sums) -> str | None:
+    """Where whole distributions are known a mean below 1 is a tail that was not sampled, and the lists tell more."""
+    ratio, tame = run["alone_ratio"], float(run["alone_log_ratio"].quantile(0.99).exp()) < TAME
+    if ratio.count == 0:
+        return None
     away = abs(float(ratio.value) - 1.0)
     if tame and away > max(OFF, SURE * float(ratio.standard_error)):
         return (
@@ -150,11 +176,11 @@ def _why_not(run: Sums) -> str | None:
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
-    gap, unreachable = run["acceptance_minus_z"], float(run["unreachable"].value)
-    if unreachable > OFF:
+    gap, unreachable = run["acceptance_minus_z"], run["unreachable"]
+    if float(unreachable.value) > max(OFF, SURE * float(unreachable.standard_error)):
         return (
-            f"{unreachable:.1%} of the policy's probability is on tokens that the writer could not sample, by its own "
-            f"lists. {_LOOK_FOR} No correction brings back what is never written"
+            f"{float(unreachable.value):.1%} of the policy's probability is on tokens that the writer could not "
+            f"sample, by its own lists. {_LOOK_FOR} No correction brings back what is never written"
         )
     if abs(float(gap.value)) > max(OFF, SURE * float(gap.standard_error)):
         return (
@@ -170,4 +196,4 @@ _LOOK_FOR = (
 
 
 def _nothing(verdict: Verdict, sentence: str, judged: tuple[Judged, ...]) -> Answer:
-    return Answer(verdict=verdict, correction=None, settings={}, sentence=sentence, halves_agree=True, judged=judged)
+    return Answer(verdict=verdict, correction=None, settings={}, sentence=sentence, halves_agree=None, judged=judged)

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from jackpot.errors import DataError
-from jackpot.lab.replay.responses import Response
+from jackpot.lab.replay.responses import Response, batches
 from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden
 from jackpot.models.load import load_model, load_tokenizer
 
@@ -35,7 +35,6 @@ class Scorer:
         self._tokenizer = load_tokenizer(path)
         self._temperature = temperature
 
-    @torch.no_grad()
     def score(self, responses: Sequence[Response]) -> list[Response]:
         """The same responses with this model as the policy, old and new: at sampled tokens and at the engine's lists.
 
@@ -44,6 +43,11 @@ class Scorer:
         """
         for response in responses:
             self._check(response)
+        return [scored for part in batches(responses, with_prompts=True) for scored in self._score(part)]
+
+    @torch.no_grad()
+    def _score(self, responses: Sequence[Response]) -> list[Response]:
+        """Of so many as are read at once."""
         rows: dict[tuple[int, ...], int] = {}
         index = [rows.setdefault(tuple(one.prompt_ids.tolist()), len(rows)) for one in responses]
         device = self._model.device
@@ -76,7 +80,7 @@ class Scorer:
         sampled = response.token_ids[:, None]
         if response.rollout_top_ids is None:
             return sampled
-        return torch.cat([sampled, response.rollout_top_ids.clamp(0, self._vocabulary - 1)], dim=1)
+        return torch.cat([sampled, response.rollout_top_ids], dim=1)
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         return torch.log_softmax(head_logits(self._model, hidden).double() / self._temperature, dim=-1)
@@ -87,11 +91,13 @@ class Scorer:
                 f"{response.where} has no prompt_ids, without which a model cannot read the response {response.uid}; "
                 f"write them too, or write old_log_probs and leave out --model"
             )
-        largest = max(int(response.token_ids.max()), int(response.prompt_ids.max()))
-        if largest >= self._vocabulary:
+        lists = [] if response.rollout_top_ids is None else [response.rollout_top_ids.flatten()]
+        ids = torch.cat([response.token_ids, response.prompt_ids, *lists])
+        outside = ids[(ids < 0) | (ids >= self._vocabulary)]
+        if len(outside):
             raise DataError(
-                f"{response.where}: token id {largest} in {response.uid}, but --model has {self._vocabulary} tokens; "
-                f"give the model that was trained, with its tokenizer"
+                f"{response.where}: token id {int(outside[0])} in {response.uid} or its lists, but --model has "
+                f"{self._vocabulary} tokens, from 0; give the model that was trained, with its tokenizer"
             )
 
 

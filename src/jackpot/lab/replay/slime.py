@@ -30,6 +30,8 @@ def recognises(path: Path) -> bool:
 def read(path: Path, tell: Tell) -> Iterator[Response]:
     content = torch_file(path, tell)
     samples = content.get("samples", ()) if isinstance(content, dict) else ()
+    if content is not None and not samples:
+        tell(f"{path.name} has no samples and is left out")
     yield from responses_of(enumerate(samples), path.name, tell, _NEEDED, HOW, _renamed)
 
 

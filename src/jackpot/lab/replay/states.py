@@ -44,8 +44,8 @@ class Lists:
 
 
 def lists_of(batch: Batch) -> Lists | None:
-    """None where the file has no lists for both models."""
-    if any(one.rollout_top_ids is None or one.policy_top_ids is None for one in batch.responses):
+    """None where a response has no lists for both models."""
+    if not all(one.has_lists for one in batch.responses):
         return None
     rollout_ids, rollout_top = _pad(batch, "rollout_top_ids", "rollout_top_log_probs")
     policy_ids, policy_top = _pad(batch, "policy_top_ids", "policy_top_log_probs")

@@ -37,6 +37,40 @@ class Tally:
         if states:
             self.states = states if self.states is None else self.states + states
 
+    @property
+    def apart(self) -> float:
+        """What is misplaced, from the sampled tokens alone (`correction_sums`); 1 where nothing is trained on."""
+        return self._share("")
+
+    @property
+    def misplaced(self) -> float:
+        """The same, summed over whole distributions at the tokens where they are known."""
+        return self._share("alone ")
+
+    @property
+    def effective(self) -> float:
+        """(sum F)^2 / (n sum F^2) over all tokens, summed over whole distributions where they are known."""
+        factor, square = self.sums["alone factor"].total, self.sums["alone square"].total
+        if self.states:
+            factor, square = factor + self.states.mean.total, square + self.states.square.total
+        return float(factor.square() / (square * self.sums["factor"].count)) if square != 0 else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """That were put through the correction."""
+        return int(self.sums["factor"].count) if self.sums else 0
+
+    @property
+    def known(self) -> int:
+        """Tokens whose whole distributions are known."""
+        return int(self.states.mean.count) if self.states else 0
+
+    def _share(self, part: str) -> float:
+        apart, trained = self.sums[f"{part}apart"].total, self.sums[f"{part}trained"].total
+        if self.states and part:
+            apart, trained = apart + self.states.misplaced.total, trained + self.states.mean.total
+        return float(apart / trained) if trained != 0 else 1.0
+
 
 class Ends:
     """The gap where the rollouts begin and where they end: of the first and of the last file or iteration."""
@@ -60,28 +94,44 @@ class Ends:
         return tuple((where, float(mean.value)) for where, mean in self._found)
 
 
-def correction_sums(found: Factors, ratio: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
+def correction_sums(found: Factors, aim: Tensor, mask: Tensor, alone: Tensor, bands: Mapping[str, Tensor]) -> Sums:
     """Of the sampled tokens.
+
+    Where a state trains on F_s, what is misplaced there is E |F - F_s rho| / 2 (`gradient`), and F_s is not known from
+    one token. Taken for it is s_s m: what the state would train on if nothing were capped, times the share m that is
+    left after caps in these tokens, as if it were the same in all states.
 
     Args:
         found: [B, T] each.
-        ratio: [B, T] p_new / p_inf.
+        aim: [B, T] s_s p_new / p_inf: what the factor would be if nothing were capped.
+        alone: [B, T] the tokens of the mask of which nothing is known but what was sampled.
         bands: [B, T] masks by name, over which the rejected share is counted too.
     """
     lost = 1.0 - found.accepted
+    shared = {
+        "factor": found.mean,
+        "square": found.square,
+        "trained": found.either,
+        "apart": (found.either - aim * _level(found.either, aim, mask)).abs() / 2.0,
+    }
     return {
         "log_weight": Histogram.of(found.weight.log(), mask),
         "weight_max": Max.of(found.weight, mask),
         "weight_mean": Mean.of(found.weight, mask),
         "responses": Total.of(mask.any(-1)),
-        "factor": Mean.of(found.mean, mask),
-        "square": Mean.of(found.square, mask),
+        **{name: Mean.of(values, mask) for name, values in shared.items()},
+        **{f"alone {name}": Mean.of(values, alone) for name, values in shared.items()},
         "accepted": Mean.of(found.accepted, mask),
         "capped": Mean.of(found.capped, mask),
         "clipped": Mean.of(found.clipped, mask),
-        "apart": Mean.of((found.mean - ratio).abs() / 2.0, mask),
         "dropped": Total.of(mask.any(-1) & (found.accepted * mask).sum(-1).eq(0)),
     } | {f"lost {name}": Mean.of(lost, band) for name, band in bands.items()}
+
+
+def _level(trained: Tensor, aim: Tensor, mask: Tensor) -> Tensor:
+    """What is left of the aim in these tokens, a scalar; 1 where there is no aim."""
+    wanted = aim[mask].sum()
+    return torch.where(wanted > 0, trained[mask].sum() / wanted, 1.0)
 
 
 def run_sums(batch: Batch, states: States | None) -> Sums:
@@ -93,12 +143,15 @@ def run_sums(batch: Batch, states: States | None) -> Sums:
         "ratio": Mean.of(ratio, mask),
         "apart": Mean.of(1.0 - acceptance(batch.rollout, batch.new, 1.0), mask),
         "apart_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, 1.0), mask),
-        "apart_stale": Mean.of((torch.where(mask, batch.new - batch.old, 0.0).exp() - 1.0).abs() / 2.0, mask),
+        "apart_stale": Mean.of((ratio - torch.where(mask, batch.old - batch.rollout, 0.0).exp()).abs() / 2.0, mask),
+        "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
         "responses": Total.of(sampled),
         "length": Mean.of(mask.sum(-1), sampled),
         "no_advantage": Mean.of(batch.advantages == 0, mask),
     }
+    alone = mask if states is None else mask & ~states.at
+    sums |= {"alone_ratio": Mean.of(ratio, alone), "alone_log_ratio": Histogram.of(log_ratio, alone)}
     if states is not None:
         expected = states.z(1.0, "new")
         gap = (acceptance(batch.rollout, batch.new, 1.0)[states.at] - expected).unsqueeze(0)

@@ -5,6 +5,7 @@ GRPOTrainer writes `step, prompt, completion`, a column for each reward function
 add them. Its tensors are padded: prompts on the left, completions on the right. Run with 1.16.0 too, without vLLM.
 """
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ with
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
-                         "sampling_per_token_logps", "old_per_token_logps"):
+                         "tool_mask", "sampling_per_token_logps", "old_per_token_logps"):
                 if name in output:
                     self._logs["extra"][name].extend(output[name].tolist())
             return output
 Without old_per_token_logps, give --model and it is scored (at --temperature)."""
+_OF_BATCH = ("prompt", "completion", "advantage", "sampling_per_token_logps")  # tell one batch from the next
 _NEEDED = ("completion_ids", "completion_mask", "sampling_per_token_logps")
 
 
@@ -39,26 +41,28 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, tell: Tell) -> Iterator[Response]:
-    if not _repeats_the_file_before(path):
-        yield from responses_of(parquet_rows(path, tell), path.name, tell, _NEEDED, HOW, _renamed)
+    yield from responses_of(parquet_rows(path, tell), path.name, tell, _NEEDED, HOW, _renamed)
 
 
-def _repeats_the_file_before(path: Path) -> bool:
+def mark(path: Path) -> str | None:
     """TRL writes the newest rollout batch at every logged step, so also where several steps train on one batch."""
-    before = files(path.parent)
-    place = before.index(path)
-    if place == 0:
-        return False
     try:
-        this, last = (pq.read_table(file).drop_columns(["step"]) for file in (path, before[place - 1]))
-    except (OSError, pa.ArrowException, KeyError):
-        return False  # the reader says what is wrong
-    return this.equals(last)
+        there = pq.read_schema(path).names
+        table = pq.read_table(path, columns=[name for name in _OF_BATCH if name in there])
+    except (OSError, pa.ArrowException):
+        return None  # the reader says what is wrong
+    digest = hashlib.sha256()
+    for row in table.to_pylist():
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
 
 
 def _renamed(row: Record) -> dict[str, Any]:
-    mask = row["completion_mask"]
-    length = max((place + 1 for place, kept in enumerate(mask) if kept), default=0)
+    """`completion_mask` has every token that is there; `tool_mask`, padded with 1, is 0 where a tool wrote."""
+    exists = row["completion_mask"]
+    length = max((place + 1 for place, kept in enumerate(exists) if kept), default=0)
+    of_model = row["tool_mask"] if row.get("tool_mask") is not None else exists
+    mask = [kept and written for kept, written in zip(exists, of_model, strict=True)]
     renamed = {"token_ids": row["completion_ids"][:length], "sampled_mask": mask[:length]}
     renamed["advantages"] = row.get("advantage")
     if row.get("prompt_ids") is not None and row.get("prompt_mask") is not None:
@@ -68,4 +72,4 @@ def _renamed(row: Record) -> dict[str, Any]:
     return renamed
 
 
-FORMAT = Format(name="trl", files=files, recognises=recognises, read=read, how=HOW)
+FORMAT = Format(name="trl", files=files, recognises=recognises, read=read, how=HOW, mark=mark)

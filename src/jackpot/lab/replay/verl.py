@@ -15,7 +15,9 @@ from jackpot.lab.replay.dumps import Format, Record, Tell, first_keys, json_line
 from jackpot.lab.replay.responses import Response
 
 HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and
-add to _log_rollout_data of verl/trainer/ppo/ray_trainer.py, before self._dump_generations( ... ):
+trainer.use_v1=False, whose trainer is verl/trainer/ppo/ray_trainer.py (the default, use_v1=True, logs in
+verl/trainer/ppo/v1/trainer_base.py, where a batch is kept in another form), and add to _log_rollout_data there, before
+self._dump_generations( ... ):
     for name in ("prompts", "responses", "attention_mask", "response_mask",
                  "rollout_log_probs", "old_log_probs", "advantages"):
         reward_extra_infos_to_dump[name] = batch.batch[name].tolist()

@@ -36,8 +36,10 @@ def too_far(candidates: Sequence[Judged], run: Sums) -> str:
     return text + _known(least)
 
 
-def doubts(halves: Sequence[str], label: str) -> str:
-    """What speaks against being sure."""
+def doubts(halves: Sequence[str], expected: int, label: str) -> str:
+    """What speaks against being sure, from what the halves that have a response say."""
+    if len(halves) < expected:
+        return " Not checked on two halves of the responses: one of them is empty."
     if set(halves) <= {label}:
         return ""
     return f" Not sure: of the two halves of the responses one says {halves[0]} and the other {halves[-1]}."
@@ -81,9 +83,10 @@ def _known(chosen: Judged) -> str:
     if chosen.known >= _ALL:
         return ""
     if chosen.known > 0.0:
-        return f" Summed over both distributions where the top-k lists hold them, for {chosen.known:.0%} of the tokens."
+        known = f"for {chosen.known:.0%} of the tokens"
+        return f" Summed over both distributions where the top-k lists hold them, {known}, and sampled at the others."
     return " Sampled, not summed over the vocabulary: a tail that was not sampled is not in it. Top-k lists would tell."
 
 
 def _percent(share: float) -> str:
-    return f"{100.0 * share:.2g} %" if share >= 5e-5 else "less than 0.01 %"
+    return "less than 0.01 %" if share < 5e-5 else f"{100.0 * share:.2g} %"
