@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from jackpot.cli_lab import diagnose, mismatch, replay, report, simulate
+from jackpot.cli_lab import diagnose, folder_about, mismatch, replay, report, simulate
 from jackpot.config import Config
 from jackpot.config_published import GpusConfig
 from jackpot.console import (
@@ -194,7 +194,7 @@ def evaluate(
     given = {"benchmarks": split_names(benchmarks), "k": k, "engine": engine}
     changes = [{key: value} for key, value in given.items() if value]
     config = evaluation_config(model, [*changes, *map(parse_override, overrides or [])])
-    folder = out or Path("runs") / f"eval-{model.strip('/.').replace('/', '-').replace(':', '-')}"
+    folder = out or folder_about("eval", model)
     try:
         with evaluation_progress(console) as listen:
             results = evaluate_model(config, folder, listen)

@@ -35,6 +35,11 @@ from jackpot.report.tokens import MAX_TOKENS
 from jackpot.telemetry import RunFolder, run_config
 
 
+def folder_about(command: str, model: str) -> Path:
+    """Where a command writes about a model, which may be a path, a hub name or starter:NAME, if nobody says."""
+    return Path("runs") / f"{command}-{model.strip('/.').replace('/', '-').replace(':', '-')}"
+
+
 def diagnose(
     run: Annotated[Path, typer.Argument(help="The folder of a run, finished or still going.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -123,7 +128,7 @@ def mismatch(
     config = mismatch_config(model, *sides, [*changes, *map(parse_override, overrides or [])])
     with mismatch_progress(console) as listen:
         found = measure_mismatch(config, listen)
-    folder = out or Path("runs") / f"mismatch-{model.strip('/.').replace('/', '-').replace(':', '-')}"
+    folder = out or folder_about("mismatch", model)
     sections = mismatch_sections(found)
     files = write_folder(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
     if as_json:
