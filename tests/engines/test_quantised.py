@@ -11,6 +11,7 @@ from engines.quantised_reference import QuantisedReference
 from engines.reference import Reference, tiny_model, tiny_request
 from engines.test_decoding import make_model
 from engines.test_transformers import make
+from jackpot.engines.attention import AttentionKernel
 from jackpot.engines.transformers import TransformersEngine
 from jackpot.errors import EngineError
 from jackpot.ops.digest import weights_digest
@@ -24,6 +25,7 @@ class QuantisedConformance(EngineConformance):
 
     quantization: str | None = None
     kv_cache_dtype: str | None = None
+    attention: AttentionKernel | None = None
     tolerance = 0.15
     moved_supports = 0.05
     moved_responses = 0.15
@@ -31,6 +33,11 @@ class QuantisedConformance(EngineConformance):
     @classmethod
     def make_reference(cls, folder: Path) -> QuantisedReference:
         return QuantisedReference(folder, cls.quantization, cls.kv_cache_dtype)
+
+    @classmethod
+    def make_engine(cls, folder: Path, version: Version) -> TransformersEngine:
+        settings = {name: getattr(cls, name) for name in ("quantization", "kv_cache_dtype", "attention")}
+        return make(folder, torch.float32, version, max_batch_size=32, **settings)
 
 
 @pytest.mark.slow
@@ -40,19 +47,11 @@ class TestInt8Weights(QuantisedConformance):
     moved_supports = moved_responses = 0.0
     training_gap = 0.05
 
-    @staticmethod
-    def make_engine(folder: Path, version: Version) -> TransformersEngine:
-        return make(folder, torch.float32, version, max_batch_size=32, quantization="int8_w8a16")
-
 
 @pytest.mark.slow
 class TestFp8WithAnFp8Cache(QuantisedConformance):
     quantization = kv_cache_dtype = "fp8"
     training_gap = 0.5
-
-    @staticmethod
-    def make_engine(folder: Path, version: Version) -> TransformersEngine:
-        return make(folder, torch.float32, version, max_batch_size=32, quantization="fp8", kv_cache_dtype="fp8")
 
 
 @pytest.mark.slow
@@ -60,29 +59,18 @@ class TestInt8(QuantisedConformance):
     quantization = "int8_w8a8"
     training_gap = 0.1
 
-    @staticmethod
-    def make_engine(folder: Path, version: Version) -> TransformersEngine:
-        return make(folder, torch.float32, version, max_batch_size=32, quantization="int8_w8a8")
-
 
 @pytest.mark.slow
 class TestFp8(QuantisedConformance):
     quantization = "fp8"
     training_gap = 0.5
 
-    @staticmethod
-    def make_engine(folder: Path, version: Version) -> TransformersEngine:
-        return make(folder, torch.float32, version, max_batch_size=32, quantization="fp8")
-
 
 @pytest.mark.slow
 class TestFp8CacheWithEagerAttention(QuantisedConformance):
     kv_cache_dtype = "fp8"
+    attention = "eager"
     training_gap = 0.2
-
-    @staticmethod
-    def make_engine(folder: Path, version: Version) -> TransformersEngine:
-        return make(folder, torch.float32, version, max_batch_size=32, kv_cache_dtype="fp8", attention="eager")
 
 
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), KINDS)
