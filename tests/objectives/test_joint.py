@@ -401,8 +401,12 @@ def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction
     metrics = joint_loss(objective(lam=1e6), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics
     rollout = case.batch.rollout_log_probs[case.mask].numpy()
     old = anchor.old_log_probs[case.mask].numpy()
+    moved = old - scores.log_probs.detach()[case.mask].numpy()
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
     expected = {
+        "policy/update_kl_k1": moved.mean(),
+        "policy/update_kl_k3": (np.exp(-moved) - 1 + moved).mean(),
+        "policy/update_kl_weighted": (np.exp(old - rollout) * moved).mean(),
         "mismatch/ratio": np.exp(old - rollout).mean(),
         "mismatch/ratio_max": np.exp(old - rollout).max(),
         "mismatch/kl_k3": (np.exp(old - rollout) - 1 - (old - rollout)).mean(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jackpot.objectives.corrections import CorrectionInputs, make_correction
-from jackpot.objectives.measure import POSITIONS, correction_metrics, health, mismatch, position_bands
+from jackpot.objectives.measure import POSITIONS, correction_metrics, health, mismatch, position_bands, update_kl
 from jackpot.ops.obrs import known_z
 
 NAMES = ["at_0", "at_1-3", "at_4-15", "at_16-63", "at_64-255", "at_256-1023", "at_1024-4095", "at_4096-up"]
@@ -202,3 +202,18 @@ def test_health_counts_tokens_that_are_not_finite_and_responses_without_tokens()
     found = health(ours, theirs, mask)
     assert found["health/non_finite_tokens"].value.item() == 3.0
     assert found["health/empty_responses"].value.item() == 1.0
+
+
+def test_what_another_sampler_wrote_can_make_the_kl_of_an_update_negative_and_the_weighted_one_stays_exact():
+    sampler = torch.tensor([0.125, 0.125, 0.25, 0.5], dtype=torch.float64)
+    old = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    new = torch.tensor([0.2, 0.3, 0.3, 0.2], dtype=torch.float64)
+    drawn = torch.tensor([[0, 1, 2, 2], [3, 3, 3, 3]])  # each token as often as the sampler draws it
+    moved, ratio = (old / new).log()[drawn], (old / sampler).log()[drawn]
+    found = {name: sums.value.item() for name, sums in update_kl(moved, ratio, drawn >= 0).items()}
+    exact = (old * (old / new).log()).sum().item()
+    assert exact > 0.05
+    assert found["policy/update_kl_weighted"] == pytest.approx(exact, rel=1e-12)
+    assert found["policy/update_kl_k1"] == pytest.approx((sampler * (old / new).log()).sum().item(), rel=1e-12)
+    assert found["policy/update_kl_k1"] < -0.2
+    assert found["policy/update_kl_k3"] == pytest.approx((sampler * (new / old - 1 - (new / old).log())).sum().item())

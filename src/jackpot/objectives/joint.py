@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jackpot.errors import ConfigError
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
-from jackpot.objectives.measure import correction_metrics, health, mismatch
+from jackpot.objectives.measure import correction_metrics, health, mismatch, update_kl
 from jackpot.objectives.surrogate import Aggregate, clip_share, clipped_surrogate
 from jackpot.ops import obrs
 from jackpot.ops.linear_head import HeadOutput, JointOutput
@@ -308,12 +308,14 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Su
     """The models themselves and how far the three distributions lie apart, before any correction."""
     mask = batch.response_mask
     log_ratio = torch.where(mask, anchor.old_log_probs - batch.rollout_log_probs, 0.0)
+    moved = torch.where(mask, anchor.old_log_probs - scores.log_probs.detach(), 0.0)
     return mismatch(log_ratio, mask) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
         "policy/entropy": Mean.of(scores.entropy, mask),
         "policy/reference_kl": Mean.of(scores.reference_kl, mask),
         "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),
+        **update_kl(moved, log_ratio, mask),
         **health(scores.log_probs, batch.rollout_log_probs, mask),
     }
 

@@ -50,6 +50,27 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
     } | {f"mismatch/prefix_ess_{name}": Effective.of(prefix, band) for name, band in bands.items()}
 
 
+def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
+    """How far the policy has moved on this batch: KL(p_old || p_new), estimated from what p_inf wrote.
+
+    `k1` is what frameworks log as the KL of an update. It is unbiased only where p_inf is p_old and then at least 0 in
+    expectation; below 0 it shows the mismatch. `weighted` takes each token by p_old / p_inf, which is unbiased in every
+    state that was written. (The case study on KL estimation in "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training".)
+
+    Args:
+        moved: [B, T] log p_old / p_new of sampled tokens, 0 where masked.
+        log_ratio: [B, T] log p_old / p_inf of them, 0 where masked.
+        mask: [B, T] response mask.
+    """
+    moved = moved.double()
+    return {
+        "policy/update_kl_k1": Mean.of(moved, mask),
+        "policy/update_kl_k3": Mean.of((-moved).exp() - 1.0 + moved, mask),
+        "policy/update_kl_weighted": Mean.of(log_ratio.double().exp() * moved, mask),
+    }
+
+
 def correction_metrics(
     correction: Correction, inputs: CorrectionInputs, lam: float, advantages: Tensor, clipped: Tensor
 ) -> Sums:

@@ -170,6 +170,11 @@ PARTS = (
         "token was written. A stale batch runs into the cap c2 and into PPO's clip.",
         (
             Metrics(r"lag/.*"),
+            Together(
+                "How far the policy moved on the batch: KL(old ‖ new), from sampled tokens",
+                {"policy/update_kl_k1": "k1", "policy/update_kl_weighted": "k1, weighted by p_old / p_inf"},
+            ),
+            Metrics(r"policy/update_kl_.*"),
             Metrics(r"correction/capped_c2"),
             Metrics(r"(policy|rollout_model)/clipped"),
             Metrics(r"correction/.*"),
