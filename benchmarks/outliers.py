@@ -2,12 +2,12 @@
 
 The starters have no outliers, so INT8 and FP8 hardly change them. Two changes by powers of two, which change no logit:
 
-- Outlier channels: in each norm before linear layers a few channels are multiplied by `--channels-by`, and the columns that
-  read them are divided by it. A token's INT8 scale is set by its largest activation, so the others are left with few codes.
-  LLM.int8() (arXiv 2208.07339) found such channels in large models; SmoothQuant (arXiv 2211.10438) removes them by this
-  step backwards.
-- Small keys: the norm of the keys is divided by `--keys-by`, that of the queries multiplied. An FP8 cache without scales of
-  its own (vLLM's default) then holds keys below 2^-6, where E4M3 has fewer than three bits.
+- Outlier channels: in each norm before linear layers a few channels are multiplied by `--channels-by`, and the columns
+  that read them are divided by it. A token's INT8 scale is set by its largest activation, so the others are left with
+  few codes. LLM.int8() (arXiv 2208.07339) found such channels in large models; SmoothQuant (arXiv 2211.10438) removes
+  them by this step backwards.
+- Small keys: the norm of the keys is divided by `--keys-by`, that of the queries multiplied. An FP8 cache without
+  scales of its own (vLLM's default) then holds keys below 2^-6, where E4M3 has fewer than three bits.
 
     python benchmarks/outliers.py runs/quantised/outliers
 """

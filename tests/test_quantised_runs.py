@@ -12,7 +12,7 @@ from engines.reference import rollout_of, tiny_prompt
 from jackpot.errors import ConfigError, EngineError
 from jackpot.guards import check_gap
 from jackpot.lab.history import History
-from jackpot.lab.rule import rounding
+from jackpot.lab.rule import quantising, rounding
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import is_faithful
 from jackpot.types import Sampling, Version
@@ -82,11 +82,10 @@ def test_a_gap_that_stops_other_runs_lets_one_with_a_quantised_engine_go_on_up_t
 
 
 def test_the_usual_gap_of_a_quantised_engine_is_no_sign_of_a_bug():
-    limits = [
-        rounding(History([], [], small_config(*settings)), [0.0])
-        for settings in ((), ("precision=bf16",), ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",))
-    ]
-    assert limits == [1e-3, 2e-2, 5e-2, 5e-2]
+    settings = ((), ("precision=bf16",), ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",))
+    histories = [History([], [], small_config(*one)) for one in settings]
+    assert [rounding(one, [0.0]) for one in histories] == [1e-3, 2e-2, None, None]
+    assert [quantising(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

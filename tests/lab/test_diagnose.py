@@ -222,6 +222,17 @@ def test_bf16_may_round_more(config: Config) -> None:
     assert diagnose(lines, [], config).verdict == "sick"
 
 
+def test_a_quantised_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:
+    engine = config.engine.model_copy(update={"quantization": "int8_w8a8"})
+    quantised = config.model_copy(update={"engine": engine})
+    assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantised).verdict == "healthy"
+    [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantised).findings
+    assert (finding.group, finding.limit) == ("mismatch", 0.02)
+    assert "objective.correction=tis" in finding.tries
+    [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], config).findings
+    assert (finding.group, finding.limit) == ("bug", 0.001)
+
+
 def test_accuracy_may_fall_by_what_chance_does(config: Config) -> None:
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"problems": 64})})
     perfect = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"problems": 8})})

@@ -10,7 +10,7 @@ from jackpot.config_engines import is_quantised
 from jackpot.guards import LARGEST_GAPS
 from jackpot.lab.history import History
 
-QUANTISED_GAP = 5e-2  # mean |p_engine - p_training| that quantising alone has not made; other weights begin there
+QUANTISED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantised.md
 
 Group = Literal["bug", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
@@ -26,11 +26,15 @@ def rise(values: Values) -> float:
     return values[-1] - values[0]
 
 
-def rounding(history: History, values: Values) -> float:
-    """What number formats may make of a probability, on average. `guards` lets a quantised engine run on beyond it."""
-    engine, limits = history.config.engine, LARGEST_GAPS | {"quantised": QUANTISED_GAP}
-    writes_in = "quantised" if is_quantised(engine) else engine.dtype
-    return max(limits[precision] for precision in (writes_in, history.config.precision))
+def rounding(history: History, values: Values) -> float | None:
+    """What number formats may make of a probability, on average."""
+    engine, precision = history.config.engine, history.config.precision
+    return None if is_quantised(engine) else max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
+
+
+def quantising(history: History, values: Values) -> float | None:
+    """What fewer bits may make of a probability, on average. `guards` lets a run go on beyond it."""
+    return QUANTISED_GAP if is_quantised(history.config.engine) else None
 
 
 def above_start(least: float, factor: float) -> Limit:

@@ -14,6 +14,7 @@ from jackpot.lab.rule import (
     below_start,
     both_parts,
     latest,
+    quantising,
     rise,
     rounding,
 )
@@ -26,6 +27,11 @@ _OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch
 _MORE_TOP = "raise sampling.num_top_log_probs"
 _FEWER_STEPS = "raise batch.step_size or lower batch.epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
+_GAPS = {
+    "mismatch/engine_gap": "rollout model",
+    "eval/rollout_model_engine_gap": "rollout model",
+    "eval/policy_engine_gap": "policy",
+}
 
 RULES: tuple[Rule, ...] = (
     *(
@@ -37,11 +43,7 @@ RULES: tuple[Rule, ...] = (
             means=f"what the engine of the {model} reports is not what training computes for the same tokens",
             tries=_ENGINE,
         )
-        for metric, model in (
-            ("mismatch/engine_gap", "rollout model"),
-            ("eval/rollout_model_engine_gap", "rollout model"),
-            ("eval/policy_engine_gap", "policy"),
-        )
+        for metric, model in _GAPS.items()
     ),
     Rule(
         group="bug",
@@ -153,6 +155,19 @@ RULES: tuple[Rule, ...] = (
             tries=f"{_CLOSER}; without a correction set objective.correction=obrs",
         )
         for metric in ("mismatch/kl_rollout_policy", "mismatch/kl_policy_rollout")
+    ),
+    *(
+        Rule(
+            group="mismatch",
+            metric=metric,
+            high=quantising,
+            see=latest,
+            means=f"the quantised engine of the {model} is so far from training that the correction decides what is "
+            "learnt",
+            tries="set objective.correction=tis or obrs where nothing corrects, and not ppo_is; set "
+            "engine.quantization=null and engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
+        )
+        for metric, model in _GAPS.items()
     ),
     Rule(
         group="mismatch",

@@ -1,0 +1,178 @@
+"""The tables of docs/quantised.md and its picture, from the folders of `jackpot compare benchmarks/quantised.yaml`.
+
+    python benchmarks/quantised_page.py runs/compare-quantised runs/quantised-outliers --picture quantised.png
+
+The picture is of the last folder. `logged` is what a training log shows, the mean reward of what the quantised copy
+wrote over the last tenth of the iterations; `right` is the policy without rounding on held-out problems, at the end.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jackpot.lab.comparison import Difference, Spread
+from jackpot.recipes import load_recipe
+from jackpot.report.bands import band
+from jackpot.report.charts import Chart, Guide, Series
+from jackpot.report.comparison_tables import difference_cells, percent
+from jackpot.report.png import write_png
+from jackpot.telemetry import RunFolder
+
+RECIPE = Path(__file__).with_name("quantised.yaml")
+DRAWN = ("exact", "int8_none", "int8_ppo_is", "int8_is", "int8_tis", "int8_obrs")
+WINDOW = 10  # iterations that a point of a noisy curve is the mean of
+CURVES = {
+    "eval/policy_accuracy": ("Policy, without rounding", "right on held-out problems"),
+    "reward/mean": ("Logged reward, of the quantised copy", "mean reward"),
+    "mismatch/engine_gap": ("Gap", "mean |p - q| of sampled tokens"),
+    "policy/entropy": ("Entropy of the policy", "nats a token"),
+    "policy/update_kl_k1": ("KL of an update, by k1", "nats a token"),
+    "policy/update_kl_weighted": ("The same, weighted by p_old / p_inf", "nats a token"),
+}
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The lines of one run's metrics.jsonl after the first, which is an evaluation."""
+
+    lines: list[Line]
+
+    def all(self, metric: str) -> list[float]:
+        return [line[metric] for line in self.lines if line.get(metric) is not None]
+
+    def end(self, metric: str) -> float:
+        return self.all(metric)[-1]
+
+    def late(self, metric: str) -> float:
+        """Mean over the last tenth of the iterations."""
+        values = self.all(metric)
+        return fmean(values[-max(1, len(values) // 10) :])
+
+    def below_0(self, metric: str) -> float:
+        return fmean(value < 0.0 for value in self.all(metric))
+
+
+def read(folder: Path) -> dict[str, list[Run]]:
+    """The runs of each arm in the recipe's order, by seed."""
+    found = {arm: sorted(folder.glob(f"{arm}-seed*")) for arm in load_recipe(str(RECIPE))["arms"]}
+    return {
+        arm: [Run(RunFolder(path).read("metrics.jsonl")[1:]) for path in paths] for arm, paths in found.items() if paths
+    }
+
+
+def learning_table(arms: dict[str, list[Run]]) -> str:
+    """What was learnt, and what the log said of it."""
+    rows = []
+    for arm, runs in arms.items():
+        right, logged = over(runs, "end", "eval/policy_accuracy"), over(runs, "late", "reward/mean")
+        without = f"{arm.split('_')[0]}_none" + "_no_clip" * arm.endswith("_no_clip")
+        difference = differences(runs, arms[without]) if without in arms and without != arm else None
+        copy = over(runs, "end", "eval/rollout_model_accuracy")
+        each = " / ".join(f"{100 * value:.1f}" for value in right.values)
+        rows.append((f"`{arm}`", each, percent(right), *difference_cells(difference), percent(copy), percent(logged)))
+    columns = (
+        "arm",
+        "right, seed by seed",
+        "right, %",
+        "minus its `none`",
+        "above on",
+        "its copy right, %",
+        "logged, %",
+    )
+    return markdown(columns, rows)
+
+
+def log_table(arms: dict[str, list[Run]]) -> str:
+    """What else a log shows."""
+    rows = []
+    for arm, runs in arms.items():
+        rows.append(
+            (
+                f"`{arm}`",
+                f"{over(runs, 'late', 'policy/entropy').mean:.3f}",
+                f"{over(runs, 'late', 'response/tokens').mean:.2f}",
+                f"{mean_of(runs, 'mismatch/engine_gap'):.4f}",
+                f"{mean_of(runs, 'obrs/acceptance'):.3f}",
+                *(cell for name in ("k1", "weighted") for cell in update_cells(runs, f"policy/update_kl_{name}")),
+                f"{1e4 * mean_of(runs, 'policy/update_kl_k3'):.1f}",
+                f"{mean_of(runs, 'correction/ess'):.3f}",
+                f"{mean_of(runs, 'policy/clipped'):.2%}",
+            )
+        )
+    columns = ("arm", "entropy", "tokens", "gap", "acceptance", "k1", "below 0", "weighted k1", "below 0", "k3", "ESS")
+    return markdown((*columns, "clipped"), rows)
+
+
+def update_cells(runs: Sequence[Run], metric: str) -> tuple[str, str]:
+    """Its mean in 1e-4 nats, and in which share of the iterations it was negative."""
+    return f"{1e4 * mean_of(runs, metric):+.1f}", f"{over(runs, 'below_0', metric).mean:.0%}"
+
+
+def over(runs: Sequence[Run], what: str, metric: str) -> Spread:
+    return Spread(values=tuple(getattr(run, what)(metric) for run in runs))
+
+
+def mean_of(runs: Sequence[Run], metric: str) -> float:
+    return fmean(value for run in runs for value in run.all(metric))
+
+
+def differences(runs: Sequence[Run], without: Sequence[Run]) -> Difference:
+    """Seed by seed."""
+    pairs = zip(*(over(each, "end", "eval/policy_accuracy").values for each in (runs, without)), strict=True)
+    apart = tuple(one - other for one, other in pairs)
+    return Difference(spread=Spread(values=apart), higher=sum(value > 0.0 for value in apart))
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def charts(arms: dict[str, list[Run]]) -> list[Chart]:
+    """One for each of CURVES: means over seeds, from least to greatest."""
+    return [
+        Chart(
+            title=title,
+            x_label="iteration",
+            y_label=label,
+            series=tuple(series(arm, number, arms[arm], metric) for number, arm in enumerate(DRAWN) if arm in arms),
+            guides=(Guide(text="0", y=0.0),) if "update_kl" in metric else (),
+        )
+        for metric, (title, label) in CURVES.items()
+    ]
+
+
+def series(arm: str, number: int, runs: Sequence[Run], metric: str) -> Series:
+    curves = [curve(run, metric) for run in runs]
+    mean, low, high = band([[y for _, y in points] for points in curves])
+    return Series(name=arm, x=[x for x, _ in curves[0]], y=mean, low=low, high=high, number=number)
+
+
+def curve(run: Run, metric: str) -> list[tuple[int, float]]:
+    """Iteration and value; what every iteration has, by windows."""
+    points = [(line["iteration"], line[metric]) for line in run.lines if line.get(metric) is not None]
+    if metric.startswith("eval/"):
+        return points
+    windows = [points[start : start + WINDOW] for start in range(0, len(points), WINDOW)]
+    return [(window[-1][0], fmean(value for _, value in window)) for window in windows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    for folder in options.folders:
+        arms = read(folder)
+        print(f"{folder.name}\n\n{learning_table(arms)}\n\n{log_table(arms)}\n")
+    if options.picture:
+        write_png(options.picture, charts(arms))
+
+
+if __name__ == "__main__":
+    main()
