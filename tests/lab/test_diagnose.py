@@ -22,7 +22,7 @@ from runs import run, small_config
 
 ITERATIONS, BROKEN_FROM = 100, 60
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-GROUPS = ["bug", "signal", "mismatch", "correction", "models", "length", "disk"]
+GROUPS = ["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
 HEALTHY = {
     "checkpoint/failed": 0,
     "correction/accepted": 0.92,
@@ -227,7 +227,7 @@ def test_a_quantised_engine_is_a_mismatch_that_asks_for_a_correction(config: Con
     quantised = config.model_copy(update={"engine": engine})
     assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantised).verdict == "healthy"
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantised).findings
-    assert (finding.group, finding.limit) == ("mismatch", 0.02)
+    assert (finding.group, finding.limit) == ("precision", 0.02)
     assert "objective.correction=tis" in finding.tries
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], config).findings
     assert (finding.group, finding.limit) == ("bug", 0.001)

@@ -12,7 +12,7 @@ from jackpot.lab.history import History
 
 QUANTISED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantised.md
 
-Group = Literal["bug", "signal", "mismatch", "correction", "models", "length", "disk"]
+Group = Literal["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
 Limit = float | Callable[[History, Values], float | None]  # None: the rule does not apply
 

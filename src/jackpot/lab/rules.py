@@ -117,6 +117,19 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
+            group="precision",
+            metric=metric,
+            high=quantising,
+            see=latest,
+            means=f"the quantised engine of the {model} is so far from training that the correction decides what is "
+            "learnt",
+            tries="set objective.correction=tis where it is none or ppo_is; set engine.quantization=null and "
+            "engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
+        )
+        for metric, model in _GAPS.items()
+    ),
+    *(
+        Rule(
             group="signal",
             metric=metric,
             high=0.9,
@@ -155,19 +168,6 @@ RULES: tuple[Rule, ...] = (
             tries=f"{_CLOSER}; without a correction set objective.correction=obrs",
         )
         for metric in ("mismatch/kl_rollout_policy", "mismatch/kl_policy_rollout")
-    ),
-    *(
-        Rule(
-            group="mismatch",
-            metric=metric,
-            high=quantising,
-            see=latest,
-            means=f"the quantised engine of the {model} is so far from training that the correction decides what is "
-            "learnt",
-            tries="set objective.correction=tis or obrs where nothing corrects, and not ppo_is; set "
-            "engine.quantization=null and engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
-        )
-        for metric, model in _GAPS.items()
     ),
     Rule(
         group="mismatch",
