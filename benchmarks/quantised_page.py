@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from study_page import markdown
+
 from jackpot.lab.comparison import Difference, Spread
 from jackpot.recipes import load_recipe
 from jackpot.report.bands import band
@@ -126,11 +128,6 @@ def differences(runs: Sequence[Run], without: Sequence[Run]) -> Difference:
     pairs = zip(*(over(each, "end", "eval/policy_accuracy").values for each in (runs, without)), strict=True)
     apart = tuple(one - other for one, other in pairs)
     return Difference(spread=Spread(values=apart), higher=sum(value > 0.0 for value in apart))
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def charts(arms: dict[str, list[Run]]) -> list[Chart]:
