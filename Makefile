@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test test-all test-browser chromium test-vllm test-vllm-here soak study lint clean
+.PHONY: train test test-all test-browser chromium test-vllm test-vllm-here mutants soak study lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -38,6 +38,9 @@ test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 
 test-vllm-here: $(VENV)-vllm/ready
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm $(ARGS)
+
+mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/test_mutations.py $(ARGS)
 
 soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py

@@ -137,6 +137,16 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert trainer.iteration == 0
 
 
+def test_the_second_ctrl_c_ends_it_at_once_where_sigint_was_ignored(tmp_path: Path) -> None:
+    """As in `jackpot train ... &` of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        test_the_second_signal_ends_it_at_once(tmp_path)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
     """As on a network file system while somebody reads it."""
 

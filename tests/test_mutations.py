@@ -15,6 +15,7 @@ import pytest
 
 import jackpot
 
+pytestmark = pytest.mark.mutants
 TESTS = Path(__file__).parent
 PACKAGE = Path(jackpot.__file__).parent
 

@@ -335,7 +335,8 @@ class Trainer:
     def _interruptible(self) -> Iterator[None]:
         """The first Ctrl-C or SIGTERM ends the run after this iteration, with a checkpoint; the second one at once.
 
-        Only a main thread gets signals; elsewhere this does nothing.
+        Only a main thread gets signals; elsewhere this does nothing. A process that a script starts in its background
+        ignores SIGINT; here it counts all the same, the first one and the second.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -348,6 +349,8 @@ class Trainer:
         def stop(signum: int, frame: Any) -> None:
             self._stopping = True
             restore()
+            if before[signal.SIGINT] is signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
