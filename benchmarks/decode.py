@@ -29,8 +29,8 @@ import transformers
 from interleaved import MARK, Job, Result, cell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.engines.transformers import TransformersEngine
-from jackpot.types import Prompt, Request, Rollout, Sampling, Version
+from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 EOS, NUM_TOP = 1, 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

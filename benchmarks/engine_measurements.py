@@ -37,12 +37,12 @@ with clock("import"):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from jackpot.config_engines import TransformersEngineConfig, VLLMEngineConfig
-    from jackpot.engines.base import Engine
-    from jackpot.engines.vllm import _import_vllm
+    from jackpot.config.engines import TransformersEngineConfig, VLLMEngineConfig
+    from jackpot.core.digest import weights_digest
+    from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
     from jackpot.launch.engines import make_engine
-    from jackpot.ops.digest import weights_digest
-    from jackpot.types import Prompt, Request, Rollout, Sampling, Version
+    from jackpot.rollout.engines.base import Engine
+    from jackpot.rollout.engines.vllm.engine import _import_vllm
 
 START, NEXT = Version(0, 0), Version(1, 1)
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from interleaved import Job, measure, table
 
-from jackpot.report.charts import Chart, Series
-from jackpot.report.png import write_png
+from jackpot.ui.charts import Chart, Series
+from jackpot.ui.png import write_png
 
 HERE = Path(__file__).parent
 HEAD = {"device": "cpu", "dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024, "top": 20}

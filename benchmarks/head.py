@@ -68,7 +68,7 @@ class Inputs:
 
 
 def ours(given: Inputs) -> Tensor:
-    from jackpot.ops.linear_head import Head, joint_linear_head, linear_head
+    from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 
     heads = [Head(hidden=hidden, weight=weight) for hidden, weight in zip(given.hidden, given.weight, strict=True)]
     options = dict(temperature=1.0, num_top=given.top, gather_ids=given.given)

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jackpot.answers.compare import compare_plainly
-from jackpot.answers.extract import hashed_answer
-from jackpot.config_tasks import RewardConfig
-from jackpot.tasks.base import Answer
-from jackpot.tasks.judge_pool import Job, JudgePool
-from jackpot.tasks.judging import VERDICT, Judge
-from jackpot.types import Prompt
+from jackpot.config.tasks import RewardConfig
+from jackpot.core.types import Answer, Prompt
+from jackpot.rollout.rewards.pool import Job, JudgePool
+from jackpot.rollout.rewards.rewards import VERDICT, Judge
+from jackpot.rollout.rewards.verifier.compare import compare_plainly
+from jackpot.rollout.rewards.verifier.extract import hashed_answer
 
 GROUP = 8  # answers that are judged together, as the sampler does; equal questions among them are asked once
 FILLER = "We add 3 and 4 to get $3 + 4 = 7$, and then {carefully} go on. "

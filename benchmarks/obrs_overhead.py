@@ -27,18 +27,18 @@ from step_ours import Words, make_models, settings
 from step_task import GROUP
 from torch.utils.flop_counter import FlopCounterMode
 
-from jackpot.batching import micro_batches
-from jackpot.config import Config
-from jackpot.config_build import build_config
-from jackpot.joint_learner import JointLearner
+from jackpot.config.build import build_config
+from jackpot.config.run import Config
+from jackpot.core.types import Request, Rollout, Score, ScoredRollout, TokenBatch, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_trained, make_learner
+from jackpot.launch.objectives import policy_objective
 from jackpot.models.load import load_tokenizer
-from jackpot.objectives.build import policy_objective
+from jackpot.objectives import obrs
 from jackpot.objectives.corrections import CorrectionInputs
-from jackpot.ops import obrs
-from jackpot.ops.linear_head import Head, linear_head
-from jackpot.types import Request, Rollout, Score, ScoredRollout, TokenBatch, Version
+from jackpot.objectives.kernels.linear_head import Head, linear_head
+from jackpot.training.batching import micro_batches
+from jackpot.training.joint_learner import JointLearner
 
 TOP = 20
 Action = Callable[[], object]

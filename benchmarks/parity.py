@@ -40,17 +40,24 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
-from jackpot.config_tasks import ArithmeticConfig
-from jackpot.engines.attention import eager_attention, on_rounded, use_attention
-from jackpot.engines.cache import make_cache
+from jackpot.config.tasks import ArithmeticConfig
 from jackpot.models.load import load_model, load_tokenizer
-from jackpot.precision.convert import quantise_linears
-from jackpot.precision.gemm import gemm_exact
-from jackpot.precision.kv import round_by_token
-from jackpot.precision.linear import QuantisedLinear
-from jackpot.precision.quantiser import LARGEST, Quantised, block_scales, dequantise, quantise
-from jackpot.precision.schemes import FP8_BLOCKS, SCHEMES, Scheme, with_scales
-from jackpot.tasks import make_task
+from jackpot.models.quantization.convert import quantise_linears
+from jackpot.models.quantization.linear import QuantisedLinear, gemm_exact, round_by_token
+from jackpot.models.quantization.quantizer import (
+    FP8_BLOCKS,
+    LARGEST,
+    SCHEMES,
+    Quantised,
+    Scheme,
+    block_scales,
+    dequantise,
+    quantise,
+    with_scales,
+)
+from jackpot.rollout.engines.transformers.attention import eager_attention, on_rounded, use_attention
+from jackpot.rollout.engines.transformers.kv_cache import make_cache
+from jackpot.rollout.tasks.registry import make_task
 
 PROMPT, RESPONSE, ROWS = 16, 48, 16  # the starters' prompts are as long as most problems
 BATCHES = (16, 5, 1)  # of the learner, where a row must be 0

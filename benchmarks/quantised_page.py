@@ -15,13 +15,13 @@ from typing import Any
 
 from study_page import markdown
 
-from jackpot.lab.comparison import Difference, Spread
-from jackpot.recipes import load_recipe
-from jackpot.report.bands import band
-from jackpot.report.charts import Chart, Guide, Series
-from jackpot.report.comparison_tables import difference_cells, percent
-from jackpot.report.png import write_png
-from jackpot.telemetry import RunFolder
+from jackpot.analysis.compare.comparison import Difference, Spread
+from jackpot.config.recipes import load_recipe
+from jackpot.training.run.folder import RunFolder
+from jackpot.ui.charts import Chart, Guide, Series
+from jackpot.ui.png import write_png
+from jackpot.ui.report.lines import band
+from jackpot.ui.views.comparison import difference_cells, percent
 
 RECIPE = Path(__file__).with_name("quantised.yaml")
 DRAWN = ("exact", "int8_none", "int8_ppo_is", "int8_is", "int8_tis", "int8_obrs")

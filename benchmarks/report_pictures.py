@@ -12,7 +12,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from jackpot.report.build import write_report
+from jackpot.ui.report.report import write_report
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 

@@ -11,15 +11,15 @@ from step_task import GROUP, LEARNING_RATE, MICRO_BATCH, WORDS, peak_mib, prompt
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.config import Config
-from jackpot.config_build import build_config
+from jackpot.analysis.plan.memory import plan_memory
+from jackpot.analysis.plan.sizes import model_sizes
+from jackpot.config.build import build_config
+from jackpot.config.recipes import parse_override
+from jackpot.config.run import Config
+from jackpot.core.types import Prompt, Score
 from jackpot.launch import local
-from jackpot.launch.memory import plan_memory
-from jackpot.launch.plan import model_sizes
-from jackpot.recipes import parse_override
-from jackpot.tasks.base import Split, Task
-from jackpot.trainer import Line, Trainer
-from jackpot.types import Prompt, Score
+from jackpot.rollout.tasks.base import Split, Task
+from jackpot.training.trainer import Line, Trainer
 
 LONGEST_PROMPT = 53
 

@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from jackpot.config import Config
-from jackpot.lab.collapse import collapse_of
-from jackpot.lab.summary import RunSummary, summarize
-from jackpot.launch.arms import FAILED, Job, Lines, jobs_at_once, run_jobs
-from jackpot.models.starters import STUDY_STARTERS, make_starters
-from jackpot.recipes import resolve
+from jackpot.analysis.compare.runs import FAILED, Job, Lines, jobs_at_once, run_jobs
+from jackpot.analysis.compare.summary import RunSummary, summarize
+from jackpot.analysis.diagnose.collapse import collapse_of
+from jackpot.config.recipes import resolve
+from jackpot.config.run import Config
+from jackpot.launch.starters import STUDY_STARTERS, make_starters
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "benchmarks" / "study.yaml"

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 from study import FACTORS, JOINT, PAIRS, ROOT, SEEDS, TUNING_SEEDS, best_factor, cells, name_of, read, score
 
-from jackpot.lab.comparison import ArmRow, Comparison, Spread, compare
-from jackpot.lab.summary import RunSummary
+from jackpot.analysis.compare.comparison import ArmRow, Comparison, Spread, compare
+from jackpot.analysis.compare.summary import RunSummary
+from jackpot.launch.starters import STUDY_STARTERS, StarterSpec, outline
 from jackpot.models.cost import forward_cost
-from jackpot.models.starters import STUDY_STARTERS, StarterSpec, outline
-from jackpot.report.comparison import comparison_charts
-from jackpot.report.comparison_tables import cost_cells, difference_cells, percent
-from jackpot.report.png import write_png
+from jackpot.ui.png import write_png
+from jackpot.ui.views.comparison import comparison_charts, cost_cells, difference_cells, percent
 
 TEMPLATE = ROOT / "benchmarks" / "study_page.md"
 PAGE = ROOT / "docs" / "study.md"

@@ -13,13 +13,13 @@ import argparse
 import torch
 from torch import Tensor
 
-from jackpot.config_engines import TransformersEngineConfig, VLLMEngineConfig
-from jackpot.config_tasks import ArithmeticConfig
-from jackpot.engines.base import Engine
+from jackpot.config.engines import TransformersEngineConfig, VLLMEngineConfig
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.core.types import Request, Rollout, Sampling, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer, resolve_path
-from jackpot.tasks import make_task
-from jackpot.types import Request, Rollout, Sampling, Version
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.tasks.registry import make_task
 
 PROMPTS, RESPONSES, LENGTH = 32, 4, 48
 CPU, FIRST = torch.device("cpu"), Version(0, 0)

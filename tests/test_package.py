@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import jackpot
-from runs import run, small_config
+from helpers.paths import ROOT
+from helpers.runs import run, small_config
 
-ROOT, PACKAGE = Path(__file__).parent.parent, Path(jackpot.__file__).parent
+PACKAGE = Path(jackpot.__file__).parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 

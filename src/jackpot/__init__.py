@@ -11,17 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jackpot.config import Config
-    from jackpot.errors import JackpotError
-    from jackpot.objectives.corrections import (
-        CORRECTIONS,
-        Correction,
-        CorrectionFn,
-        CorrectionInputs,
-        make_correction,
-    )
-    from jackpot.ops import obrs
-    from jackpot.types import Rollout, Sampling, Version
+    from jackpot.config.run import Config
+    from jackpot.core.errors import JackpotError
+    from jackpot.core.types import Rollout, Sampling, Version
+    from jackpot.objectives import obrs
+    from jackpot.objectives.corrections import CORRECTIONS, Correction, CorrectionFn, CorrectionInputs, make_correction
 
 __all__ = [
     "CORRECTIONS",
@@ -40,17 +34,17 @@ __all__ = [
 _CORRECTIONS = "jackpot.objectives.corrections"
 _HOMES = {
     "CORRECTIONS": _CORRECTIONS,
-    "Config": "jackpot.config",
+    "Config": "jackpot.config.run",
     "Correction": _CORRECTIONS,
     "CorrectionFn": _CORRECTIONS,
     "CorrectionInputs": _CORRECTIONS,
-    "JackpotError": "jackpot.errors",
-    "Rollout": "jackpot.types",
-    "Sampling": "jackpot.types",
-    "Version": "jackpot.types",
+    "JackpotError": "jackpot.core.errors",
+    "Rollout": "jackpot.core.types",
+    "Sampling": "jackpot.core.types",
+    "Version": "jackpot.core.types",
     "make_correction": _CORRECTIONS,
 }
-_MODULES = {"obrs": "jackpot.ops.obrs"}
+_MODULES = {"obrs": "jackpot.objectives.obrs"}
 
 
 def __getattr__(name: str) -> Any:

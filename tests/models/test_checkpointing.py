@@ -8,11 +8,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from jackpot.errors import ModelError
+from helpers.runs import run, small_config, weights
+from jackpot.core.errors import ModelError
 from jackpot.launch.local import load_trained, make_critic, model_paths
-from jackpot.models.checkpointing import checkpoint_activations
-from jackpot.models.forward import backbone, can_share_prompts, pad_tokens, predicting_hidden
-from runs import run, small_config, weights
+from jackpot.models.forward import backbone, can_share_prompts, checkpoint_activations, pad_tokens, predicting_hidden
 
 MODELS = {
     "Qwen3": lambda: Qwen3ForCausalLM(

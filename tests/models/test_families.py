@@ -2,9 +2,9 @@
 
 import pytest
 
-from jackpot.errors import ModelError
+from jackpot.config.recipes import load_recipe, recipe_names, resolve
+from jackpot.core.errors import ModelError
 from jackpot.models.families import FAMILIES, known_model
-from jackpot.recipes import load_recipe, recipe_names, resolve
 
 NAMES = {  # architecture, whether it chats, whether embedding and output layer are one
     "Qwen/Qwen3-0.6B": ("Qwen3ForCausalLM", True, True),

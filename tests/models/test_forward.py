@@ -19,7 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from jackpot.errors import DataError, ModelError
+from jackpot.core.errors import DataError, ModelError
+from jackpot.core.types import TokenBatch
 from jackpot.models.forward import (
     backbone,
     can_share_prompts,
@@ -32,7 +33,6 @@ from jackpot.models.forward import (
     predicting_hidden,
     response_hidden,
 )
-from jackpot.types import TokenBatch
 
 V = 30
 SHAPE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from jackpot.errors import DataError, ModelError
+from jackpot.core.errors import DataError, ModelError
 from jackpot.models import load
 from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, resolve_path
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from hub import without_hub
-from jackpot.errors import DataError, ModelError
+from helpers.hub import without_hub
+from jackpot.config.recipes import load_recipe, recipe_names, resolve
+from jackpot.core.errors import DataError, ModelError
 from jackpot.models.cost import cached_numbers
 from jackpot.models.load import eos_token_ids, hub_answers, load_config, load_model, load_outline, load_tokenizer
 from jackpot.models.published import PUBLISHED, is_from_table
-from jackpot.recipes import load_recipe, recipe_names, resolve
 
 PARAMETERS = {  # of the weights on the hub, tied ones once
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,

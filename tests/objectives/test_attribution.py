@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from jackpot.errors import ConfigError
+from jackpot.core.errors import ConfigError
 from jackpot.objectives.corrections import CorrectionInputs, make_correction
-from jackpot.ops.obrs import known_z
+from jackpot.objectives.obrs import known_z
 
 STATES, VOCAB = 5, 7
 LAMS = (0.3, 0.8, 1.0, 1.7, 4.0)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackpot.errors import ConfigError
+from jackpot.core.errors import ConfigError
+from jackpot.core.metrics import add_sums
 from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, make_correction
-from jackpot.ops.obrs import ZEstimate
-from jackpot.ops.reduce import add_sums
+from jackpot.objectives.obrs import ZEstimate
 
 RTOL = 1e-12
 OBRS = dict(lam=0.8, c1=1.5, c2=1.25, mask="sampled", totals="none")

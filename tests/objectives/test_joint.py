@@ -7,21 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.sums import assert_equal_sums
+from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.distill import DISTILLATIONS
-from jackpot.objectives.joint import (
-    Anchor,
-    PolicyObjective,
-    RolloutModelObjective,
-    anchor_of,
-    joint_loss,
-    token_scores,
-)
-from jackpot.objectives.surrogate import AGGREGATES
-from jackpot.ops.linear_head import Head, joint_linear_head, linear_head
-from jackpot.ops.obrs import ZEstimate
-from jackpot.types import TokenBatch
-from sums import assert_equal_sums
+from jackpot.objectives.joint import Anchor, PolicyObjective, RolloutModelObjective, anchor_of, joint_loss, token_scores
+from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
+from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
+from jackpot.objectives.obrs import ZEstimate
 
 B, T, V, H, K, MAX_LENGTH = 4, 5, 7, 6, 3, 9
 LENGTHS = [5, 3, 0, 1]

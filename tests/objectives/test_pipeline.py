@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.tabular import VOCAB, World
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.distill import DISTILLATIONS
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective, anchor_of, joint_loss
-from jackpot.objectives.surrogate import AGGREGATES
+from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
 from objectives import tabular
-from objectives.tabular import VOCAB, World
 
 ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
 

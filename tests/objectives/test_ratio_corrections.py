@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jackpot.errors import ConfigError
+from jackpot.core.errors import ConfigError
 from jackpot.objectives.corrections import CorrectionInputs, make_correction
-from jackpot.ops.obrs import known_z
+from jackpot.objectives.obrs import known_z
 
 # Rows: a hole (a tool wrote two tokens), a whole one, an empty response, padding behind, one token alone.
 MASK = torch.tensor(

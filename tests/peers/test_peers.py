@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jackpot.objectives import advantages, regularise, surrogate
+from jackpot.objectives import advantages
+from jackpot.objectives import losses as regularise
+from jackpot.objectives import losses as surrogate
 from jackpot.objectives.corrections import CorrectionInputs, make_correction
-from jackpot.ops.linear_head import Head, linear_head
-from jackpot.ops.obrs import ZEstimate
+from jackpot.objectives.kernels.linear_head import Head, linear_head
+from jackpot.objectives.obrs import ZEstimate
 
 HERE = Path(__file__).parent
 VENV = HERE.parents[1] / ".venv-peers"

@@ -14,14 +14,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from commands import SCREEN, jackpot
-from engines.reference import save_tiny_model
-from hub import without_hub
-from jackpot import cli
-from jackpot.models.load import load_model, load_tokenizer
+from helpers.commands import SCREEN, jackpot
+from helpers.engines.reference import save_tiny_model
+from helpers.hub import without_hub
+from helpers.runs import SMALL, metrics, run, small_config, weights
+from jackpot.launch.starters import STARTERS, STUDY_STARTERS
+from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
-from jackpot.models.starters import STARTERS, STUDY_STARTERS, starter_path
-from runs import SMALL, metrics, run, small_config, weights
+from jackpot.ui import cli
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
 

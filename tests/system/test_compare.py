@@ -15,13 +15,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from commands import SCREEN, jackpot
-from jackpot import cli
-from jackpot.errors import CheckpointError, ConfigError
-from jackpot.files import hold_lock
-from jackpot.launch.arms import differing_arms, make_jobs, with_budget
-from jackpot.recipes import resolve_arms
-from runs import SMALL, run
+from helpers.commands import SCREEN, jackpot
+from helpers.runs import SMALL, run
+from jackpot.analysis.compare.runs import differing_arms, make_jobs, with_budget
+from jackpot.config.recipes import resolve_arms
+from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.files import hold_lock
+from jackpot.ui import cli
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
 TINY = (*(one for one in SMALL if not one.startswith("threads")), "iterations=2", "evaluation.every=1")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from commands import jackpot
-from jackpot.console_mismatch import mismatch_progress
+from helpers.commands import jackpot
+from jackpot.ui.terminal.progress import mismatch_progress
 
 SMALL = ("--responses", "12", "--max-new-tokens", "12", "threads=1")
 

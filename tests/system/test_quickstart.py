@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from jackpot.config_tasks import ArithmeticConfig
-from jackpot.engines.transformers import TransformersEngine
-from jackpot.evaluate import evaluate
+from helpers.runs import metrics, run
+from jackpot.config.recipes import resolve
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.core.types import Sampling, Version
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
-from jackpot.recipes import resolve
-from jackpot.tasks.arithmetic import Arithmetic
-from jackpot.types import Sampling, Version
-from runs import metrics, run
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.evaluate import evaluate
+from jackpot.rollout.tasks.arithmetic import Arithmetic
 
 pytestmark = pytest.mark.slow
 

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from jackpot.launch.tiny import tiny_run
-from jackpot.models.starters import STUDY_STARTERS
-from jackpot.recipes import load_recipe, recipe_names, resolve
-from runs import run
-from trainable import learned
+from helpers.paths import ROOT
+from helpers.runs import run
+from helpers.trainable import learned
+from jackpot.analysis.plan.tiny import tiny_run
+from jackpot.config.recipes import load_recipe, recipe_names, resolve
+from jackpot.launch.starters import STUDY_STARTERS
 
 # Not a recipe of the package: its models are made first. Here the starters stand in for them.
-STUDY = str(Path(__file__).parents[2] / "benchmarks" / "study.yaml")
+STUDY = str(ROOT / "benchmarks" / "study.yaml")
 STAND_INS = {
     "runs/study/models/policy": "starter:policy",
     "runs/study/models/close": "starter:rollout_model",

@@ -4,9 +4,9 @@ import json
 
 from typer.testing import CliRunner
 
-from jackpot import cli
-from jackpot.recipes import load_recipe, recipe_names
-from jackpot.recipes.listing import listed
+from jackpot.config.recipes import load_recipe, recipe_names
+from jackpot.config.recipes.listing import listed
+from jackpot.ui import cli
 
 
 def printed(*arguments: str, width: int = 120) -> str:

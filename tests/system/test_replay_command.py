@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from commands import jackpot
-from jackpot.lab.replay.replay import replay
-from made_up_rollouts import noise, records, write
-from runs import run, small_config
+from helpers.commands import jackpot
+from helpers.made_up_rollouts import noise, records, write
+from helpers.runs import run, small_config
+from jackpot.analysis.replay.replay import replay
 
 WHOLE_VOCABULARY = "sampling.num_top_log_probs=32"
 SETTINGS = ("rollouts.every=1", "iterations=2", "batch.prompts=8", "evaluation.every=9", "checkpoint.every=1")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jackpot import cli
-from jackpot.lab.simulate import simulation
-from jackpot.report.folder import write_folder
-from runs import SMALL, run, small_config
+from helpers.runs import SMALL, run, small_config
+from jackpot.analysis.simulate import simulate as simulation
+from jackpot.ui import cli
+from jackpot.ui.results import write_folder
 
 PICTURES = ("ratios", "acceptance", "kl", "theorems", "topk", "identity")
 

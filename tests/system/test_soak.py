@@ -12,14 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jackpot.checkpoint import Checkpoints
-from jackpot.telemetry import RunFolder
-from runs import metrics, weights
-from soak import Soak, soak_config
+from helpers.paths import TESTS
+from helpers.runs import metrics, weights
+from helpers.soak import Soak, soak_config
+from jackpot.training.run.checkpoint import Checkpoints
+from jackpot.training.run.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "12"))
-CONFIG, TESTS = soak_config(KILLS), Path(__file__).parent.parent
+CONFIG = soak_config(KILLS)
 SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
 
 
@@ -28,9 +29,10 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Soak]:
     """The whole run, the killed one, and what happened to that."""
     home = tmp_path_factory.mktemp("soak")
     print(f"JACKPOT_SOAK_SEED={SEED}")  # pytest shows it where something fails
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     server = subprocess.run(
-        [sys.executable, TESTS / "soak.py", str(home), str(KILLS), str(SEED)],
-        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+        [sys.executable, TESTS / "helpers" / "soak.py", str(home), str(KILLS), str(SEED)],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jackpot import cli
+from jackpot.ui import cli
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
 OWN = """

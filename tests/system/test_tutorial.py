@@ -2,15 +2,15 @@
 
 import doctest
 import re
-from pathlib import Path
 
 import pytest
 
-from jackpot.lab.simulate.models import simulate_candidates
-from jackpot.lab.simulate.pairs import PROMPTS
-from jackpot.recipes import resolve
+from helpers.paths import ROOT
+from jackpot.analysis.simulate.pairs import PROMPTS
+from jackpot.analysis.simulate.runs import simulate_candidates
+from jackpot.config.recipes import resolve
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
 def test_the_example_computes_what_it_shows() -> None:

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
-from engines.servers import VLLMServer, save_untied, started
+from helpers.engines.servers import VLLMServer, save_untied, started
+from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.launch.local import launch
 from jackpot.models.load import resolve_path
-from jackpot.trainer import Line
-from runs import assert_same_run, metrics, run, small_config
+from jackpot.training.trainer import Line
 
 pytestmark = pytest.mark.vllm
 JACKPOT = Path(sys.executable).with_name("jackpot")

@@ -1,16 +1,16 @@
-"""An engine from its settings, with its own copy of a model. Layer 6."""
+"""An engine from its settings, with its own copy of a model."""
 
 import torch
 
-from jackpot.config_engines import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
-from jackpot.engines.base import Engine
-from jackpot.engines.transformers import TransformersEngine
-from jackpot.engines.vllm import VLLMEngine, VLLMSettings
-from jackpot.engines.vllm_form import sent_form
-from jackpot.engines.vllm_server import ServerSettings, VLLMServerEngine
-from jackpot.errors import ConfigError
+from jackpot.config.engines import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
+from jackpot.core.errors import ConfigError
+from jackpot.core.types import Version
 from jackpot.models.load import eos_token_ids, load_model, load_outline, resolve_path
-from jackpot.types import Version
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.engines.vllm.engine import VLLMEngine, VLLMSettings
+from jackpot.rollout.engines.vllm.server_engine import ServerSettings, VLLMServerEngine
+from jackpot.rollout.engines.vllm.weight_format import sent_form
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _GIB = 2**30

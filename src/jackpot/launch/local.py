@@ -1,4 +1,4 @@
-"""Everything in this process: loads the models, makes engine and learner, places them. Layer 6."""
+"""Everything in this process: loads the models, makes engine and learner, places them."""
 
 import os
 from contextlib import ExitStack
@@ -8,32 +8,29 @@ from typing import get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.checkpoint import Checkpoints
-from jackpot.config import Config, OptimizerConfig
-from jackpot.config_evaluation import BenchmarksConfig, sets_of
-from jackpot.config_mismatch import MismatchConfig
-from jackpot.critic import Critic, CriticNumbers
-from jackpot.engines.base import Engine
-from jackpot.errors import ConfigError, EngineError, ModelError
-from jackpot.joint_learner import JointLearner
+from jackpot.config.run import Config, OptimizerConfig
+from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
+from jackpot.core.errors import ConfigError, EngineError, ModelError
+from jackpot.core.prng import stream_key
+from jackpot.core.types import Role, Version
 from jackpot.launch.engines import DTYPES, make_engine
-from jackpot.models.checkpointing import checkpoint_activations
+from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
-from jackpot.models.forward import output_layer
+from jackpot.models.forward import checkpoint_activations, output_layer
 from jackpot.models.load import check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
 from jackpot.models.lora import add_adapter, load_adapter
-from jackpot.objectives.build import policy_objective, rollout_model_objective
-from jackpot.ops.uniforms import stream_key
-from jackpot.optimizer import ModelOptimizer
-from jackpot.parts import Parts
-from jackpot.reference import Reference
-from jackpot.tasks import make_task
-from jackpot.tasks.base import Split, Task
-from jackpot.tasks.math import Math
-from jackpot.tasks.sets import make_sets
-from jackpot.telemetry import RunFolder
-from jackpot.trainer import Listener, Trainer
-from jackpot.types import Role, Version
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.tasks.base import Split, Task
+from jackpot.rollout.tasks.math import Math
+from jackpot.rollout.tasks.registry import make_sets, make_task
+from jackpot.training.components import Parts
+from jackpot.training.critic import Critic, CriticNumbers
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.optimizer import ModelOptimizer
+from jackpot.training.reference import Reference
+from jackpot.training.run.checkpoint import Checkpoints
+from jackpot.training.run.folder import RunFolder
+from jackpot.training.trainer import Listener, Trainer
 
 
 def launch(config: Config, path: Path, listen: Listener) -> Trainer:

@@ -1,4 +1,4 @@
-"""What a forward pass costs in floating-point operations, from a model's shapes alone. Layer 3.
+"""What a forward pass costs in floating-point operations, from a model's shapes alone.
 
 The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): two operations for every weight of a matrix and
 every token, and for attention two for every channel of a query and of a value, and every key it sees. A backward pass

@@ -1,4 +1,4 @@
-"""Families of models known by name, without reaching the hub: architecture, special tokens, chat format. Layer 3.
+"""Families of models known by name, without reaching the hub: architecture, special tokens, chat format.
 
 Tokens and their ids are those of the families' own tokenizers; what a chat template has beyond plain messages (tools,
 dates, thoughts of earlier turns) is left out.
@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from jackpot.errors import ModelError
+from jackpot.core.errors import ModelError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

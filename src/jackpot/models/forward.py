@@ -1,4 +1,4 @@
-"""From token ids to the hidden states that the head turns into log-probs. Layer 3.
+"""From token ids to the hidden states that the head turns into log-probs.
 
 Hidden states and head are taken apart here so that nobody above needs logits [B, T, V] in memory. Engine and learner
 use the same parts; in fp32 their numbers agree to rounding, in bf16 the engine rounds what the learner keeps.
@@ -7,15 +7,18 @@ Shapes: `U` unique prompts of `P` tokens, `B` sequences, `T` response tokens, `H
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from jackpot.errors import DataError, ModelError
-from jackpot.types import Rollout, TokenBatch, unique_prompts
+from jackpot.core.errors import DataError, ModelError
+from jackpot.core.types import Rollout, TokenBatch, unique_prompts
 
 Side = Literal["left", "right"]
 
@@ -239,3 +242,24 @@ def check_head(model: PreTrainedModel) -> None:
 
 def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config()
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep of every layer its input alone, and compute the rest of it again in backward.
+
+    transformers' own switch works in training mode only, which also turns dropout on; here the model stays in eval
+    mode, and a second pass is bit-equal to the first. The switch is set as well, for whoever asks
+    `is_gradient_checkpointing`.
+
+    Raises:
+        ModelError: the model has no layers that transformers would checkpoint.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not model.supports_gradient_checkpointing or not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers whose activations can be checkpointed; set "
+            f"activation_checkpointing: false, and lower batch.micro_batch_tokens to save memory"
+        )
+    model.gradient_checkpointing_enable()
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders, the hub or the starters that the package carries. Layer 3.
+"""Models and tokenizers from folders, the hub or the starters that the package carries.
 
 A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
 are read from safetensors only and code from a model folder is never run.
@@ -29,10 +29,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from jackpot.errors import DataError, ModelError
+from jackpot.core.errors import DataError, ModelError, unknown_name
 from jackpot.models.forward import check_head
 from jackpot.models.published import is_from_table, published_config
-from jackpot.models.starters import starter_path
+
+
+def starter_path(name: str) -> Path:
+    """The folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
+    names = [one.name for one in (Path(__file__).parent / "starter_weights").iterdir()]
+    if name not in names:
+        raise ModelError(unknown_name("starter", name, names))
+    return Path(__file__).parent / "starter_weights" / name
+
 
 STARTER_PREFIX = "starter:"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")

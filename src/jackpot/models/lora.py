@@ -1,4 +1,4 @@
-"""LoRA: a small adapter trains beside linear layers whose weights stay as they are (arXiv 2106.09685). Layer 3.
+"""LoRA: a small adapter trains beside linear layers whose weights stay as they are (arXiv 2106.09685).
 
 A layer with an adapter computes W x + alpha / rank * B A x. Everybody else sees the *merged* weights
 W + alpha / rank * B A under the names that the model has without an adapter, so engines and checkpoint folders need not
@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jackpot.config import ALL_LINEAR, LoraConfig
-from jackpot.errors import CheckpointError, ConfigError, ModelError, unknown_name
-from jackpot.ops.digest import is_digest_of, weights_digest
+from jackpot.config.run import ALL_LINEAR, LoraConfig
+from jackpot.core.digest import is_digest_of, weights_digest
+from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
 
 _FILE = "adapter_model.safetensors"  # beside adapter_config.json, as peft has it
 _BASE = "base_sha256"  # in its metadata: the digest of the weights that the adapter belongs to

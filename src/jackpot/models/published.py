@@ -1,4 +1,4 @@
-"""Shapes of published models, for plans where the hub cannot be asked. Layer 3.
+"""Shapes of published models, for plans where the hub cannot be asked.
 
 Copied from the models' own config.json: what decides shapes and cost, and the token that ends a text. Weights never
 come from here.

@@ -1,4 +1,4 @@
-"""Advantages from rewards. Layer 2: pure.
+"""Advantages from rewards.
 
 A group is the responses to one prompt. Groups of equal reward have advantage 0 and stay in every count. Shapes: `B`
 responses, `T` response tokens.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.errors import unknown_name
+from jackpot.core.errors import unknown_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The joint objective of eq. 8 on one micro-batch. Layer 2: pure.
+"""The joint objective of eq. 8 on one micro-batch.
 
     L(theta, omega) = L_PPO-OBRS(theta) + ppo_weight L_PPO(omega) + distill_weight L_distill(omega)
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.errors import ConfigError
+from jackpot.core.errors import ConfigError
+from jackpot.core.metrics import Mean, Sums
+from jackpot.core.types import TokenBatch
+from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
-from jackpot.objectives.measure import correction_metrics, health, mismatch, update_kl
-from jackpot.objectives.surrogate import Aggregate, clip_share, clipped_surrogate
-from jackpot.ops import obrs
-from jackpot.ops.linear_head import HeadOutput, JointOutput
-from jackpot.ops.reduce import Mean, Sums
-from jackpot.types import TokenBatch
+from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
+from jackpot.objectives.losses import Aggregate, clip_share, clipped_surrogate
+from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Corrections for text that another distribution wrote, by name. Layer 2: pure.
+"""Corrections for text that another distribution wrote, by name.
 
 `ratios` looks at the ratio alone, `budgeted` is OBRS and its parts; `base` says what a correction is. What each
 computes, its source, its default and what it is biased towards stand in its docstring.
@@ -7,14 +7,8 @@ computes, its source, its default and what it is biased towards stand in its doc
 import math
 from typing import get_args
 
-from jackpot.errors import ConfigError, unknown_name
-from jackpot.objectives.corrections.base import (
-    Correction,
-    CorrectionFn,
-    CorrectionInputs,
-    Totals,
-    measure_overlap,
-)
+from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.objectives.corrections.base import Correction, CorrectionFn, CorrectionInputs, Totals, measure_overlap
 from jackpot.objectives.corrections.budgeted import MASKS, CoinOnly, MaskOnly, Obrs, ReweightOnly, TargetOnly, ZOnly
 from jackpot.objectives.corrections.ratios import (
     Band,

@@ -1,4 +1,4 @@
-"""What a correction is given, what it answers, and what is measured for all of them. Layer 2: pure.
+"""What a correction is given, what it answers, and what is measured for all of them.
 
 A correction turns the log-probs of sampled tokens into (weights, accept_mask). Together with the proximal point that
 PPO's ratio is taken from, it defines the policy's loss, for a surrogate S:
@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from jackpot.ops import obrs
-from jackpot.ops.reduce import Mean, Sums
+from jackpot.core.metrics import Mean, Sums
+from jackpot.objectives import obrs
 
 Totals = Literal["none", "auto", "prepass", "previous"]
 

@@ -1,4 +1,4 @@
-"""OBRS, and what is left of it when one of its parts is taken out. Layer 2: pure.
+"""OBRS, and what is left of it when one of its parts is taken out.
 
 OBRS, eq. 5 and Algorithm 1, rejects with a coin and weighs what is kept by its distribution:
 
@@ -30,9 +30,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from jackpot.core.metrics import Sums
+from jackpot.objectives import obrs
 from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Measured, Totals, outcome
-from jackpot.ops import obrs
-from jackpot.ops.reduce import Sums
 
 Mask = Literal["sampled", "expected"]
 MASKS = {

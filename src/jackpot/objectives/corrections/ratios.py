@@ -1,4 +1,4 @@
-"""Corrections that look at the ratio rho = p_target / p_inf alone, of a token or of a whole response. Layer 2: pure.
+"""Corrections that look at the ratio rho = p_target / p_inf alone, of a token or of a whole response.
 
 Their target is the proximal point by definition: the weight carries the expectation from p_inf to the point where PPO's
 ratio starts. With `rho_t` of token t and the product over the sampled tokens of a response R = prod rho_t.
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jackpot.core.metrics import Sums
 from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Measured, Totals, outcome
-from jackpot.ops.reduce import Sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

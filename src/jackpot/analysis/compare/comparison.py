@@ -1,0 +1,201 @@
+"""Arms side by side at equal budget, from the summaries of their runs."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.core.errors import ConfigError
+
+Unit = Literal["sequences", "tokens", "flops"]
+UNITS: dict[Unit, str] = {
+    "sequences": "sequences written",
+    "tokens": "response tokens written",
+    "flops": "rollout FLOPs",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Of one number over seeds."""
+
+    values: tuple[float, ...]  # in the order of the seeds
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation; None for a single seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean."""
+        return self.deviation / len(self.values) ** 0.5 if self.deviation is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """To the baseline, seed by seed: what luck of prompts and initial sampling both arms share is gone."""
+
+    spread: Spread
+    higher: int  # on how many seeds the arm is above the baseline
+
+    @property
+    def seeds(self) -> int:
+        return len(self.spread.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """To the first evaluation at which the policy has the accuracy. Medians over all runs; one that never got there
+    counts as endless, and a median that is endless is None."""
+
+    reached: int  # runs
+    of: int
+    flops: float | None
+    training_flops: float | None
+    cpu_seconds: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmRow:
+    """One arm. Accuracies at the budget are those of the last evaluation within it."""
+
+    arm: str
+    seeds: tuple[int, ...]
+    before: Spread
+    after: Spread
+    rollout_model_after: Spread | None  # None where the policy writes for itself
+    spent: Spread  # of the budget, by the evaluation that counts
+    difference: Difference | None  # None for the baseline, or without a seed in common
+    cost: Cost
+    collapsed: tuple[str, ...]  # a sentence for each seed that has
+    short: int  # runs that ended before the budget without having collapsed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    unit: Unit
+    budget: float
+    baseline: str
+    accuracy: float  # that the costs are for
+    rows: tuple[ArmRow, ...]
+
+
+def compare(
+    runs: Sequence[RunSummary],
+    unit: Unit = "sequences",
+    budget: float | None = None,
+    accuracy: float | None = None,
+    baseline: str | None = None,
+) -> Comparison:
+    """Lay arms side by side.
+
+    Args:
+        runs: at least one; arms keep the order in which they come.
+        unit: of the budget.
+        budget: None takes the most that every run which did not collapse has spent.
+        accuracy: that costs are counted to; None takes the highest that every run which did not collapse has reached.
+        baseline: the arm that others are compared with; None takes the first.
+
+    Raises:
+        ConfigError: no run, an unknown baseline, or a budget below what the first evaluation after training needs.
+    """
+    if not runs:
+        raise ConfigError("no run was given; compare needs at least one with an evaluation")
+    arms = {run.arm: [one for one in runs if one.arm == run.arm] for run in runs}
+    baseline = baseline or runs[0].arm
+    if baseline not in arms:
+        raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
+    going = [run for run in runs if run.collapse is None] or list(runs)
+    budget = min(spent_on(run.last, unit) for run in going) if budget is None else budget
+    _check_budget(runs, unit, budget)
+    if accuracy is None:
+        accuracy = min(max(point.policy_accuracy for point in run.points) for run in going)
+    base = {run.seed: _at(run, unit, budget).policy_accuracy for run in arms[baseline]}
+    rows = tuple(
+        _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
+    )
+    return Comparison(unit=unit, budget=budget, baseline=baseline, accuracy=accuracy, rows=rows)
+
+
+def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None:
+    """Every run must have been evaluated within the budget, or its accuracy there would be that of the start."""
+    at, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
+    if budget < at:
+        raise ConfigError(
+            f"a budget of {budget:.4g} {UNITS[unit]} ends before the first evaluation after training of arm {arm!r}, "
+            f"at {at:.4g}; raise it, or evaluate more often (evaluation.every)"
+        )
+
+
+def spent_on(point: Point, unit: str) -> float:
+    """How much of it had been spent at an evaluation."""
+    return getattr(point, unit)
+
+
+def _at(run: RunSummary, unit: Unit, budget: float) -> Point:
+    """The last evaluation within the budget, up to rounding."""
+    return [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + 1e-9)][-1]
+
+
+def _row(
+    arm: str, runs: Sequence[RunSummary], unit: Unit, budget: float, accuracy: float, base: dict[int, float] | None
+) -> ArmRow:
+    runs = sorted(runs, key=lambda run: run.seed)
+    at = {run.seed: _at(run, unit, budget) for run in runs}
+    pairs = [at[seed].policy_accuracy - base[seed] for seed in at if seed in base] if base is not None else []
+    difference = (
+        Difference(spread=Spread(values=tuple(pairs)), higher=sum(pair > 0 for pair in pairs)) if pairs else None
+    )
+    writers = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
+    return ArmRow(
+        arm=arm,
+        seeds=tuple(at),
+        before=Spread(values=tuple(run.points[0].policy_accuracy for run in runs)),
+        after=Spread(values=tuple(point.policy_accuracy for point in at.values())),
+        rollout_model_after=Spread(values=tuple(writers)) if writers else None,
+        spent=Spread(values=tuple(spent_on(point, unit) for point in at.values())),
+        difference=difference,
+        cost=_cost(runs, accuracy),
+        collapsed=tuple(_obituary(run) for run in runs if run.collapse),
+        short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
+    )
+
+
+def _is_short(run: RunSummary, unit: Unit, budget: float) -> bool:
+    """Whether another iteration of the usual size would still have been within the budget."""
+    spent, iterations = spent_on(run.last, unit), max(1, run.last.iteration)
+    return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + 1e-9)
+
+
+def _obituary(run: RunSummary) -> str:
+    sign = f"; first sign: {run.collapse.first_sign}" if run.collapse.first_sign else ""
+    return f"seed {run.seed}: {run.collapse.why}{sign}"
+
+
+def _cost(runs: Sequence[RunSummary], accuracy: float) -> Cost:
+    there = [_first_at(run, accuracy) for run in runs]
+
+    def middle(name: str) -> float | None:
+        value = statistics.median(getattr(point, name) if point else math.inf for point in there)
+        return value if math.isfinite(value) else None
+
+    return Cost(
+        reached=sum(point is not None for point in there),
+        of=len(runs),
+        flops=middle("flops"),
+        training_flops=middle("training_flops"),
+        cpu_seconds=middle("cpu_seconds"),
+        seconds=middle("seconds"),
+    )
+
+
+def _first_at(run: RunSummary, accuracy: float) -> Point | None:
+    return next((point for point in run.points if point.policy_accuracy >= accuracy), None)

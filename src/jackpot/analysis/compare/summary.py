@@ -1,0 +1,141 @@
+"""A run in a few numbers: what it had spent and what its models could do at every evaluation."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
+from jackpot.config.run import Config
+from jackpot.core.errors import CheckpointError
+from jackpot.training.run.folder import RunFolder, run_config
+
+Lines = Sequence[Mapping[str, Any]]
+PHASES = ("rollout", "score", "train", "sync")  # what training takes; evaluations are not in it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One evaluation, and what had been spent until then. Means are over the iterations since the one before it."""
+
+    iteration: int
+    sequences: float  # written, what was left out too
+    tokens: float  # response tokens written
+    flops: float  # of writing them
+    training_flops: float
+    seconds: float  # of the clock, evaluations left out
+    cpu_seconds: float  # of the processor, of the run's own process
+    policy_accuracy: float
+    rollout_model_accuracy: float | None  # None where the policy writes for itself
+    acceptance: float | None  # mean of a(x) at the correction's lam
+    kl: float | None  # KL(rollout model || policy), nats a token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One seed of one arm."""
+
+    arm: str
+    seed: int
+    points: tuple[Point, ...]  # at least one
+    iterations: int  # that the run was to have
+    problems: int  # in each evaluation
+    collapse: Collapse | None
+    settings: dict[str, Any]  # the resolved config
+    environment: dict[str, Any]
+
+    @property
+    def last(self) -> Point:
+        return self.points[-1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come: finished, or collapsed."""
+        return self.collapse is not None or self.last.iteration >= self.iterations
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RunSummary":
+        fields = json.loads(text)
+        fields["points"] = tuple(Point(**point) for point in fields["points"])
+        fields["collapse"] = Collapse(**fields["collapse"]) if fields["collapse"] else None
+        return cls(**fields)
+
+
+def summarize(run: Path, arm: str) -> RunSummary:
+    """The summary of a run folder, finished or not.
+
+    Raises:
+        CheckpointError: no run there, one without an evaluation yet, or one whose costs are not known.
+    """
+    config, folder = run_config(run), RunFolder(run)
+    lines = folder.read("metrics.jsonl")
+    check_counted(run, lines)
+    points = tuple(points_of(lines, config))
+    if not points:
+        raise CheckpointError(f"{run} has no evaluation yet; line 0 of metrics.jsonl is the first, so wait for it")
+    return RunSummary(
+        arm=arm,
+        seed=config.seed,
+        points=points,
+        iterations=config.iterations,
+        problems=config.evaluation.problems,
+        collapse=collapse_of(lines, folder.read("events.jsonl"), config),
+        settings=json.loads(config.model_dump_json()),
+        environment=json.loads((run / "environment.json").read_text()),
+    )
+
+
+def check_counted(run: Path, lines: Lines) -> None:
+    """Refuse a run whose costs nobody counted.
+
+    Raises:
+        CheckpointError: it was begun by a version that did not.
+    """
+    if any("flops/rollout" not in line for line in lines if line["iteration"] > 0):
+        raise CheckpointError(
+            f"{run} was begun by a version that did not write flops/rollout, so what it cost is not known; move it "
+            f"away, and it is made anew"
+        )
+
+
+def points_of(lines: Lines, config: Config) -> Iterable[Point]:
+    """One point for every evaluation."""
+    spent = dict.fromkeys(("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds"), 0.0)
+    since: list[Mapping[str, Any]] = []
+    for line in lines:
+        for name, value in _spent(line, config).items():
+            spent[name] += value
+        since.append(line)
+        if line.get("eval/policy_accuracy") is not None:
+            yield Point(
+                iteration=line["iteration"],
+                **spent,
+                policy_accuracy=line["eval/policy_accuracy"],
+                rollout_model_accuracy=line["eval/rollout_model_accuracy"] if config.rollout_model else None,
+                acceptance=_mean(since, "obrs/acceptance"),
+                kl=_mean(since, "mismatch/kl_rollout_policy"),
+            )
+            since = []
+
+
+def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
+    """In one iteration. Line 0 is an evaluation alone."""
+    if line["iteration"] == 0:
+        return {}
+    return {
+        "sequences": (line.get("sampling/rounds") or 1.0) * config.batch.rollouts,
+        "tokens": line["tokens/rollout"],
+        "flops": line["flops/rollout"],
+        "training_flops": line["flops/train"],
+        "seconds": sum(line.get(f"seconds/{phase}") or 0.0 for phase in PHASES),
+        "cpu_seconds": sum(line.get(f"cpu_seconds/{phase}") or 0.0 for phase in PHASES),
+    }
+
+
+def _mean(lines: Lines, metric: str) -> float | None:
+    values = [line[metric] for line in lines if line.get(metric) is not None]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,73 @@
+"""Whether and when a run has collapsed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jackpot.analysis.diagnose.diagnose import diagnose
+from jackpot.analysis.diagnose.rule import two_errors
+from jackpot.config.run import Config
+
+SHARE = 0.5  # of its best accuracy, below which a policy counts as collapsed
+IN_A_ROW = 2  # evaluations; one alone may be bad luck
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collapse:
+    iteration: int  # of the first evaluation that is too low, or at which the run stopped itself
+    accuracy: float  # of the policy there
+    best: float  # the highest before
+    first_sign: str  # the earliest sick metric, and since which iteration; empty where none is
+    why: str
+
+
+def collapse_of(lines: Lines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
+    """The collapse of a run: at 2 evaluations in a row the policy answers less than half of what it did at best, by
+    more than two standard errors; or a guard stopped the run.
+
+    Args:
+        lines: of metrics.jsonl, in their order.
+        events: of events.jsonl.
+        config: of the run.
+    """
+    evaluated = [(line["iteration"], line["eval/policy_accuracy"]) for line in lines if _evaluated(line)]
+    found = _fallen(evaluated, config.evaluation.problems)
+    stopped = next((event for event in events if event["event"] == "stopped"), None)
+    if found is None and stopped is None:
+        return None
+    if found is None:
+        best = max((accuracy for _, accuracy in evaluated), default=0.0)
+        found = (stopped["iteration"], evaluated[-1][1] if evaluated else 0.0, best)
+        why = f"stopped itself: {stopped['why']}"
+    else:
+        why = f"{found[1]:.1%} right at iteration {found[0]}, after {found[2]:.1%}"
+    iteration, accuracy, best = found
+    return Collapse(
+        iteration=iteration, accuracy=accuracy, best=best, first_sign=_first_sign(lines, events, config), why=why
+    )
+
+
+def _evaluated(line: Mapping[str, Any]) -> bool:
+    return line.get("eval/policy_accuracy") is not None
+
+
+def _fallen(evaluated: Sequence[tuple[int, float]], problems: int) -> tuple[int, float, float] | None:
+    """Iteration and accuracy of the first evaluation of a row that is too low, and the best before."""
+    best, since = 0.0, []
+    for iteration, accuracy in evaluated:
+        if accuracy < SHARE * best and accuracy < best - two_errors(problems, best):
+            since.append((iteration, accuracy))
+            if len(since) == IN_A_ROW:
+                return (*since[0], best)
+        else:
+            since, best = [], max(best, accuracy)
+    return None
+
+
+def _first_sign(lines: Lines, events: Sequence[Mapping[str, Any]], config: Config) -> str:
+    """The finding that began first."""
+    findings = diagnose(lines, events, config).findings
+    first = min(findings, key=lambda finding: finding.since, default=None)
+    return f"{first.metric} since {first.since}" if first else ""

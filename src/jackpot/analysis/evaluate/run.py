@@ -1,0 +1,311 @@
+"""`jackpot eval`: a model on named sets of problems, all answers on the disk.
+
+    config.yaml      what was asked, and the digests of model and problems       .lock
+    NAME.parquet     every answer to one set; NAME.jsonl while it goes on (answer_files.py)
+    summary.json     the numbers of every set that is done
+
+The same command goes on where it was. What decides the answers may not change meanwhile; how they are made may
+(`_HOW`), and sets may be added.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_outcomes
+from jackpot.config.build import differences, merge, validated
+from jackpot.config.engines import VLLMServerEngineConfig
+from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
+from jackpot.core.errors import CheckpointError, ConfigError, DataError
+from jackpot.core.files import hold_lock, needed, write_whole
+from jackpot.core.prng import stream_key
+from jackpot.core.types import Prompt, Request, Version
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import pick_device, threads
+from jackpot.models.load import load_tokenizer
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.evaluate import answer, request
+from jackpot.rollout.pass_at_k import LEVEL, RESAMPLES, Summary, summarize
+from jackpot.rollout.tasks.base import Task
+from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
+from jackpot.training.run.models import find_model, run_of
+
+SCHEMA_VERSION = 1
+_HOW = ("model", "benchmarks", "device", "threads", "engine", "math.workers")  # may change on the way
+_KERNELS = {"engine.attention": "sdpa", "engine.quantization": None, "engine.kv_cache_dtype": None}  # where not written
+_KEPT = ("engine.name", "engine.dtype", "engine.context_length", *_KERNELS)  # may not change: it cuts or moves answers
+_KEYS = ("schema_version", "model_digest", "data")  # of config.yaml, beside `asked`
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Of one set."""
+
+    benchmark: str
+    done: int  # answers, those of earlier starts too
+    total: int
+    fresh: int  # answers of this start
+    tokens: int  # of the fresh ones
+    seconds: float  # that these took
+
+
+Listener = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One set that is done."""
+
+    benchmark: str
+    summary: Summary
+    table: Path
+    was_done: bool  # before this start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Set:
+    """The problems of one set that are asked."""
+
+    name: str
+    task: Task
+    size: int
+    digest: str  # of uid, prompt and answer of every problem
+    longest: tuple[int, str]  # prompt: tokens, uid
+
+    def prompt(self, number: int) -> Prompt:
+        return self.task.prompt("test", number)
+
+
+def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
+    """The settings of an evaluation; of a run's model, what the run does not say otherwise is as in the run: sampling,
+    how problems are put, the engine's dtype.
+
+    Raises:
+        ConfigError: settings that do not exist or do not fit.
+        CheckpointError: a folder that is neither a model nor a run.
+    """
+    settings: dict[str, Any] = {}
+    if run := run_of(model):
+        settings = {
+            "sampling": run.sampling.model_dump(exclude={"num_top_log_probs"}),
+            "engine": {"name": "transformers"},
+            **sets_of(run.task).model_dump(),
+        }
+    for change in (*changes, {"model": model}):
+        settings = merge(settings, change)
+    if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
+        settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
+    if "benchmarks" not in settings:
+        raise ConfigError(f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}")
+    config = validated(BenchmarksConfig, settings)
+    check_sets(config.benchmarks)
+    return config
+
+
+def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> list[Result]:
+    """Ask what has not been asked yet, and sum up.
+
+    Raises:
+        CheckpointError: the folder is in use or holds an evaluation that asked something else; or the disk is full.
+        DataError, ModelError, EngineError: problems, a model or an engine that cannot be used.
+    """
+    path = find_model(config.model)
+    tokenizer, digest = load_tokenizer(path), model_digest(path)
+    with ExitStack() as undo:
+        with needed(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            undo.callback(hold_lock(folder / ".lock").close)
+        tasks = make_sets(config.benchmarks, tokenizer, config)
+        for task in tasks.values():
+            undo.callback(task.close)
+        sets = [_open_set(name, task, config.problems) for name, task in tasks.items()]
+        record = _write_record(folder, config, digest, sets)
+        files = [AnswerFile(folder, one.name, one.size, config.k) for one in sets]
+        waiting = [(one, file) for one, file in zip(sets, files, strict=True) if not file.is_finished]
+        engine: Engine | None = None
+        for one, file in waiting:
+            if file.done < one.size * config.k:
+                engine = engine or _make_engine(config, path, [one for one, _ in waiting], undo)
+                _ask(engine, tokenizer, one, file, config, listen)
+            asked = _decisive(record | {"data": {one.name: record["data"][one.name]}})
+            file.finish(one.prompt, {"asked": json.dumps(asked)})
+            _write_summary(folder, record)
+        summaries = _write_summary(folder, record)
+    new = {one.name for one, _ in waiting}
+    return [
+        Result(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in new)
+        for one, file in zip(sets, files, strict=True)
+    ]
+
+
+def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
+    """One set, every prompt of it seen once; `wanted` as in `BenchmarksConfig.problems`."""
+    available = task.size("test")
+    size = wanted or available or ENDLESS
+    size = size if available is None else min(size, available)
+    whole, longest = sha256(), (0, "")
+    for number in range(size):
+        prompt = task.prompt("test", number)
+        whole.update(json.dumps([prompt.uid, prompt.answer, prompt.text, prompt.token_ids]).encode())
+        longest = max(longest, (len(prompt.token_ids), prompt.uid))
+    return _Set(name=name, task=task, size=size, digest=f"sha256 {whole.hexdigest()}", longest=longest)
+
+
+def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo: ExitStack) -> Engine:
+    """The engine; refused is now, and not after some answers, a prompt that it would refuse later."""
+    torch.set_num_threads(threads(config))
+    engine = make_engine(config.engine, path, pick_device(config), Version(0, 0))
+    undo.callback(engine.close)
+    context = engine.capabilities.context_length
+    for one in sets:
+        tokens, uid = one.longest
+        if tokens >= context:
+            raise DataError(
+                f"{one.name}: the prompt of {uid} has {tokens} tokens, and the context of {context} leaves no room for "
+                f"an answer; take a model or an engine with a longer context, or leave {one.name} out"
+            )
+    return engine
+
+
+def _ask(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    one: _Set,
+    file: AnswerFile,
+    config: BenchmarksConfig,
+    listen: Listener,
+) -> None:
+    """Every answer that is not in the file yet."""
+    under_way: dict[str, tuple[int, int]] = {}  # by the uid of its request, problem number and sample
+    done, fresh, tokens, began = file.done, 0, 0, time.monotonic()
+
+    def requests() -> Iterator[Request]:
+        prompt: tuple[int, Prompt] | None = None
+        for number, sample in file.missing():
+            if prompt is None or prompt[0] != number:
+                prompt = (number, one.prompt(number))
+            asked = request(prompt[1], sample, config.sampling, config.seed, one.name)
+            under_way[asked.uid] = (number, sample)
+            yield asked
+
+    servers = len(config.engine.urls) if isinstance(config.engine, VLLMServerEngineConfig) else 1
+    for ended in answer(engine, one.task, tokenizer, requests(), config.engine.max_batch_size * servers):
+        file.add((*under_way.pop(item.rollout.uid), item) for item in ended)
+        fresh += len(ended)
+        tokens += sum(len(item.rollout.token_ids) for item in ended)
+        listen(
+            Progress(
+                benchmark=one.name,
+                done=done + fresh,
+                total=one.size * config.k,
+                fresh=fresh,
+                tokens=tokens,
+                seconds=time.monotonic() - began,
+            )
+        )
+        for event in engine.take_events():
+            _log.warning(": ".join(map(str, event.values())))
+
+
+def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Sequence[_Set]) -> dict[str, Any]:
+    """config.yaml: what was asked. What an earlier start asked must agree.
+
+    Raises:
+        CheckpointError: the difference, setting by setting.
+    """
+    path = folder / "config.yaml"
+    asked = json.loads(config.model_dump_json())
+    data = {one.name: {"problems": one.size, "digest": one.digest} for one in sets}
+    record = {"schema_version": SCHEMA_VERSION, "asked": asked, "model_digest": digest, "data": data}
+    if before := _read_record(path):
+        known = {name: before["data"].get(name, one) for name, one in data.items()}
+        old, new = _decisive(before | {"data": known}), _decisive(record)
+        if difference := list(differences(old, new)):
+            listed = "\n  ".join(difference)
+            raise CheckpointError(
+                f"{folder} holds an evaluation that asked something else:\n  {listed}\n"
+                f"Use the same settings to continue it, or --out with another folder"
+            )
+        record["data"] = before["data"] | data
+        asked["benchmarks"] = list(record["data"])
+    with needed(folder):
+        write_whole(path, yaml.safe_dump(record, sort_keys=False).encode())
+    return record
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """What an earlier start asked; None in a folder where none was.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not of an evaluation, or there are answers without it.
+    """
+    if not path.is_file():
+        names = (f"{name}{ending}" for name in SETS for ending in (".parquet", ".jsonl"))
+        if found := [name for name in names if (path.parent / name).exists()]:
+            raise CheckpointError(
+                f"{path.parent} holds answers ({', '.join(found)}) but no config.yaml that says what was asked; bring "
+                f"it back, move the answers away, or give --out another folder"
+            )
+        return None
+    try:
+        record = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"cannot read what was asked in {path}: {error}. Bring the file back, or give --out another folder"
+        ) from error
+    is_ours = isinstance(record, dict) and record.keys() >= {"asked", *_KEYS}
+    if not is_ours or not all(isinstance(record[key], dict) for key in ("asked", "data")):
+        raise CheckpointError(f"{path} is not of an evaluation; give --out another folder")
+    return record
+
+
+def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the answers."""
+    settings = _KERNELS | _flat(record["asked"])
+    kept = {
+        key: value
+        for key, value in settings.items()
+        if key in _KEPT or not any(key == how or key.startswith(f"{how}.") for how in _HOW)
+    }
+    return kept | {key: record[key] for key in _KEYS}
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return flat
+
+
+def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, Summary]:
+    """summary.json: every set of the folder that is done."""
+    seed = record["asked"]["seed"]
+    tables = {name: folder / f"{name}.parquet" for name in record["data"]}
+    summaries = {
+        name: summarize(read_outcomes(table), stream_key(seed, "bootstrap", name))
+        for name, table in tables.items()
+        if table.is_file()
+    }
+    interval = {"level": LEVEL, "method": "percentile bootstrap over problems", "resamples": RESAMPLES}
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "model": record["asked"]["model"],
+        "model_digest": record["model_digest"],
+        "interval": interval,
+        "benchmarks": {name: asdict(summary) for name, summary in summaries.items()},
+    }
+    with needed(folder):
+        write_whole(folder / "summary.json", json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
+    return summaries

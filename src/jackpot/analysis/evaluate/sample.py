@@ -1,0 +1,57 @@
+"""Both models of a run answering, before and after training."""
+
+import logging
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from jackpot.config.engines import TransformersEngineConfig
+from jackpot.core.errors import CheckpointError
+from jackpot.core.types import Prompt, Role, Version
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import load_tokenizers, model_paths, pick_device
+from jackpot.rollout.evaluate import evaluate
+from jackpot.rollout.tasks.registry import make_task
+from jackpot.training.run.checkpoint import Checkpoints
+from jackpot.training.run.folder import run_config
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    role: Role
+    after: bool  # False: the model that the run began with
+    response: str
+    correct: bool
+
+
+def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[Answer]]]:
+    """Sampled answers to the first held-out problems, by the models at the start and at the newest checkpoint that is
+    not corrupt.
+
+    Raises:
+        CheckpointError: no run in the folder, no checkpoint yet, or only corrupt ones.
+    """
+    config = run_config(run)
+    checkpoint, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).find()
+    for one in corrupt:
+        _log.warning("%s; taking the checkpoint before it", one)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{run} has no checkpoint yet; the first is written at the first evaluation after training began, at the "
+            f"latest at iteration {config.checkpoint.every}"
+        )
+    before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
+    tokenizer, device = load_tokenizers(before), pick_device(config)
+    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # servers hold one model, and this needs four
+    with closing(make_task(config.task, tokenizer)) as task:
+        prompts = [task.prompt("test", index) for index in range(problems)]
+        answers: list[list[Answer]] = [[] for _ in prompts]
+        for role in before:
+            for is_after, path in ((False, before[role]), (True, after[role])):
+                with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
+                    result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed, k=1)
+                for row, response, score in zip(answers, result.responses, result.scores, strict=True):
+                    row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
+    return list(zip(prompts, answers, strict=True))

@@ -1,0 +1,132 @@
+"""The two sides from what a person says of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jackpot.config.build import merge, validated
+from jackpot.config.engines import VLLMServerEngineConfig, is_quantised
+from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
+from jackpot.core.errors import ConfigError
+from jackpot.rollout.tasks.registry import check_sets
+from jackpot.training.guards import LARGEST_GAPS
+from jackpot.training.run.models import find_model, run_of
+
+_OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is of its engine
+Changes = Sequence[Mapping[str, Any]]
+
+
+def mismatch_config(
+    model: str, samplers: Sequence[Changes], learners: Sequence[Changes], changes: Changes
+) -> MismatchConfig:
+    """The settings of a measurement.
+
+    Both sides have the weights of `model`. Of a run they have what the run has: its engine writes with the best or else
+    newest rollout model, and in the precision of training that model reads (the engine's own gap) and the policy (all
+    of the mismatch); where the policy writes for itself they are one. Prompts are held-out problems of its task,
+    sampled as in training.
+
+    Args:
+        samplers, learners: of each side, the settings that differ (in a run, from its policy); none: no difference.
+        changes: of everything else.
+
+    Raises:
+        ConfigError: settings that do not exist or do not fit, or two sides that are the same.
+        CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
+    """
+    sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
+    readers, settings = [sampler], {}
+    if run := run_of(model):
+        policy = find_model(model)
+        writer = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
+        sampler = {"path": writer, "engine": run.engine.model_dump()}
+        how = {"engine": {"name": "transformers"}, "autocast": "bf16" if run.precision == "bf16" else None}
+        readers = [{"path": path} | how for path in dict.fromkeys((policy, writer))]
+        sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
+        settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
+    for change in changes:
+        settings = merge(settings, change)
+    settings["samplers"] = tuple(_side("sampler", sampler, given) for given in samplers or [()])
+    settings["learners"] = tuple(
+        [_side("learner", readers[0], given) for given in learners] or [_side("learner", one, ()) for one in readers]
+    )
+    config = validated(MismatchConfig, settings)
+    if config.benchmarks:
+        check_sets(config.benchmarks)
+    for kind, sides in (("sampler", config.samplers), ("learner", config.learners)):
+        if twice := {name for name in map(side_name, sides) if list(map(side_name, sides)).count(name) > 1}:
+            raise ConfigError(f"--{kind} is given twice as {', '.join(sorted(twice))}; give each side once")
+    if config.reread and config.sampling.truncated:
+        raise ConfigError(
+            f"reread gives the sampler's probabilities before top_p {config.sampling.top_p} and top_k "
+            f"{config.sampling.top_k}, which are not those that it sampled with; leave reread out, or use "
+            f"sampling.top_p=1.0 sampling.top_k=0"
+        )
+    return config
+
+
+def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
+    """A side with its differences, the engine's keys one level up."""
+    side = dict(base)
+    for change in given:
+        own = {key: value for key, value in change.items() if key in _OF_THE_SIDE}
+        rest = {key: value for key, value in change.items() if key not in _OF_THE_SIDE}
+        side = merge(side, own | ({"engine": rest} if rest else {}))
+    try:
+        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], side)
+    except ConfigError as error:
+        raise ConfigError(f"--{role}: {error}") from None
+
+
+def side_name(side: SideConfig) -> str:
+    """What tells a side from others, in a few words."""
+    return f"{side.path} {_settings_name(side)}"
+
+
+def short_names(sides: Sequence[SideConfig]) -> list[str]:
+    """As `side_name`, without the path where all sides have the same, and of folders only the last part where that
+    tells them apart."""
+    paths = list(dict.fromkeys(side.path for side in sides))
+    lasts = [Path(path).name if Path(path).is_dir() else path for path in paths]
+    if len(paths) == 1:
+        return [_settings_name(side) for side in sides]
+    shown = dict(zip(paths, lasts if len(set(lasts)) == len(paths) else paths, strict=True))
+    return [f"{shown[side.path]} {_settings_name(side)}" for side in sides]
+
+
+def _settings_name(side: SideConfig) -> str:
+    engine = side.engine
+    words = [engine.name, engine.dtype]
+    words += [engine.attention] if getattr(engine, "attention", "sdpa") != "sdpa" else []
+    words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
+    words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
+    words += [" ".join(engine.urls)] if isinstance(engine, VLLMServerEngineConfig) else []
+    if isinstance(side, LearnerConfig):
+        words += [f"autocast {side.autocast}"] if side.autocast else []
+        words += [f"temperature {side.temperature:g}"] if side.temperature else []
+    return " ".join(words)
+
+
+def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str:
+    """A sentence on the mean |p - q|, by what training's own check allows."""
+    kinds = [_precision(sampler), _precision(learner)]
+    allowed = max(LARGEST_GAPS[kind] for kind in kinds)
+    coarsest = next(kind for kind in kinds if LARGEST_GAPS[kind] == allowed)
+    fact = f"mean |p - q| is {mean_gap:.2g}"
+    if mean_gap == 0.0:
+        return f"{fact}: the two sides are equal bit for bit"
+    if sampler.path != learner.path:
+        return f"{fact}, between two models; what OBRS makes of such a gap, jackpot simulate tells"
+    if mean_gap > allowed:
+        return (
+            f"{fact}, more than the {allowed:g} that training's own check allows ({coarsest}): training would stop. "
+            f"Look for other weights, another temperature or filter, or a weight update that did not arrive"
+        )
+    return f"{fact}, within the {allowed:g} that training's own check allows ({coarsest})"
+
+
+def _precision(side: SideConfig) -> str:
+    """A key of `LARGEST_GAPS`."""
+    if is_quantised(side.engine):
+        return "quantised"
+    return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

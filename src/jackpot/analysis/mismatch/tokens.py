@@ -1,0 +1,161 @@
+"""What two sides say of the same response, token by token.
+
+The sampler wrote the response; p is its probability. The learner read it; q is its probability. The comparison is at
+the tokens that the sampler drew, so a mean over them is a mean under p.
+
+Shapes: `T` response tokens, `K` tokens whose p is known, `V` vocabulary, `N` sampled tokens. Log-probs are in nats.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jackpot.analysis.scoring import Reading
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Rollout
+
+_SMALLEST_MASS = 1e-6  # below, what float32 leaves of 1 - sum p is rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """The sampler's side of one response."""
+
+    uid: str
+    sampled: Tensor  # [T] bool, False where a tool wrote
+    log_probs: Tensor  # [T] log p of the sampled tokens
+    top_ids: Tensor  # [T, K] int64
+    top_log_probs: Tensor  # [T, K] log p there, -inf outside the support of a truncated distribution
+    vocabulary: int  # V
+    truncated: bool  # p is renormalised after top-p or top-k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenNumbers:
+    """Of the N sampled tokens of one response. All [N] float64; None where it is not known.
+
+    `kl` is KL(p || q) of the whole distributions at that token and `variation` their total variation, each between two
+    bounds, which are equal where the whole of p is known. `support` is the learner's mass on what the sampler could
+    draw at all.
+    """
+
+    position: Tensor  # int64, counted in all tokens of the response
+    sampler: Tensor  # p
+    learner: Tensor  # q; of a truncated sampler renormalised on its support
+    log_ratio: Tensor  # log q/p
+    kl: tuple[Tensor, Tensor] | None
+    variation: tuple[Tensor, Tensor] | None
+    is_exact: bool  # whether the bounds are equal
+    support: Tensor | None  # None where nothing was truncated
+    entropy: Tensor | None  # of the learner, or of the sampler where only that is known
+
+    @property
+    def gap(self) -> Tensor:
+        """|p - q|."""
+        return (self.sampler - self.learner).abs()
+
+
+def written(rollout: Rollout, vocabulary: int, truncated: bool) -> Written:
+    """A response as its sampler's own numbers have it."""
+    return Written(
+        uid=rollout.uid,
+        sampled=rollout.sampled_mask,
+        log_probs=rollout.rollout_log_probs.double(),
+        top_ids=rollout.top_ids,
+        top_log_probs=rollout.top_log_probs.double(),
+        vocabulary=vocabulary,
+        truncated=truncated,
+    )
+
+
+def token_numbers(by: Written, reading: Reading) -> TokenNumbers:
+    """All numbers of one response.
+
+    Of a truncated sampler q is renormalised on the support of p, where corrections compare the two as well.
+
+    Raises:
+        EngineError: a log-prob that is NaN; or a truncated sampler whose support the learner cannot be asked for, or is
+            larger than K.
+    """
+    here = by.sampled
+    position = here.nonzero()[:, 0]
+    log_p, log_q = by.log_probs[here].double(), reading.log_probs[here].double()
+    if bool(log_p.isnan().any() | log_q.isnan().any()):
+        raise EngineError(f"{by.uid} has log-probs that are NaN; one of the two sides computes no distribution there")
+    top_p = by.top_log_probs[here].double()
+    top_q = None if reading.top_log_probs is None else reading.top_log_probs[here].double()
+    support = None
+    if by.truncated:
+        top_q, log_mass = _on_support(by, top_p, top_q)
+        log_q, support = log_q - log_mass, log_mass.exp()
+    kl = variation = None
+    is_whole = by.truncated or top_p.shape[1] == by.vocabulary
+    if top_q is not None and top_p.shape[1]:
+        lowest = None if is_whole else reading.lowest[here].double()
+        kl, variation = _divergences(top_p, top_q, lowest)
+    return TokenNumbers(
+        position=position,
+        sampler=log_p.exp(),
+        learner=log_q.exp(),
+        log_ratio=log_q - log_p,
+        kl=kl,
+        variation=variation,
+        is_exact=kl is not None and is_whole,
+        support=support,
+        entropy=_entropy(by, reading, here, top_p),
+    )
+
+
+def _on_support(by: Written, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log q renormalised where p > 0, [N, K] with -inf elsewhere, and log q's mass there, [N]."""
+    if top_q is None:
+        raise EngineError(
+            "the sampler leaves out tokens (top_p, top_k), and this learner gives the probability of single tokens "
+            "only, not of all that the sampler could draw; use sampling.top_p=1.0 sampling.top_k=0, or a learner with "
+            "name=transformers"
+        )
+    possible = top_p > -torch.inf
+    if top_p.shape[1] < by.vocabulary and not bool((~possible).any(-1).all()):
+        raise EngineError(
+            f"{by.uid}: the sampler could draw more than the {top_p.shape[1]} tokens whose probability it reports; "
+            f"raise top_log_probs, or use a smaller sampling.top_k, or sampling.top_p=1.0 sampling.top_k=0"
+        )
+    top_q = top_q.masked_fill(~possible, -torch.inf)
+    log_mass = top_q.logsumexp(-1)
+    return top_q - log_mass[:, None], log_mass
+
+
+def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Bounds on KL(p || q) and on the total variation, [N] each.
+
+    KL is summed as p log(p/q) - p + q, which is the same for whole distributions. Each term is at least 0, and rounding
+    of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
+
+    Of the tail, of mass m_p and m_q, log-sum gives at least m_p log(m_p/m_q) - m_p + m_q, and p <= p_K, q >= lowest
+    give at most m_p log(p_K / lowest) - m_p + m_q. The upper bound is loose.
+
+    Args:
+        log_p, log_q: [N, K].
+        lowest: [N] as in `Reading`; None where the K are all there is.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    terms = torch.where(p > 0, p * (log_p - log_q), 0.0) - p + q
+    kl, variation = terms.sum(-1), 0.5 * (p - q).abs().sum(-1)
+    if lowest is None:
+        return (kl, kl), (variation, variation)
+    p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
+    known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
+    least = torch.where(known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
+    spread = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
+    most = torch.maximum(least, spread - p_rest + q_rest)
+    wide = 0.5 * (p_rest + q_rest)
+    return (kl + least, kl + most), (variation + 0.5 * (p_rest - q_rest).abs(), variation + wide)
+
+
+def _entropy(by: Written, reading: Reading, here: Tensor, top_p: Tensor) -> Tensor | None:
+    if reading.entropy is not None:
+        return reading.entropy[here].double()
+    if top_p.shape[1] < by.vocabulary:
+        return None
+    return -torch.where(top_p > -torch.inf, top_p.exp() * top_p, 0.0).sum(-1)

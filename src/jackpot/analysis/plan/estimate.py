@@ -1,0 +1,185 @@
+"""What a large run would need of GPUs and hours: `sharding` and `cost_model` with a run's own numbers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from jackpot.analysis.plan.cost_model import (
+    DYNAMIC_ROUNDS,
+    GPUS,
+    Cost,
+    Gpu,
+    Hours,
+    Lengths,
+    Work,
+    Writing,
+    evaluation_hours,
+    mean_response,
+    on_policy,
+    run_hours,
+)
+from jackpot.analysis.plan.memory import plan_memory
+from jackpot.analysis.plan.sharding import (
+    COUNTS,
+    EngineNeeds,
+    Shard,
+    blocks,
+    cache_bytes,
+    degree,
+    engine_needs,
+    needs_of,
+    shard,
+    sharded,
+)
+from jackpot.analysis.plan.sizes import Prompts, Size
+from jackpot.config.published import GpusConfig
+from jackpot.config.run import Config
+from jackpot.core.types import Role
+from jackpot.launch.engines import DTYPES
+from jackpot.launch.local import model_paths
+from jackpot.models.cost import cached_numbers, forward_cost, head_cost
+from jackpot.models.load import load_outline
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+
+LARGE = 100_000_000  # parameters from which on somebody thinks of GPUs
+SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
+
+
+class Row(NamedTuple):
+    """A run on some GPUs; without hours where it does not fit."""
+
+    kind: str
+    shard: Shard
+    hours: Hours | None
+    alone: Hours | None  # the policy writes the same responses for itself, one step on each batch
+
+
+class Estimate(NamedTuple):
+    prompts: Prompts
+    response: float  # tokens in the mean
+    rows: list[Row]
+    stated: Row  # on the GPUs that the recipe names, else on one H100
+    fewest: dict[str, int]  # GPUs of each kind that the run fits on; kinds that it fits on alone
+
+
+def is_large(sizes: Mapping[Role, Size]) -> bool:
+    return sum(size.parameters for size in sizes.values()) >= LARGE
+
+
+def estimate(config: Config, sizes: Mapping[Role, Size], prompts: Prompts, stated: GpusConfig | None) -> Estimate:
+    """Memory and hours on every number of GPUs.
+
+    Raises:
+        ModelError: as `plan_memory`.
+    """
+    stated = stated or GpusConfig(kind="H100", count=1)
+    plan = _Plan(config, sizes, prompts)
+    return Estimate(
+        prompts=prompts,
+        response=plan.lengths.mean,
+        rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
+        stated=plan.row(stated.kind, stated.count),
+        fewest={
+            kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
+            for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
+        },
+    )
+
+
+class _Plan:
+    """What does not depend on the GPUs is found out once."""
+
+    def __init__(self, config: Config, sizes: Mapping[Role, Size], prompts: Prompts) -> None:
+        self._config, self._prompt = config, prompts.longest
+        with sharded():
+            self._memory = plan_memory(config, sizes, prompts.longest)
+        self._blocks, self._needs = blocks(config), engine_needs(config, prompts.longest)
+        limit = config.sampling.max_new_tokens
+        self.lengths = Lengths(prompt=prompts.mean, mean=mean_response(limit), limit=limit)
+        self._costs = {role: _cost(load_outline(path), sizes[role]) for role, path in model_paths(config, None).items()}
+        self._others = _others(config, self.lengths, self._costs["policy"])
+
+    def shard(self, kind: str, count: int) -> Shard:
+        return shard(self._memory, self._blocks, self._needs, GPUS[kind], count)
+
+    def row(self, kind: str, count: int) -> Row:
+        here = self.shard(kind, count)
+        return Row(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None)))
+
+    def _hours(self, gpu: Gpu, count: int, here: Shard) -> tuple[Hours, Hours]:
+        config, costs = self._config, self._costs
+        own = needs_of(config, "policy", config.engine, self._prompt)
+        engines = {name: self._writing(one, here.tensor_parallel[name], gpu) for name, one in self._needs.items()}
+        policy_writer = self._writing(own, degree(own, gpu, count) or count, gpu)
+        peak, work = gpu.bf16 if config.precision == "bf16" else gpu.fp32, self._work()
+        (alone, times), policy = on_policy(work), [costs["policy"]]
+        hours = run_hours(work, engines["engine"], [*costs.values()], self._others, config.iterations, gpu, count, peak)
+        sets = _evaluated(config, engines["engine"], engines.get("evaluation.engine", engines["engine"]))
+        evaluations = config.iterations // config.evaluation.every + 1
+        return (
+            hours._replace(evaluating=evaluation_hours(sets, evaluations, self.lengths, gpu, count)),
+            run_hours(alone, policy_writer, policy, self._others, config.iterations * times, gpu, count, peak),
+        )
+
+    def _writing(self, one: EngineNeeds, spread: int, gpu: Gpu) -> Writing:
+        return Writing(
+            model=self._costs[one.role],
+            number_bytes=DTYPES[one.settings.dtype].itemsize,
+            max_batch_size=one.settings.max_batch_size,
+            cache_bytes=cache_bytes(one, spread, gpu),
+            gpus=spread,
+            peak=gpu.bf16 if one.settings.dtype == "bf16" else gpu.fp32,
+        )
+
+    def _work(self) -> Work:
+        config, batch = self._config, self._config.batch
+        return Work(
+            sequences=batch.rollouts,
+            steps=batch.steps_per_iteration,
+            epochs=batch.epochs,
+            written=DYNAMIC_ROUNDS if batch.dynamic_sampling else 1.0,
+            lengths=self.lengths,
+            checkpoints=config.activation_checkpointing,
+            extra=extra_passes(config),
+        )
+
+
+def extra_passes(config: Config) -> float:
+    """Forward passes without gradient over a rollout batch: one for the anchors of several steps, and one in every
+    epoch for kappa where it is wanted beforehand and the anchors do not tell it."""
+    steps, correction = config.batch.steps_per_iteration, config.objective.correction
+    anchored = steps > 1 and getattr(correction, "target", "old") == "old"
+    needs_pass = getattr(correction, "kappa", "none") == "prepass" and not anchored
+    return float(steps > 1) + (config.batch.epochs if needs_pass else 0)
+
+
+def _evaluated(config: Config, writer: Writing, policy_engine: Writing) -> list[tuple[Writing, int]]:
+    """Answers in one evaluation: both models' to the task's own problems, the policy's to each other set."""
+    settings = config.evaluation
+    sizes = [settings.problems, *(BENCHMARKS[name].test.size for name in settings.benchmarks if name in BENCHMARKS)]
+    sets = [(policy_engine, size * settings.k) for size in sizes]
+    return sets if config.rollout_model is None else [*sets, (writer, settings.problems * settings.k)]
+
+
+def _cost(model: PreTrainedModel, size: Size) -> Cost:
+    forward, head = forward_cost(model), head_cost(model)
+    return Cost(
+        parameters=size.parameters,
+        trained=size.trained,
+        body=forward.per_token - head,
+        head=head,
+        pair=forward.per_pair,
+        cache=cached_numbers(model),
+    )
+
+
+def _others(config: Config, lengths: Lengths, policy: Cost) -> float:
+    """FLOPs of one sequence: a reference reads it once; a critic is as large as the policy, reads once more and has no
+    output layer."""
+    flops = policy.forward(lengths) if config.objective.reference else 0.0
+    if config.critic:
+        body = replace(policy, head=0, trained=policy.parameters)
+        flops += body.training(lengths, config.activation_checkpointing, 1 / config.batch.epochs)
+    return flops

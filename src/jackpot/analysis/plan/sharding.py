@@ -1,0 +1,183 @@
+"""What a run takes of each of several GPUs, if they share it.
+
+The plan: weights, gradients and moments are sharded fully (FSDP), every layer is gathered in float32 when it is
+computed, and each GPU has an engine, or a part of one. This version trains in one process on one GPU: docs/cost.md.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from jackpot.analysis.plan.cost_model import Gpu
+from jackpot.analysis.plan.memory import Memory
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
+from jackpot.config.run import Config
+from jackpot.core.types import Role
+from jackpot.launch.engines import DTYPES
+from jackpot.launch.local import model_paths
+from jackpot.models.cost import cached_numbers
+from jackpot.models.forward import backbone, output_layer
+from jackpot.models.load import load_outline
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried
+TENSOR_PARALLEL = (1, 2, 4, 8)  # GPUs of one engine, within a machine
+ENGINE_BYTES = 2e9
+"""That a vLLM engine takes of its share for activations and CUDA graphs. Assumed."""
+_GIB = 2**30
+
+
+class Blocks(NamedTuple):
+    """Parameters of what is gathered as a whole."""
+
+    layer: int  # the largest one of all models
+    heads: int  # output layers of policy and rollout model, which the joint head needs together
+    copied: int  # matrices of trained models that autocast copies where nothing is sharded
+
+
+class EngineNeeds(NamedTuple):
+    """What one copy of a model takes in its engine."""
+
+    role: Role
+    settings: EngineConfig
+    weights: int  # bytes
+    token: int  # bytes of keys and values of one token
+    longest: int  # tokens of a whole sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Bytes on each of `gpus` GPUs at the worst moment."""
+
+    gpus: int
+    limit: float  # bytes that the GPU has
+    weights: float  # float32, of all models in training
+    optimizer: float
+    gradients: float
+    gathered: float  # whole layers on their way, and their gradients
+    training: float | None  # activations and loss of a micro-batch; None where shapes alone do not tell
+    resting: float  # what engines keep while the learner trains
+    writing: float  # what they have while they write
+    tensor_parallel: dict[str, int]  # GPUs of one engine; 0 where it finds no room
+
+    @property
+    def peak(self) -> float:
+        train = self.gradients + self.gathered + (self.training or 0) + self.resting
+        return self.weights + self.optimizer + max(train, self.writing)
+
+    @property
+    def fits(self) -> bool:
+        return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
+
+
+@contextmanager
+def sharded() -> Iterator[None]:
+    """In the body autocast keeps no copies of weights: where they are sharded, a layer's goes with the layer."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def blocks(config: Config) -> Blocks:
+    """Raises ModelError as `load_outline`."""
+    models = {role: load_outline(path) for role, path in model_paths(config, None).items()}
+    whole = [model for role, model in models.items() if _trains_all(config, role)]
+    return Blocks(
+        layer=max(_layer(model) for model in models.values()),
+        heads=sum(output_layer(model).weight.numel() for model in models.values()),
+        copied=sum(
+            module.weight.numel()
+            for model in whole
+            for module in backbone(model).modules()
+            if isinstance(module, nn.Linear) and config.precision != "fp32"
+        ),
+    )
+
+
+def _trains_all(config: Config, role: Role) -> bool:
+    settings = getattr(config, role)
+    return settings.optimizer is not None and settings.lora is None
+
+
+def _layer(model: PreTrainedModel) -> int:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)] or [model]
+    return max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+
+
+def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
+    """By setting: the writer's engine, and the policy's in evaluations where that is another, as `make_engines`."""
+    paths, settings = model_paths(config, None), config.evaluation.engine
+    writer: Role = "rollout_model" if "rollout_model" in paths else "policy"
+    needs = {"engine": needs_of(config, writer, config.engine, prompt_tokens)}
+    if settings is not None or writer != "policy":
+        needs["evaluation.engine"] = needs_of(config, "policy", settings or config.engine, prompt_tokens)
+    return needs
+
+
+def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
+    """Of an engine with `settings` that holds the model of `role`."""
+    model, size = load_outline(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
+    weights = size * sum(parameter.numel() for parameter in model.parameters())
+    return EngineNeeds(
+        role, settings, weights, cached_numbers(model) * size, prompt_tokens + config.sampling.max_new_tokens
+    )
+
+
+def shard(memory: Memory, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int) -> Shard:
+    """The share of one GPU of `gpus`. `memory` was planned inside `sharded`."""
+    degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
+    held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
+    whole = 4 * (2 * parts.layer + parts.heads) + 4 * max(parts.layer, parts.heads)
+    return Shard(
+        gpus=gpus,
+        limit=gpu.memory,
+        weights=memory.weights / gpus,
+        optimizer=memory.optimizer / gpus,
+        gradients=memory.gradients / gpus,
+        gathered=2 * parts.copied if gpus == 1 else whole,
+        training=memory.training,
+        resting=sum(size for name, size in held.items() if not _sleeps(needs[name])),
+        writing=sum(held.values()) + memory.writing,
+        tensor_parallel=degrees,
+    )
+
+
+def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
+    """Room of one engine on `spread` GPUs for keys and values; of one without a limit of its own, what is left."""
+    settings = one.settings
+    if isinstance(settings, VLLMEngineConfig) and settings.cache_gib is None:
+        return spread * (settings.memory_share * gpu.memory - ENGINE_BYTES) - one.weights
+    if isinstance(settings, VLLMEngineConfig):
+        return spread * settings.cache_gib * _GIB
+    return float("inf")
+
+
+def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
+    """The fewest GPUs for one engine that hold its weights and the longest sequence; 0 where all of them do not."""
+    if not isinstance(one.settings, VLLMEngineConfig):
+        return 1
+    wanted = one.token * one.longest
+    fitting = [spread for spread in TENSOR_PARALLEL if gpus % spread == 0 and cache_bytes(one, spread, gpu) >= wanted]
+    return min(fitting, default=0)
+
+
+def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
+    """Of one GPU; the cache of a transformers engine is not in it, for that comes and goes with each batch."""
+    settings = one.settings
+    if isinstance(settings, VLLMEngineConfig) and settings.cache_gib is None:
+        return settings.memory_share * gpu.memory
+    if isinstance(settings, VLLMEngineConfig):
+        return one.weights / spread + settings.cache_gib * _GIB + ENGINE_BYTES
+    return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0
+
+
+def _sleeps(one: EngineNeeds) -> bool:
+    return isinstance(one.settings, VLLMEngineConfig) and one.settings.sleep

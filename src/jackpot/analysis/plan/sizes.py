@@ -1,0 +1,96 @@
+"""What a run would need, found out without running it."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+from jackpot.analysis.plan.cost_model import MEAN_PROMPT
+from jackpot.config.run import Config
+from jackpot.config.tasks import MathConfig
+from jackpot.core.errors import DataError
+from jackpot.core.types import Role
+from jackpot.launch.local import load_tokenizers, model_paths
+from jackpot.models.load import hub_answers, load_config, load_outline, resolve_path
+from jackpot.models.lora import adapter_size
+from jackpot.rollout.tasks.base import PromptStream
+from jackpot.rollout.tasks.data import locate
+from jackpot.rollout.tasks.registry import make_task
+
+
+class Size(NamedTuple):
+    parameters: int  # of the model, tied ones once, without an adapter
+    trained: int  # all of them, those of the adapter alone, or 0 where it is frozen
+
+
+def model_sizes(config: Config) -> dict[Role, Size]:
+    """The size of each model from its config alone, the critic's too: the weights are not read.
+
+    Raises:
+        ModelError: no model there, or LoRA on a target module that it does not have.
+    """
+    sizes = {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
+    if config.critic:
+        count = sum(parameter.numel() for parameter in critic_outline(config).parameters())
+        sizes["critic"] = Size(count, count)
+    return sizes
+
+
+def critic_outline(config: Config) -> PreTrainedModel:
+    """The critic on the meta device."""
+    settings = load_config(config.critic.path or config.policy.path)
+    settings.num_labels = 1
+    with torch.device("meta"):
+        return AutoModelForTokenClassification.from_config(settings)
+
+
+def _size(config: Config, role: Role, path: str) -> Size:
+    model = load_outline(path)
+    settings, parameters = getattr(config, role), sum(parameter.numel() for parameter in model.parameters())
+    if settings.optimizer is None:
+        return Size(parameters, 0)
+    return Size(parameters, parameters if settings.lora is None else adapter_size(model, settings.lora))
+
+
+PROMPTS_LOOKED_AT = 256
+LONGEST_PROMPT = 1024  # tokens, where nothing is known and nothing is set
+
+
+class Prompts(NamedTuple):
+    """Tokens."""
+
+    longest: int
+    mean: float
+    assumed: str  # why both are assumed; empty where they were counted
+
+
+def prompt_lengths(config: Config) -> Prompts:
+    """Of the first prompts of the task; assumed where the tokenizer or the problems are on a hub that cannot be asked.
+
+    Raises:
+        DataError, ModelError: something is here and cannot be read.
+    """
+    try:
+        tokenizer = load_tokenizers(model_paths(config, None))
+        with closing(make_task(config.task, tokenizer)) as task:
+            prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
+    except DataError as error:
+        if not _is_elsewhere(config):
+            raise
+        return _assumed(config, str(error).partition(": ")[0])
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    return Prompts(max(lengths), sum(lengths) / len(lengths), "")
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """Whether some of it is on the hub, which does not answer."""
+    on_hub = isinstance(config.task, MathConfig) and not locate(config.task.train, "train").is_local
+    paths = model_paths(config, None).values()
+    return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
+
+
+def _assumed(config: Config, why: str) -> Prompts:
+    longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
+    return Prompts(longest, min(longest, MEAN_PROMPT), why)

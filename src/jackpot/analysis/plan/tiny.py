@@ -1,0 +1,297 @@
+"""Any recipe, made so small that it runs anywhere in a moment: `jackpot train RECIPE --tiny`.
+
+`tiny` says what changes; all else is the recipe's: what corrects, the objective, the template, the rewards, the number
+of optimizer steps on one rollout batch and how old its text is, dynamic sampling, precision, adapters, the critic. It
+changes
+
+| setting | becomes |
+|---|---|
+| models | of the same family, 0.05 to 0.25 million random parameters; starters and small folders stay |
+| `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where no file is here |
+| `engine`, `evaluation.engine` | transformers, in the same dtype |
+| `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong.buffer` is the same share of it |
+| `sampling.stop_token_ids` | the small vocabulary's ids of the same special tokens |
+| `batch` | as few sequences as the number of optimizer steps allows; at most `GROUP` in a group |
+| `batch.micro_batch_tokens` | room for the longest prompt and response: one or a few sequences |
+| `iterations`, `evaluation.problems`, `evaluation.k` | at most `ITERATIONS`, `PROBLEMS`, `ANSWERS` |
+| `device: cuda` | `auto` |
+
+Everything else here makes the models and the data. The hub is never asked.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, get_args
+
+from jackpot.analysis.plan.tiny_models import LARGE, SMALL, save_tiny, tiny_token
+from jackpot.config.build import merge, validated
+from jackpot.config.engines import EngineConfig
+from jackpot.config.run import BatchConfig, Config
+from jackpot.config.tasks import DataConfig, MathConfig
+from jackpot.core.files import needed, write_whole
+from jackpot.core.prng import stream_key
+from jackpot.models.families import FAMILIES, Known, known_model
+from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
+from jackpot.rollout.tasks.base import Split
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, Source, locate
+from jackpot.rollout.tasks.files import SUFFIXES
+from jackpot.rollout.tasks.synthetic import made_up_rows
+
+ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4
+NEW_TOKENS, TOP_LOG_PROBS = 32, 128  # tokens of a response, and captured for each: the small vocabularies have few more
+PROBLEM_BYTES = 300  # of a problem's text
+SEQUENCES = 32  # of a rollout batch, at least: 8 groups, of which 2 in 10,000 times none has two rewards
+STEP_SEQUENCES = 2  # of an optimizer step, at least
+AROUND_TOKENS = 120  # of a prompt: what a chat template puts around the texts, at most
+SMALL_ENOUGH = 10_000_000  # parameters of a model that stays as it is
+
+Models = Mapping[str, Known | None]  # every path of a model in a config: what to make in its place; None: it stays
+
+
+class Tiny(NamedTuple):
+    config: Config
+    changes: list[tuple[str, Any, Any]]  # setting, what the recipe has, what it is now
+    data: list[str]  # for each set of problems, where they are from
+
+
+def tiny(config: Config, models: Models, folder: Path) -> Config:
+    """The settings of a small run, whose models and data will be in `folder`."""
+    policy, writer, reference = models[config.policy.path], config.rollout_model, config.objective.reference
+    changes: dict[str, Any] = {
+        "iterations": min(config.iterations, ITERATIONS),
+        "device": "auto" if config.device == "cuda" else config.device,
+        "policy": {"path": _model_path(config.policy.path, models, folder)},
+        "sampling": _sampling(config, policy),
+        "batch": _batch(config.batch),
+        "engine": _engine(config.engine),
+        "evaluation": {
+            "problems": min(config.evaluation.problems, PROBLEMS),
+            "k": min(config.evaluation.k, ANSWERS),
+            "engine": config.evaluation.engine and _engine(config.evaluation.engine),
+        },
+        "objective": {},
+    }
+    if writer:
+        changes["rollout_model"] = {"path": _model_path(writer.path, models, folder)}
+    if config.critic and config.critic.path:
+        changes["critic"] = {"path": _model_path(config.critic.path, models, folder)}
+    if reference and reference.path:
+        changes["objective"]["reference"] = {"path": _model_path(reference.path, models, folder)}
+    if overlong := config.objective.overlong:
+        share = overlong.buffer / config.sampling.max_new_tokens
+        changes["objective"]["overlong"] = {"buffer": max(1, math.floor(share * changes["sampling"]["max_new_tokens"]))}
+    if isinstance(config.task, MathConfig):
+        prompt = _longest_prompt(config.task)
+        changes["task"] = {split: _data(getattr(config.task, split), split, folder) for split in get_args(Split)}
+        changes["task"] |= {"workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
+        changes["batch"]["micro_batch_tokens"] = prompt + changes["sampling"]["max_new_tokens"]
+    return validated(Config, merge(config.model_dump(), changes))
+
+
+def _sampling(config: Config, policy: Known | None) -> dict[str, Any]:
+    sampling = config.sampling
+    changes: dict[str, Any] = {
+        "max_new_tokens": min(sampling.max_new_tokens, NEW_TOKENS),
+        "num_top_log_probs": min(sampling.num_top_log_probs, TOP_LOG_PROBS),
+    }
+    if policy:
+        ids = [tiny_token(policy.family, token_id) for token_id in sampling.stop_token_ids]
+        changes["stop_token_ids"] = tuple(token_id for token_id in ids if token_id is not None)
+    return changes
+
+
+def _batch(batch: BatchConfig) -> dict[str, Any]:
+    """Few sequences, and as many optimizer steps on them."""
+    steps, group = batch.steps_per_iteration // batch.epochs, min(batch.group_size, GROUP)
+    multiple = math.lcm(steps, group)
+    sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
+    if batch.rollouts <= sequences:
+        return {}
+    size = None if batch.step_size is None else sequences // steps
+    return {"prompts": sequences // group, "group_size": group, "step_size": size}
+
+
+def _engine(engine: EngineConfig) -> dict[str, Any]:
+    kept = {"max_batch_size", "dtype", "attention", "quantization", "kv_cache_dtype"}  # of those that this one has
+    return {"name": "transformers", **engine.model_dump(include=kept)}
+
+
+def _longest_prompt(task: MathConfig) -> int:
+    """Tokens, of which none has less than a byte."""
+    texts = (task.instruction, task.system_prompt or "")
+    return PROBLEM_BYTES + AROUND_TOKENS + sum(len(text.encode()) for text in texts)
+
+
+def _data(data: DataConfig, split: Split, folder: Path) -> dict[str, Any]:
+    """A benchmark stays, and is read from `folder` by its name; any other source becomes a file there."""
+    limit = min(data.limit or PROBLEMS, PROBLEMS)
+    if data.source in BENCHMARKS:
+        return data.model_dump() | {"subset": None, "limit": limit}
+    source = str(_data_folder(folder) / _data_file(data, split))
+    return data.model_dump() | {"source": source, "subset": None, "split": None, "limit": limit}
+
+
+def _data_file(data: DataConfig, split: Split) -> str:
+    name = PurePath(data.source.removeprefix(HUB))
+    return f"{split}-{name.stem if name.suffix in SUFFIXES else name.name}.jsonl"
+
+
+def _data_folder(folder: Path) -> Path:
+    return folder / "data"
+
+
+def _model_path(path: str, models: Models, folder: Path) -> str:
+    """Where the model that stands for `path` is: two roles that share a path share the model."""
+    if models[path] is None:
+        return path
+    return str(folder / "models" / path.strip("/.~").replace("/", "--"))
+
+
+def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every setting that differs, with both values; of a block with another name only the name."""
+    both = isinstance(old, Mapping) and isinstance(new, Mapping)
+    if both and old.get("name") != new.get("name"):
+        yield key, old.get("name"), new.get("name")
+    elif both:
+        for name in old:
+            yield from changed(old[name], new[name], f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
+
+
+@contextmanager
+def tiny_run(config: Config, folder: Path) -> Iterator[Tiny]:
+    """Make the models and the data of a small run in `folder`, the same each time; the body launches it.
+
+    In the body, and only there, benchmarks are read from `folder`.
+
+    Raises:
+        ModelError: a model of no known family (lists them).
+        DataError: an unknown benchmark, or data that is here and cannot be read.
+    """
+    models = known_models(config)
+    small = tiny(config, models, folder)
+    with needed(folder):
+        data = _write_data(config, folder)
+    with _benchmarks_from(_data_folder(folder)):
+        with needed(folder):
+            _write_models(config, small, models, folder)
+        yield Tiny(small, list(changed(config.model_dump(), small.model_dump())), data)
+
+
+@contextmanager
+def _benchmarks_from(folder: Path) -> Iterator[None]:
+    before = os.environ.get(DATA_FOLDER)
+    os.environ[DATA_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(DATA_FOLDER)
+        if before is not None:
+            os.environ[DATA_FOLDER] = before
+
+
+def known_models(config: Config) -> dict[str, Known | None]:
+    """What stands for each model of a run. Folders that are here are looked at.
+
+    Raises:
+        ModelError: a model of no known family (lists them).
+    """
+    others = [config.rollout_model, config.critic, config.objective.reference]
+    paths = [config.policy.path, *(one.path for one in others if one and one.path)]
+    return {path: _known(path) for path in paths}
+
+
+def _known(path: str) -> Known | None:
+    if path.startswith(STARTER_PREFIX):
+        return None
+    if not Path(path).expanduser().is_dir():
+        return known_model(path)
+    if sum(parameter.numel() for parameter in load_outline(path).parameters()) <= SMALL_ENOUGH:
+        return None
+    settings = load_config(path)
+    like = next((one for one in FAMILIES if one.config.model_type == settings.model_type), None)
+    return Known(like, chats=True, tied=settings.tie_word_embeddings) if like else known_model(path)
+
+
+def _write_models(config: Config, small: Config, models: Models, folder: Path) -> None:
+    """Those that are not there yet; a run that goes on finds those that it began with."""
+    answers = _answers(small)
+    for path, known in models.items():
+        place = Path(_model_path(path, models, folder))
+        if known is None or place.exists():
+            continue
+        shape = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
+        unfinished = place.with_name(f"{place.name}.unfinished")
+        save_tiny(unfinished, known, shape, answers, stream_key(0, "tiny", path))
+        unfinished.rename(place)
+
+
+def _answers(small: Config) -> list[str]:
+    if not isinstance(small.task, MathConfig):
+        return []
+    return [row.answer for row in locate(small.task.train, "train").rows() if row.answer]
+
+
+def _write_data(config: Config, folder: Path) -> list[str]:
+    """A file for each set of problems that the run reads, where it is not there yet; what is in them, in words."""
+    _data_folder(folder).mkdir(parents=True, exist_ok=True)
+    said = []
+    for number, (file, source) in enumerate(_sources(config).items()):
+        path = _data_folder(folder) / file
+        origin = f"{'the first' if source.is_local else 'made up in place of the'} problems of {source.name}"
+        if path.exists():
+            origin = "as it was"
+        else:
+            rows = _rows(source, number)
+            write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+        said.append(f"{file}: {origin}")
+    return said
+
+
+def _sources(config: Config) -> dict[str, Source]:
+    """What the run reads, by the name of the file that stands for it; both splits of a benchmark."""
+    sources: dict[str, Source] = {}
+    names = [name for name in config.evaluation.benchmarks if name in BENCHMARKS]
+    if isinstance(config.task, MathConfig):
+        for split in get_args(Split):
+            data = getattr(config.task, split)
+            if data.source in BENCHMARKS:
+                names.append(data.source)
+            else:
+                sources[_data_file(data, split)] = _source(data, split)
+    for name in dict.fromkeys(names):
+        for part in filter(None, (BENCHMARKS[name].train, BENCHMARKS[name].test)):
+            sources[part.file] = locate(DataConfig(source=name, split=part.split), "train")
+    return sources
+
+
+def _source(data: DataConfig, split: Split) -> Source:
+    """Where the rows are; of a file that is not here, one that stands for the hub."""
+    path = Path(data.source).expanduser()
+    if not path.exists() and (path.suffix in SUFFIXES or "/" in data.source) and not data.source.startswith(HUB):
+        data = data.model_copy(update={"source": HUB + data.source})
+    return locate(data, split)
+
+
+def _rows(source: Source, number: int) -> list[dict[str, Any]]:
+    """A few rows of a set with the columns that it has, their problems cut; made up where its rows are on the hub."""
+    if not source.is_local:
+        return made_up_rows(source, number * PROBLEMS, PROBLEMS)
+    columns = (source.settings.columns.problem, *source.benchmark.problem)
+    return [
+        {name: _cut(value) if name in columns else value for name, value in record.values.items()}
+        for record in islice(source.records(), PROBLEMS)
+    ]
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return value.encode(errors="surrogatepass")[:PROBLEM_BYTES].decode(errors="ignore")

@@ -1,0 +1,40 @@
+"""Every format of saved rollouts by name, and which one a path is."""
+
+from pathlib import Path
+
+from jackpot.analysis.replay.formats import jackpot as own
+from jackpot.analysis.replay.formats import jsonl, openrlhf, slime, trl, verl
+from jackpot.analysis.replay.formats.base import Format
+from jackpot.core.errors import ConfigError, DataError, unknown_name
+
+AUTO = "auto"
+FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, jsonl, openrlhf, slime)}  # cheap ones first
+LOOK_AT = 8  # files, for the columns of a format
+
+
+def find_format(path: Path, name: str) -> tuple[Format, list[Path]]:
+    """The format and its files, those that are damaged too.
+
+    Raises:
+        ConfigError: no such format.
+        DataError: nothing there, no file of the format that was named, or none that any format recognises.
+    """
+    if name != AUTO and name not in FORMATS:
+        raise ConfigError(unknown_name("format", name, [AUTO, *FORMATS]))
+    if not path.exists():
+        raise DataError(f"there is no {path}; give the folder of a run, or a file or folder of saved rollouts")
+    if name != AUTO:
+        found = FORMATS[name]
+        if not (files := found.files(path)):
+            raise DataError(f"{path} has no saved rollouts of {name}.\n{found.how}")
+        return found, files
+    if (path / "config.yaml").is_file() and not own.files(path):
+        raise DataError(f"{path} is a run that has saved no rollouts yet. {own.HOW}")
+    for found in FORMATS.values():
+        files = found.files(path)
+        if any(found.recognises(file) for file in files[:LOOK_AT]):
+            return found, files
+    raise DataError(
+        f"{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of them, "
+        f"--format says what is missing.\nAny trainer can write bare JSONL. {jsonl.HOW}"
+    )

@@ -1,0 +1,29 @@
+"""Reader of bare JSONL: one response a line, columns under our own names (docs/replay.md)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jackpot.analysis.replay.formats.base import Format, Tell, first_keys, json_lines, matching, responses_of
+from jackpot.analysis.responses import NEEDED, Response
+
+HOW = """Write one JSON object for each response and line, with
+  token_ids            [T] of the response
+  rollout_log_probs    [T] of the sampled tokens by the engine that sampled them, nats, at the sampling temperature
+  old_log_probs        [T] by the policy in training; or give --model, and it is scored
+Optional: log_probs, advantages (a number or [T]), sampled_mask, prompt_ids, tokens, uid, rollout_top_ids,
+rollout_top_log_probs, policy_top_ids, policy_top_log_probs ([T, K]); docs/replay.md says what each is for."""
+
+
+def files(path: Path) -> list[Path]:
+    return matching(path, "*.jsonl")
+
+
+def recognises(path: Path) -> bool:
+    return path.suffix == ".jsonl" and bool(first_keys(path) & {"token_ids", "rollout_log_probs"})
+
+
+def read(path: Path, tell: Tell) -> Iterator[Response]:
+    yield from responses_of(json_lines(path, tell), path.name, tell, NEEDED, HOW)
+
+
+FORMAT = Format(name="jsonl", files=files, recognises=recognises, read=read, how=HOW)

@@ -1,0 +1,79 @@
+"""Reader of OpenRLHF's experience, saved with torch.save.
+
+OpenRLHF writes no rollouts down (read at 3c3be62, version 0.11.0), so a line must be added; what it would save is its
+own `Experience`: `sequences` [B, S] with prompt and response, and [B, A] columns that end where the sequences end.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from jackpot.analysis.replay.formats.base import Format, Record, Tell, matching, responses_of, torch_file
+from jackpot.analysis.responses import Response
+
+HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
+add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
+    names = ("sequences", "action_mask", "rollout_log_probs", "action_log_probs", "advantages")
+    os.makedirs("rollouts", exist_ok=True)  # import os
+    torch.save([{name: getattr(one, name).cpu() for name in names} for one in experiences],
+               f"rollouts/experience_{global_step}.pt")
+Without action_log_probs, give --model and it is scored (at --temperature)."""
+_NEEDED = ("sequences", "action_mask", "rollout_log_probs")
+
+
+def files(path: Path) -> list[Path]:
+    return matching(path, "*.pt")
+
+
+def recognises(path: Path) -> bool:
+    content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
+    return any("sequences" in one for one in _experiences(content))
+
+
+def read(path: Path, tell: Tell) -> Iterator[Response]:
+    content = torch_file(path, tell)
+    experiences = _experiences(content)
+    if content is not None and not experiences:
+        tell(f"{path.name} has no experiences and is left out")
+    rows = (
+        _row(experience, row) for experience in experiences for row in range(len(experience.get("sequences", ())) or 1)
+    )
+    yield from responses_of(enumerate(rows), path.name, tell, _NEEDED, HOW, _renamed)
+
+
+def _row(experience: Record, row: int) -> dict[str, Any]:
+    """One response of a batch; what is not there stays away."""
+    return {name: column[row] for name, column in experience.items() if isinstance(column, Tensor)}
+
+
+def _experiences(content: Any) -> list[Record]:
+    many = content if isinstance(content, list) else [content]
+    return [one for one in many if isinstance(one, dict)]
+
+
+def _renamed(experience: Record) -> dict[str, Any]:
+    mask = experience["action_mask"].bool()
+    sequence = experience["sequences"]
+    before = len(sequence) - len(mask)  # no column has an entry for these
+    places = mask.nonzero().flatten()
+    first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    part = slice(first, end)
+    renamed = {
+        "prompt_ids": sequence[: before + first],
+        "token_ids": sequence[before:][part],
+        "sampled_mask": mask[part],
+    }
+    named = (
+        ("rollout_log_probs", "rollout_log_probs"),
+        ("old_log_probs", "action_log_probs"),
+        ("advantages", "advantages"),
+    )
+    for ours, theirs in named:
+        column = experience.get(theirs)
+        renamed[ours] = None if column is None else column[part]
+    return renamed
+
+
+FORMAT = Format(name="openrlhf", files=files, recognises=recognises, read=read, how=HOW)

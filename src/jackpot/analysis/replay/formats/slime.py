@@ -1,0 +1,57 @@
+"""Reader of slime's debug dumps, of training or of rollouts.
+
+`--save-debug-train-data` and `--save-debug-rollout-data` write {"rollout_id", "samples": [...]} with torch.save (read
+at 624b824, version 0.3.1). A sample's `tokens` are prompt and response, the other columns the response alone. Only the
+dump of training has the policy's `log_probs` and `advantages`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jackpot.analysis.replay.formats.base import Format, Record, Tell, matching, responses_of, torch_file
+from jackpot.analysis.responses import Response
+
+HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
+and advantages. --save-debug-rollout-data has the engine's alone: give --model, and the policy's are scored (at
+--temperature)."""
+_NEEDED = ("tokens", "rollout_log_probs")
+
+
+def files(path: Path) -> list[Path]:
+    return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
+
+
+def recognises(path: Path) -> bool:
+    content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
+    return isinstance(content, dict) and "samples" in content
+
+
+def read(path: Path, tell: Tell) -> Iterator[Response]:
+    content = torch_file(path, tell)
+    samples = content.get("samples", ()) if isinstance(content, dict) else ()
+    if content is not None and not samples:
+        tell(f"{path.name} has no samples and is left out")
+    yield from responses_of(enumerate(samples), path.name, tell, _NEEDED, HOW, _renamed)
+
+
+def _renamed(sample: Record) -> dict[str, Any]:
+    length = int(sample["response_lengths" if "response_lengths" in sample else "response_length"])
+    start = len(sample["tokens"]) - length
+    mask = sample.get("loss_masks", sample.get("loss_mask"))
+    return {
+        "uid": None if sample.get("sample_index", sample.get("index")) is None else _uid(sample),
+        "prompt_ids": sample["tokens"][:start],
+        "token_ids": sample["tokens"][start:],
+        "sampled_mask": mask,
+        "rollout_log_probs": sample["rollout_log_probs"],
+        "old_log_probs": sample.get("log_probs"),
+        "advantages": sample.get("advantages"),
+    }
+
+
+def _uid(sample: Record) -> str:
+    return f"{sample.get('rollout_ids', sample.get('rollout_id'))}/{sample.get('sample_index', sample.get('index'))}"
+
+
+FORMAT = Format(name="slime", files=files, recognises=recognises, read=read, how=HOW)

@@ -1,0 +1,180 @@
+"""Saved responses in one shape, whoever wrote the file, and batches of them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from jackpot.core.errors import DataError
+
+BATCH_TOKENS = 8_192  # response tokens with padding that are held at once
+NEEDED = ("token_ids", "rollout_log_probs")
+_FLOATS = ("rollout_log_probs", "old_log_probs", "log_probs", "advantages")
+_LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
+
+
+class DamagedRecord(DataError):
+    """One response that is not what a writer of this format writes; it is left out, named and counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """One response of `T` tokens, on the CPU. What a file does not have is None. Log-probs in nats."""
+
+    uid: str
+    where: str  # the file, and the step where it is known
+    prompt_ids: Tensor | None  # [P]; only a model that scores needs it
+    token_ids: Tensor  # [T]
+    tokens: tuple[str, ...] | None  # [T] as text
+    sampled_mask: Tensor  # [T] bool
+    advantages: Tensor | None  # [T]
+    rollout_log_probs: Tensor  # [T]
+    old_log_probs: Tensor | None  # [T]
+    log_probs: Tensor | None  # [T] of the policy that is updated; equal to the old ones at the first step of a batch
+    rollout_top_ids: Tensor | None  # [T, K]
+    rollout_top_log_probs: Tensor | None  # [T, K]
+    policy_top_ids: Tensor | None  # [T, K'] of `log_probs`' policy
+    policy_top_log_probs: Tensor | None  # [T, K']
+
+    @property
+    def has_lists(self) -> bool:
+        """Of both models."""
+        return self.rollout_top_ids is not None and self.policy_top_ids is not None
+
+
+def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
+    """A response from named columns, lists or tensors; `advantages` may be one number for all tokens.
+
+    Args:
+        number: of the response in its file, for a uid where the record has none.
+
+    Raises:
+        DamagedRecord: a column that is no numbers, not as long as `token_ids`, or not finite at a sampled token.
+    """
+    try:
+        ids = torch.as_tensor(record["token_ids"]).long()
+        columns = {name: _floats(record.get(name), len(ids)) for name in _FLOATS}
+        lists = {name: _lists(record.get(name), name.endswith("ids")) for name in _LISTS}
+        mask = record.get("sampled_mask")
+        mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+        prompt = record.get("prompt_ids")
+        prompt_ids = None if prompt is None else torch.as_tensor(prompt).long()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedRecord(f"{where}, response {number}: {type(error).__name__}: {error}") from error
+    texts = record.get("tokens")
+    _check_lengths({"sampled_mask": mask, "tokens": texts, **columns, **lists}, len(ids), f"{where}, response {number}")
+    _check_values(columns, lists, mask, f"{where}, response {number}")
+    return Response(
+        uid=str(record.get("uid") or f"{where}#{number}"),
+        where=where,
+        prompt_ids=prompt_ids,
+        token_ids=ids,
+        tokens=None if texts is None else tuple(map(str, texts)),
+        sampled_mask=mask,
+        **columns,
+        **lists,
+    )
+
+
+def _floats(values: Any, length: int) -> Tensor | None:
+    if values is None:
+        return None
+    column = torch.as_tensor(values, dtype=torch.float64)
+    return column.expand(length) if column.ndim == 0 else column
+
+
+def _lists(values: Any, are_ids: bool) -> Tensor | None:
+    if values is None:
+        return None
+    rows = torch.as_tensor(values, dtype=torch.int64 if are_ids else torch.float64)
+    return rows if rows.ndim == 2 and rows.shape[1] else None
+
+
+def _check_lengths(columns: Mapping[str, Sized | None], length: int, where: str) -> None:
+    for name, column in columns.items():
+        if column is not None and len(column) != length:
+            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {length} token_ids")
+
+
+def _check_values(
+    columns: Mapping[str, Tensor | None], lists: Mapping[str, Tensor | None], mask: Tensor, where: str
+) -> None:
+    """One number that is not finite would be the mean of all. A list may have -inf where the engine cannot sample."""
+    for name, column in (columns | lists).items():
+        if column is None or name.endswith("ids"):
+            continue
+        found = column[mask]
+        if name in lists and found.isnan().any():
+            raise DamagedRecord(f"{where}: {name} has a NaN")
+        if name in columns and not found.isfinite().all():
+            raise DamagedRecord(f"{where}: {name} has {found[~found.isfinite()][0]:g} at a sampled token. {_MASK_IT}")
+        if name.endswith("log_probs") and found.gt(1e-3).any():
+            raise DamagedRecord(f"{where}: {name} has {found.max():.4g}; a log-probability is at most 0")
+        if name == "rollout_log_probs" and found.exp().eq(0.0).any():
+            raise DamagedRecord(
+                f"{where}: {name} has {found.min():g}, a token that cannot have been sampled. {_MASK_IT}"
+            )
+
+
+_MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Some responses, padded on the right. All [B, T] float64 but for the mask; 0 where masked."""
+
+    responses: tuple[Response, ...]
+    mask: Tensor  # bool, the tokens that the model sampled
+    rollout: Tensor
+    old: Tensor
+    new: Tensor
+    advantages: Tensor
+    token_ids: Tensor  # int64
+
+
+def batches(responses: Iterable[Response], with_prompts: bool = False) -> Iterator[list[Response]]:
+    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least.
+
+    Args:
+        with_prompts: count those tokens too, as a model that reads them must hold both.
+    """
+    part: list[Response] = []
+    width = prompt_width = 0
+    for response in responses:
+        prompt = len(response.prompt_ids) if with_prompts and response.prompt_ids is not None else 0
+        width, prompt_width = max(width, len(response.token_ids)), max(prompt_width, prompt)
+        if part and (len(part) + 1) * (width + prompt_width) > BATCH_TOKENS:
+            yield part
+            part, width, prompt_width = [], len(response.token_ids), prompt
+        part.append(response)
+    if part:
+        yield part
+
+
+def collate(responses: Sequence[Response]) -> Batch:
+    """Tensors of responses that have log-probs of a policy; where one of old and new is missing the other is both."""
+    mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
+
+    def pad(rows: list[Tensor]) -> Tensor:
+        return torch.where(mask, pad_sequence(rows, batch_first=True), 0.0)
+
+    return Batch(
+        responses=tuple(responses),
+        mask=mask,
+        rollout=pad([one.rollout_log_probs for one in responses]),
+        old=pad([one.log_probs if one.old_log_probs is None else one.old_log_probs for one in responses]),
+        new=pad([one.old_log_probs if one.log_probs is None else one.log_probs for one in responses]),
+        advantages=pad([_advantages(one) for one in responses]),
+        token_ids=pad_sequence([one.token_ids for one in responses], batch_first=True),
+    )
+
+
+def _advantages(response: Response) -> Tensor:
+    return (
+        torch.ones(len(response.token_ids), dtype=torch.float64)
+        if response.advantages is None
+        else (response.advantages)
+    )

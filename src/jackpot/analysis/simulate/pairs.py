@@ -1,0 +1,201 @@
+"""Two real models: the rollout model writes, and both say what they think of every token of it.
+
+Nothing is trained. Every number is one that a run would begin with, so several rollout models can be compared before
+any of them is trained with.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from jackpot.analysis.scoring import batches
+from jackpot.analysis.simulate.states import RECIPE_LAM, States
+from jackpot.analysis.simulate.survey import Survey, point, share_below, survey
+from jackpot.analysis.simulate.topk import RECIPE_K, TopK
+from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError
+from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import check_lengths, check_vocabulary, load_tokenizers, pick_device
+from jackpot.models.forward import head_logits, output_layer, read_rollouts
+from jackpot.models.load import load_model, load_outline
+from jackpot.objectives.metrics import mismatch
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.evaluate import Evaluation, evaluate
+from jackpot.rollout.tasks.base import PromptStream, Task
+from jackpot.rollout.tasks.registry import make_task
+
+MOST_STATES = 4_096  # whole distributions that are compared; more say no more
+PROMPTS = 256
+SMALL_GAP, LARGE_GAP = 0.98, 0.5  # mean Z at lam = 1
+LEFT_OVER = 0.6  # of the KL
+_CHUNK_ELEMENTS = 2**21  # of [tokens, V] in float64: 16 MiB a tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A rollout model beside the policy, before training. Means over response tokens unless something else is said."""
+
+    name: str
+    parameters: int
+    policy_parameters: int
+    responses: int
+    mean_tokens: float  # of a response
+    states: int  # tokens whose whole distributions were compared
+    accuracy: float  # of the rollout model, sampled
+    policy_accuracy: float
+    kl_policy_rollout: float  # KL(policy || rollout model), nats a token
+    kl_rollout_policy: float
+    kl_after: float  # KL(policy || what OBRS keeps) at lam = 1
+    acceptance: float  # mean Z at lam = 1
+    acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
+    low_acceptance: float  # share of states with Z below 0.5
+    k: int  # RECIPE_K, or the vocabulary where that is smaller
+    captured: float  # p_inf of the two top-k sets, with the fill-in
+    width: float  # of the bounds on Z, with the fill-in
+    sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
+    sequence_ess: float  # effective share of the responses, weighted by that ratio
+    advice: str
+
+    @property
+    def size_share(self) -> float:
+        """Its parameters over the policy's."""
+        return self.parameters / self.policy_parameters
+
+
+class Bench:
+    """A task, its prompts and a tokenizer, on which pairs of models are measured.
+
+    Raises:
+        ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
+        ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
+    """
+
+    def __init__(self, config: Config, policy: str, writers: Sequence[str], prompts: int, seed: int) -> None:
+        if config.sampling.truncated:
+            raise ConfigError(
+                f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
+                f"this compares distributions over the whole vocabulary; use sampling.top_p=1.0 sampling.top_k=0"
+            )
+        self._config, self._seed = config, seed
+        paths = {"policy": policy} | {f"rollout model {path}": path for path in writers}
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
+        outlines = {role: load_outline(path) for role, path in paths.items()}
+        check_vocabulary(outlines, self._tokenizer)
+        self._task: Task = make_task(config.task, self._tokenizer)
+        check_lengths(config, outlines, self._task)
+        self._device = pick_device(config)
+        self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
+
+    def measure(self, name: str, policy: str, writer: str) -> tuple[Candidate, Survey]:
+        """The models in two folders, on what the second one writes."""
+        written = self._answers(writer)
+        with closing(self._engine(policy)) as engine:
+            alone = evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
+            scores = engine.score(written.rollouts, self._config.sampling.temperature)
+        chosen = _first(written.rollouts, MOST_STATES)
+        total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
+        models = [load_model(path, torch.float32, self._device) for path in (policy, writer)]
+        found = survey(name, pair_states(*models, chosen, self._config.sampling.temperature), total)
+        parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+        return _candidate(found, written, alone, scores, parameters), found
+
+    def _answers(self, path: str) -> Evaluation:
+        with closing(self._engine(path)) as engine:
+            return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
+
+    def _engine(self, path: str) -> Engine:
+        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # servers hold one model of their own
+        return make_engine(settings, path, self._device, Version(0, 0))
+
+
+@torch.no_grad()
+def pair_states(
+    policy: PreTrainedModel, writer: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
+) -> Iterator[States]:
+    """Both models at every token that was sampled, a few tokens at a time; `token_ids` [n, 1] are those written."""
+    for batch in batches(rollouts):
+        sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
+        read = [read_rollouts(model, batch) for model in (writer, policy)]
+        hidden, ids = [one.hidden[sampled] for one in read], read[0].token_ids
+        size = max(1, _CHUNK_ELEMENTS // output_layer(policy).out_features)
+        for start in range(0, len(hidden[0]), size):
+            part = slice(start, start + size)
+            yield States(
+                rollout=_log_probs(writer, hidden[0][part], temperature),
+                target=_log_probs(policy, hidden[1][part], temperature),
+                token_ids=ids[sampled][part, None].cpu(),
+            )
+
+
+def _log_probs(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(head_logits(model, hidden).double().cpu() / temperature, dim=-1)
+
+
+def _first(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
+    """As many as have `most` sampled tokens together, one at least; prompts come in no order that matters."""
+    total, chosen = 0, []
+    for rollout in rollouts:
+        total += int(rollout.sampled_mask.sum())
+        if chosen and total > most:
+            break
+        chosen.append(rollout)
+    return chosen
+
+
+def _candidate(
+    found: Survey, written: Evaluation, alone: Evaluation, scores: Sequence[Tensor], parameters: Sequence[int]
+) -> Candidate:
+    log_ratios = [
+        torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
+        for rollout, score in zip(written.rollouts, scores, strict=True)
+    ]
+    mask = pad_sequence([rollout.sampled_mask for rollout in written.rollouts], batch_first=True)
+    sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
+    means, topk = point(found.numbers), _recipe_row(found.topk)
+    acceptance, after = means.acceptance[RECIPE_LAM], means.kl_after[RECIPE_LAM]
+    return Candidate(
+        name=found.name,
+        parameters=parameters[1],
+        policy_parameters=parameters[0],
+        responses=len(written.rollouts),
+        mean_tokens=written.mean_tokens,
+        states=means.states,
+        accuracy=written.accuracy,
+        policy_accuracy=alone.accuracy,
+        kl_policy_rollout=means.kl,
+        kl_rollout_policy=means.reverse_kl,
+        kl_after=after,
+        acceptance=acceptance,
+        acceptance_spread=float(found.numbers.acceptance[:, RECIPE_LAM].std(correction=0)),
+        low_acceptance=share_below(found.numbers),
+        k=topk.k,
+        captured=topk.captured,
+        width=topk.width,
+        sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
+        sequence_ess=float(sequences["mismatch/sequence_ess"].value),
+        advice=advice(acceptance, means.kl, after),
+    )
+
+
+def _recipe_row(rows: Sequence[TopK]) -> TopK:
+    """With the fill-in, at RECIPE_K or the largest size below it."""
+    return max((row for row in rows if row.fill_in and row.k <= RECIPE_K), key=lambda row: row.k, default=rows[0])
+
+
+def advice(acceptance: float, kl: float, after: float) -> str:
+    """What mean Z and the KL before and after OBRS say of a pair. The limits are rules of thumb, not theorems."""
+    facts = f"of 100 tokens {100 * acceptance:.1f} are kept, and the KL falls from {kl:.4f} to {after:.4f} nats a token"
+    if acceptance >= SMALL_GAP:
+        return f"a small gap: {facts}; OBRS has little to correct, and truncated importance sampling does as well"
+    if acceptance < LARGE_GAP:
+        return f"a gap that is too large: {facts}; take a closer model, or distil the policy into this one first"
+    if after > LEFT_OVER * kl:
+        return f"a gap that rejection hardly closes: {facts}; this model lacks what the policy writes, so distil more"
+    return f"a gap that OBRS is meant for: {facts}; keep joint training on, so that it does not grow"

@@ -1,0 +1,95 @@
+"""Next-token distributions of two models at the same states, and what OBRS makes of each state.
+
+All in float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from jackpot.objectives import obrs
+
+LAMS = (0.5, 1.0, 2.0)
+RECIPE_LAM = LAMS.index(1.0)  # the paper's lam and ours
+_CACHED_ELEMENTS = 2**16
+Rows = TypeVar("Rows")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """What both models say at N states, and what the rollout model wrote there."""
+
+    rollout: Tensor  # [N, V] log p_inf, float64
+    target: Tensor  # [N, V] log p_target, float64
+    token_ids: Tensor  # [N, D] int64, drawn from p_inf
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    def pick(self, rows: Tensor) -> "States":
+        """Some of the states: `rows` are numbers or a mask."""
+        return States(rollout=self.rollout[rows], target=self.target[rows], token_ids=self.token_ids[rows])
+
+    @property
+    def rho(self) -> Tensor:
+        """p_target / p_inf [N, V]: inf where only the rollout model gives 0, NaN where both do."""
+        return (self.target - self.rollout).exp()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateNumbers:
+    """What is exact at each state, from the whole vocabulary."""
+
+    kl: Tensor  # [N] KL(target || rollout), nats
+    reverse_kl: Tensor  # [N] KL(rollout || target)
+    acceptance: Tensor  # [N, L] Z
+    kl_after: Tensor  # [N, L] KL(target || p~); inf where nothing is ever accepted
+    acceptance_variance: Tensor  # [N] of a(x) at lam = 1, x drawn from p_inf
+
+
+def divergence(first: Tensor, second: Tensor) -> Tensor:
+    """KL(first || second) of log-probs [..., V] -> [...], nats; inf where the second lacks what the first has."""
+    return torch.where(first > -torch.inf, first.exp() * (first - second), 0.0).sum(-1)
+
+
+def rejected_divergence(states: States, lam: float | Tensor) -> Tensor:
+    """KL(target || p~) at each state, [N]; inf where nothing is ever accepted. A tensor `lam` is [N, 1].
+
+    Rounding leaves up to 1e-13 on either side of 0 where p~ is the target; below 0 it is cut.
+    """
+    after = divergence(states.target, obrs.post_rejection(states.rollout, states.target, lam))
+    return torch.where(after.isnan(), torch.inf, after.clamp(min=0.0))
+
+
+def measure(states: States) -> StateNumbers:
+    """Every number of every state; a few states at a time, which stay in the processor's cache."""
+    size = max(1, _CACHED_ELEMENTS // states.rollout.shape[1])
+    return joined(
+        [
+            _measure(states.pick(torch.arange(len(states))[start : start + size]))
+            for start in range(0, len(states), size)
+        ]
+    )
+
+
+def _measure(states: States) -> StateNumbers:
+    rollout, target = states.rollout, states.target
+    accept = obrs.acceptance(rollout, target, 1.0)
+    square = torch.where(rollout > -torch.inf, rollout.exp() * accept.square(), 0.0).sum(-1)
+    acceptance = torch.stack([obrs.exact_z(rollout, target, lam) for lam in LAMS], dim=-1)
+    return StateNumbers(
+        kl=divergence(target, rollout),
+        reverse_kl=divergence(rollout, target),
+        acceptance=acceptance,
+        kl_after=torch.stack([rejected_divergence(states, lam) for lam in LAMS], dim=-1),
+        acceptance_variance=(square - acceptance[:, RECIPE_LAM].square()).clamp(min=0.0),
+    )
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Several chunks as one, in their order: equal dataclasses whose fields are all tensors [n, ...]; one at least."""
+    names = parts[0].__dataclass_fields__
+    return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

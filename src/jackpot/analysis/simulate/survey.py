@@ -1,0 +1,205 @@
+"""Everything that is measured of one pair of models, in one pass over its states.
+
+A source is a pair with a name: a made-up family at one gap, two real models, or the models of a checkpoint.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jackpot.analysis.simulate.states import LAMS, RECIPE_LAM, StateNumbers, States, joined, measure
+from jackpot.analysis.simulate.topk import TopK, TopKNumbers, summary, topk_numbers
+from jackpot.objectives import obrs
+
+KEPT = 16  # states that are kept whole, for ratios, theorems and the identity
+_TOKENS = 12  # of a kept state in the picture of ratios, from either model
+_LOW_ACCEPTANCE = 0.5
+MARKS = (0.01, 0.1, 1.0)  # nats
+HIGH_ACCEPTANCE = 0.95  # the paper's figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """All states of a source."""
+
+    name: str
+    vocabulary: int
+    numbers: StateNumbers
+    topk: tuple[TopK, ...]  # with the fill-in, then without
+    kept: States  # evenly from all states
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Means over some states: those of one gap of a family, or those of like KL of a real pair."""
+
+    states: int
+    kl: float  # KL(target || rollout), nats
+    reverse_kl: float
+    acceptance: tuple[float, ...]  # at LAMS
+    acceptance_low: float  # quantiles of 10 and 90 % over the states, at lam = 1
+    acceptance_high: float
+    kl_after: tuple[float, ...]  # at LAMS
+    log_acceptance: float  # mean of -log Z at lam = 1: the KL falls by no more than that, whatever the rule
+
+    @property
+    def factor(self) -> float:
+        """KL before over KL after at lam = 1, inf where nothing is left."""
+        after = self.kl_after[RECIPE_LAM]
+        return self.kl / after if after > 0.0 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A curve read off at one KL, interpolated; None where the curve does not reach."""
+
+    kl: float
+    acceptance: float | None  # at lam = 1
+    factor: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    name: str
+    points: tuple[Point, ...]  # by KL
+    marks: tuple[Mark, ...]  # at MARKS
+    kl_at_high_acceptance: float | None  # where the acceptance passes HIGH_ACCEPTANCE on its way down
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratios:
+    """p_target / p_inf and p_target / p~ = Z max(lam, rho) of single tokens, at lam = 1."""
+
+    name: str
+    kl: float  # mean KL(target || rollout) of the source
+    before: tuple[float, ...]  # of tokens drawn from p_inf
+    after: tuple[float, ...]
+    policy_before: tuple[float, ...]  # of tokens drawn from p_target, which p_inf may hardly ever write
+    policy_after: tuple[float, ...]
+
+
+def survey(name: str, chunks: Iterable[States], total: int) -> Survey:
+    """Measure every state of `chunks`, which are `total` states together."""
+    stride = max(1, total // KEPT)
+    seen, parts, kept, sampled = 0, [], [], []
+    topk: dict[bool, list[TopKNumbers]] = {True: [], False: []}
+    vocabulary = 0
+    for states in chunks:
+        parts.append(measure(states))
+        for fill_in, numbers in topk.items():
+            numbers.append(topk_numbers(states, fill_in))
+        sampled.append(sampled_acceptance(states))
+        rows = torch.arange(seen, seen + len(states))
+        kept.append(states.pick(rows % stride == 0))
+        seen += len(states)
+        vocabulary = states.rollout.shape[1]
+    numbers, drawn = joined(parts), torch.cat(sampled)
+    return Survey(
+        name=name,
+        vocabulary=vocabulary,
+        numbers=numbers,
+        topk=tuple(
+            row for fill, each in topk.items() for row in summary(joined(each), numbers, drawn, vocabulary, fill)
+        ),
+        kept=joined(kept),
+    )
+
+
+def sampled_acceptance(states: States) -> Tensor:
+    """a(x) of the tokens that were written, at lam = 1: [N, D]."""
+    ids = states.token_ids
+    return obrs.acceptance(states.rollout.gather(-1, ids), states.target.gather(-1, ids), LAMS[RECIPE_LAM])
+
+
+def point(numbers: StateNumbers) -> Point:
+    """Means over all of the states."""
+    at_one = numbers.acceptance[:, RECIPE_LAM]
+    return Point(
+        states=len(numbers.kl),
+        kl=float(numbers.kl.mean()),
+        reverse_kl=float(numbers.reverse_kl.mean()),
+        acceptance=tuple(numbers.acceptance.mean(0).tolist()),
+        acceptance_low=float(at_one.quantile(0.1)),
+        acceptance_high=float(at_one.quantile(0.9)),
+        kl_after=tuple(numbers.kl_after.mean(0).tolist()),
+        log_acceptance=float(-at_one.log().mean()),
+    )
+
+
+def curve(name: str, points: Sequence[Point]) -> Curve:
+    """The points in the order of their KL, and what can be read off between them."""
+    points = sorted(points, key=lambda one: one.kl)
+    logs = [math.log(one.kl) for one in points]
+    acceptance = [one.acceptance[RECIPE_LAM] for one in points]
+    factors = [math.log(one.factor) if one.factor < math.inf else math.nan for one in points]
+    marks = []
+    for kl in MARKS:
+        at, factor = (_read_off(logs, values, math.log(kl)) for values in (acceptance, factors))
+        marks.append(Mark(kl=kl, acceptance=at, factor=None if factor is None else math.exp(factor)))
+    high = _read_off([-value for value in acceptance], logs, -HIGH_ACCEPTANCE)
+    return Curve(
+        name=name,
+        points=tuple(points),
+        marks=tuple(marks),
+        kl_at_high_acceptance=None if high is None else math.exp(high),
+    )
+
+
+def _read_off(x: Sequence[float], y: Sequence[float], at: float) -> float | None:
+    """y at the first place where x, which rises on the whole, passes `at`; None where it does not."""
+    for left in range(len(x) - 1):
+        if x[left] <= at <= x[left + 1]:
+            share = (at - x[left]) / (x[left + 1] - x[left]) if x[left + 1] > x[left] else 0.0
+            value = y[left] + share * (y[left + 1] - y[left])
+            return value if math.isfinite(value) else None
+    return None
+
+
+def binned(name: str, numbers: StateNumbers, bins: int = 14, least: int = 8, smallest: float = 1e-5) -> Curve:
+    """The states of one source by their own KL, in bins of equal width on a logarithmic axis.
+
+    Bins of fewer than `least` states are left out, and so are states below `smallest` nats: rounding, nothing else.
+    """
+    logs = numbers.kl.clamp(min=smallest).log()
+    usable = (numbers.kl > smallest) & numbers.kl.isfinite()
+    if not usable.any():
+        return curve(name, [])
+    low, high = logs[usable].min(), logs[usable].max()
+    place = ((logs - low) / (high - low).clamp(min=1e-9) * bins).floor().clamp(max=bins - 1)
+    groups = [usable & (place == number) for number in range(bins)]
+    return curve(name, [point(_some(numbers, rows)) for rows in groups if rows.sum() >= least])
+
+
+def share_below(numbers: StateNumbers) -> float:
+    """The share of states where less than half is accepted at lam = 1."""
+    return float((numbers.acceptance[:, RECIPE_LAM] < _LOW_ACCEPTANCE).double().mean())
+
+
+def ratios(one: Survey) -> Ratios:
+    """Of tokens drawn at the kept states, evenly over each distribution: no chance is in it."""
+    states = one.kept
+    z = obrs.exact_z(states.rollout, states.target, 1.0)[:, None]
+    clouds = []
+    for log_probs in (states.rollout, states.target):
+        places = (torch.arange(_TOKENS, dtype=torch.float64) + 0.5) / _TOKENS
+        total = log_probs.exp().cumsum(-1)
+        ids = torch.searchsorted(total, (places * total[:, -1:]).contiguous()).clamp(max=log_probs.shape[1] - 1)
+        rollout, target = states.rollout.gather(-1, ids), states.target.gather(-1, ids)
+        clouds += [(target - rollout).exp(), obrs.weight(rollout, target, z, 1.0)]
+    before, after, policy_before, policy_after = (tuple(cloud.flatten().tolist()) for cloud in clouds)
+    return Ratios(
+        name=one.name,
+        kl=float(one.numbers.kl.mean()),
+        before=before,
+        after=after,
+        policy_before=policy_before,
+        policy_after=policy_after,
+    )
+
+
+def _some(numbers: StateNumbers, rows: Tensor) -> StateNumbers:
+    names: Sequence[str] = tuple(StateNumbers.__dataclass_fields__)
+    return StateNumbers(**{name: getattr(numbers, name)[rows] for name in names})

@@ -1,0 +1,124 @@
+"""A digest of weights, computed where they are. Torch and the standard library only.
+
+The bytes of a tensor, in row-major order and padded with zeros to whole words, are signed 32-bit words w. Every row of
+4096 words becomes one sum with fixed odd keys,
+
+    s_r = sum_i k_i w_{4096 r + i}          mod 2**64,     r = 0, 1, ..., the last row as short as it is
+
+and SHA-256 does the rest on 1/2048 of the bytes: of name, shape, dtype and sums of every tensor, then of these hashes
+in sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
+
+Two sets of weights that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not
+0). Where several words of a row differ, the sum misses it with a chance of 2**-32 at most over the choice of keys, and
+every changed row would have to be missed. This finds accidents. It does not stop somebody who wants to be missed: the
+keys are public and the sums are linear.
+"""
+
+import json
+from array import array
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
+from hashlib import sha256, shake_256
+
+import torch
+from torch import Tensor
+
+_ROW = 4096  # words of one sum
+_WORD = 4  # bytes
+_CPU_ROWS = 32  # at once: the products, 1 MiB, stay in the cache of a core
+_GPU_ROWS = 1024  # at once: products of 32 MiB
+
+
+class WeightsDigest:
+    """Takes tensors one by one, in any order: the digest does not depend on it.
+
+    A chunk of each is worked on at a time, beside a copy of a tensor that is not contiguous.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """
+        Args:
+            dtype: that every tensor is cast to first, chunk by chunk.
+        """
+        self._dtype = dtype
+        self._hashes: list[str] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        shape = json.dumps([name, list(tensor.shape), str(self._dtype)])
+        whole = sha256(f"{shape}\n".encode())
+        whole.update(array("q", _row_sums(tensor.detach(), self._dtype).tolist()).tobytes())
+        self._hashes.append(whole.hexdigest())
+
+    def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Hands the tensors on and adds each, so that they need not be made twice. Those never asked for are not
+        added."""
+        for name, tensor in named_tensors:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def hexdigest(self) -> str:
+        """Of what was added so far: 64 hexadecimal digits."""
+        return sha256("\n".join(sorted(self._hashes)).encode()).hexdigest()
+
+
+def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    """The digest of name, shape and bytes of every tensor after a cast to `dtype`, whatever their order and device."""
+    digest = WeightsDigest(dtype)
+    for name, tensor in named_tensors:
+        digest.add(name, tensor)
+    return digest.hexdigest()
+
+
+def is_digest_of(saved: str | None, named_tensors: Collection[tuple[str, Tensor]], dtype: torch.dtype) -> bool:
+    """Whether a digest from a file is that of the tensors, by today's formula or by that of earlier versions."""
+    return saved == weights_digest(named_tensors, dtype) or saved == _earlier_digest(named_tensors, dtype)
+
+
+def _earlier_digest(named_tensors: Collection[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    """SHA-256 over all bytes in the order of the names: slow, and needed only for files that were written with it."""
+    whole = sha256()
+    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
+        data = tensor.detach().to(dtype=dtype, device="cpu").contiguous()
+        whole.update(f"{name}{tuple(data.shape)}".encode())
+        whole.update(data.view(torch.uint8).numpy())
+    return whole.hexdigest()
+
+
+def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """One int64 for every started row, on the device of the tensor; empty for an empty tensor."""
+    keys = _keys(tensor.device)
+    rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
+    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
+    cast = torch.empty_like(chunks[0], dtype=dtype)  # one place for all chunks: the system gives new memory slowly
+    products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
+    sums: list[Tensor] = []
+    for chunk in chunks:
+        same = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
+        sums += _chunk_sums(_words(same), keys, products)
+    return torch.cat(sums)
+
+
+def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
+    """Those of the whole rows, then that of a row cut short."""
+    whole = len(words) - len(words) % _ROW
+    terms = products[: len(words)].copy_(words)
+    yield terms[:whole].view(-1, _ROW).mul_(keys).sum(dim=1)
+    if whole < len(words):
+        yield terms[whole:].mul_(keys[: len(words) - whole]).sum(dim=0, keepdim=True)
+
+
+def _words(chunk: Tensor) -> Tensor:
+    """The bytes of a flat tensor as int32; copied where they are no whole words or do not begin at one."""
+    size = chunk.dtype.itemsize
+    if len(chunk) * size % _WORD == 0 and chunk.storage_offset() * size % _WORD == 0:
+        return chunk.view(torch.int32)
+    padded = torch.zeros(-(-len(chunk) * size // _WORD) * _WORD, dtype=torch.uint8, device=chunk.device)
+    padded[: len(chunk) * size] = chunk.view(torch.uint8)
+    return padded.view(torch.int32)
+
+
+@cache
+def _keys(device: torch.device) -> Tensor:
+    """The keys k: [4096] odd int64, the same for ever: saved digests depend on them."""
+    keys = array("q", shake_256(b"jackpot: weights digest").digest(8 * _ROW))
+    return torch.tensor(keys, dtype=torch.int64, device=device) | 1

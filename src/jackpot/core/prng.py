@@ -1,0 +1,86 @@
+"""Uniform numbers that are a pure function of (key, position). Torch and the standard library only.
+
+There is no generator to carry along: number `t` of a stream is splitmix64's output number `t` from the state `key`,
+
+    z = key + (t + 1) * 0x9E3779B97F4A7C15            mod 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9          mod 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB          mod 2**64
+    u = ((z ^ (z >> 31)) >> 11) / 2**53               in [0, 1)
+
+so batching, ranks and resuming cannot change it (Steele, Lea and Flood, OOPSLA 2014). Make every key with `stream_key`,
+which also says what the numbers are for: two purposes that shared a key would be perfectly correlated.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits as an unsigned `value`."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def stream_key(*parts: int | str) -> int:
+    """The key of one stream, 64 bits unsigned: a hash of what the stream is for, e.g. (seed, uid, "obrs", epoch).
+
+    Different parts give different keys, up to a chance of 2**-64: kind and length of every part are hashed with it, so
+    ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
+
+    Raises:
+        TypeError: a part is neither an int nor a str.
+    """
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int | str):
+            raise TypeError(f"stream_key takes ints and strings, got {part!r} ({type(part).__name__})")
+        data = str(part).encode()
+        digest.update(f"{type(part).__name__}:{len(data)}:".encode() + data)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> Tensor:
+    """Number `positions` of the streams `keys`, broadcast against each other: float64 in [0, 1).
+
+    Keys [B] with positions [B] give one number a row; keys [B, 1] with positions [T] give [B, T].
+
+    Args:
+        keys: unsigned 64-bit integers, or an int64 tensor with the same bits (`key_tensor`).
+        positions: integers >= 0. The result is on the device of a tensor `keys`.
+    """
+    keys = keys if isinstance(keys, Tensor) else key_tensor(keys)
+    positions = torch.as_tensor(positions, dtype=torch.int64, device=keys.device)
+    mixed = keys + (positions + 1) * _GAMMA
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
+    mixed = mixed ^ _shift_right(mixed, 31)
+    return _shift_right(mixed, 11).double() * 2.0**-53
+
+
+def uniform_row(key: int, length: int) -> Tensor:
+    """The first `length` numbers of the stream `key`: [T] float64 in [0, 1)."""
+    return uniforms([key], torch.arange(length))
+
+
+def key_tensor(keys: Sequence[int]) -> Tensor:
+    """Unsigned 64-bit keys as an int64 tensor with the same bits, [B].
+
+    Raises:
+        ValueError: a key is not in [0, 2**64).
+    """
+    for key in keys:
+        if not 0 <= key < 2**64:
+            raise ValueError(f"a key must be in [0, 2**64), got {key}; make keys with stream_key")
+    return torch.tensor([_signed(key) for key in keys], dtype=torch.int64)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical shift of int64 bits: zeros come in from the left, where `>>` alone would copy the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

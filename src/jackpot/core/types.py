@@ -1,0 +1,128 @@
+"""The nouns that every layer shares. Torch and pydantic only.
+
+Shapes: `B` sequences, `T` response tokens, `P` prompt tokens, `U` unique prompts, `K` top-k entries.
+Log-probabilities are in nats and use the sampling temperature.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+Finish = Literal["stop", "length", "aborted"]
+JudgeProblem = Literal["timeout", "crash"]
+Role = Literal["policy", "rollout_model", "critic"]
+
+
+class Version(NamedTuple):
+    """Which weights: how many optimizer steps each model has taken."""
+
+    policy: int
+    rollout_model: int
+
+
+class Sampling(BaseModel):
+    """How an engine samples. `rollout_log_probs` and the top-k describe the distribution after all of this."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off. This is the sampling filter, not num_top_log_probs.
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256  # of the whole response, what a tool wrote in it included
+    num_top_log_probs: Annotated[int, Field(ge=0)] = 20  # K, captured for the normaliser
+    stop_token_ids: Annotated[
+        tuple[int, ...], Field(strict=False)
+    ] = ()  # beside the end-of-sequence tokens that the model folder names
+
+    @property
+    def truncated(self) -> bool:
+        """True where some tokens have probability zero by a filter and not by the model."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One problem. `uid` is unique within a run and says where the prompt came from."""
+
+    uid: str
+    text: str
+    answer: str  # the reference that the task's reward compares with
+    token_ids: tuple[int, ...]  # [P]
+
+
+def unique_prompts(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The distinct prompts' token ids, and for every prompt the row where its ids stand."""
+    rows: dict[tuple[int, ...], int] = {}
+    index = [rows.setdefault(prompt.token_ids, len(rows)) for prompt in prompts]
+    return list(rows), index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One response to write. The same `seed` gives the same response whatever else is in the batch."""
+
+    uid: str
+    prompt: Prompt
+    seed: int  # 64 bits, unsigned
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One response, as the engine sampled it, on the CPU. `T` counts every response token, the stop token too."""
+
+    uid: str
+    prompt: Prompt
+    finish: Finish
+    token_ids: Tensor  # [T] int64
+    rollout_log_probs: Tensor  # [T] float32, of the sampled token after temperature, top-p and top-k; 0 if not sampled
+    sampled_mask: Tensor  # [T] bool, False where somebody else (a tool, a template) wrote the token
+    top_ids: Tensor  # [T, K] int64, most probable first
+    top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
+    versions: Tensor  # [T, 2] int64, a Version for every token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a task says of one response."""
+
+    reward: float
+    correct: bool
+    problem: JudgeProblem | None = None  # judging failed: what could not be judged counts as wrong and gives 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredRollout:
+    rollout: Rollout
+    score: Score
+    advantages: Tensor  # [T] float32; the same number for every token where the advantage is the response's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch:
+    """Some rollouts as tensors: prompts once each and padded on the left, responses padded on the right."""
+
+    uids: tuple[str, ...]  # B
+    prompt_ids: Tensor  # [U, P] int64
+    prompt_mask: Tensor  # [U, P] bool
+    prompt_index: Tensor  # [B] int64, row of prompt_ids
+    response_ids: Tensor  # [B, T] int64
+    attention_mask: Tensor  # [B, T] bool, every token that exists
+    response_mask: Tensor  # [B, T] bool, the tokens that the model sampled; a subset of attention_mask
+    rollout_log_probs: Tensor  # [B, T] float32, 0 where masked
+    advantages: Tensor  # [B, T] float32
+    uniforms: Tensor  # [B, T] float64 in [0, 1), the coins of OBRS
+    top_ids: Tensor  # [B, T, K] int64
+    top_log_probs: Tensor  # [B, T, K] float32
+    versions: Tensor  # [B, T, 2] int64
+
+
+class Answer(NamedTuple):
+    """One decoded response to a prompt. `finished` is False where it was cut at the limit."""
+
+    prompt: Prompt
+    response: str
+    finished: bool

@@ -1,0 +1,254 @@
+"""The two tiny models that the package carries, those of the study, and how both are made from nothing.
+
+`policy` and `rollout_model` are Qwen3 models that add small numbers. Both are supervised to convergence on a
+*mixture*: correct solutions, solutions with wrong steps, and bare guesses. The skill is there and hidden under bad
+habits, as in a real base model, and reinforcement learning brings it out within minutes. The two mixtures differ, so
+the smaller model's text is off-policy for the larger one.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.rollout.tasks.arithmetic import Arithmetic
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+CHARACTERS = "0123456789+-*/=#()[]<>.,:;?! "  # with the three above V = 32: more than the 20 top log-probs captured
+
+Progress = Callable[[str, int, int, float], None]  # starter, steps done, steps in all, loss in nats per token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """What a starter is supervised on: shares of three kinds of solution, and what its mistakes look like."""
+
+    correct: float  # every step right
+    faulty: float  # each step wrong with probability `fault_rate`, the rest follows from it
+    guess: float  # only `#` and a number near the sum
+    offsets: tuple[int, ...]  # what a wrong step adds to the right result
+    fault_rate: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StarterSpec:
+    """Shape and supervision of one starter."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    mixture: Mixture
+    steps: int
+    batch_size: int = 96  # sequences
+    learning_rate: float = 3e-3
+    head_dim: int = 32  # the smallest that vLLM supports on a CPU
+
+
+STARTERS: dict[str, StarterSpec] = {
+    "policy": StarterSpec(
+        hidden_size=96,
+        intermediate_size=192,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
+        steps=800,
+    ),
+    "rollout_model": StarterSpec(
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mixture=Mixture(correct=0.20, faulty=0.40, guess=0.40, offsets=(-10, -1, 1, 10)),
+        steps=800,
+        learning_rate=5e-3,
+    ),
+}
+
+
+# The models of benchmarks/study.yaml: a policy and two writers of a sixth of its size, one close to it and one far.
+# They are made when they are needed and are not in the package.
+STUDY_STARTERS: dict[str, StarterSpec] = {
+    "policy": StarterSpec(
+        hidden_size=128,
+        intermediate_size=320,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
+        steps=800,
+    ),
+    "close": StarterSpec(
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
+        steps=1600,  # half as many leave three times the KL to the policy
+        learning_rate=5e-3,
+    ),
+    "far": StarterSpec(  # its mistakes are of a kind that the policy never makes
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mixture=Mixture(correct=0.25, faulty=0.60, guess=0.15, offsets=(-20, -2, 2, 20), fault_rate=0.7),
+        steps=1000,
+        learning_rate=5e-3,
+    ),
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, V = 32; any character outside `CHARACTERS` becomes `<unk>`."""
+    vocabulary = {token: index for index, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+    )
+
+
+def make_starters(
+    folder: Path, specs: Mapping[str, StarterSpec], seed: int = 0, progress: Progress | None = None
+) -> None:
+    """Make every starter of `specs` from nothing and save it as `folder/<name>`: a minute or two each on one thread.
+
+    The same seed on the same machine and library versions gives the same bytes; elsewhere, the same accuracy.
+    """
+    for name, spec in specs.items():
+        make_starter(name, spec, seed, progress).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+
+
+def make_starter(name: str, spec: StarterSpec, seed: int = 0, progress: Progress | None = None) -> Qwen3ForCausalLM:
+    """Supervise one starter on its mixture, on one thread and without touching the caller's random state.
+
+    `name` is what `progress` is told.
+    """
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
+        _supervise(model, name, spec, random.Random(seed), progress)
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id, do_sample=True
+    )
+    return model.eval()
+
+
+def outline(spec: StarterSpec) -> Qwen3ForCausalLM:
+    """Shapes without weights: the model of a starter on the meta device."""
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
+
+
+def write_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Random) -> str:
+    """One response to the sum of `operands`, as a writer with these habits would write it."""
+    kind = draw.choices(("correct", "faulty", "guess"), (mixture.correct, mixture.faulty, mixture.guess))[0]
+    if kind == "guess":
+        return f"#{max(1, sum(operands) + draw.randint(-10, 10))}"
+    total, text = operands[0], ""
+    for position, operand in enumerate(operands[1:], start=2):
+        wrong = kind == "faulty" and draw.random() < mixture.fault_rate
+        total = max(1, total + operand + (draw.choice(mixture.offsets) if wrong else 0))
+        text += "+".join(map(str, (total, *operands[position:])))
+        text += "=" if position < len(operands) else f"#{total}"
+    return text
+
+
+def _model_config(spec: StarterSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # near 1/sqrt(hidden_size); the usual 0.02 takes twice the steps to learn
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def _supervise(
+    model: Qwen3ForCausalLM, name: str, spec: StarterSpec, draw: random.Random, progress: Progress | None
+) -> None:
+    """AdamW with a linear warm-up over a tenth of the steps and a linear decay to zero."""
+    tokenizer = make_tokenizer()
+    task = Arithmetic(tokenizer, ArithmeticConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
+    warm_up = max(1, spec.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, (spec.steps - step) / (spec.steps - warm_up))
+    )
+    for step in range(spec.steps):
+        loss = _response_loss(model, *_examples(task, tokenizer, spec, step * spec.batch_size, draw))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        if progress is not None:
+            progress(name, step + 1, spec.steps, loss.item())
+
+
+def _examples(
+    task: Arithmetic, tokenizer: PreTrainedTokenizerFast, spec: StarterSpec, first: int, draw: random.Random
+) -> tuple[Tensor, Tensor]:
+    """Training problems `first` and on, each with one solution: token ids and labels, both [B, T] int64.
+
+    Labels are -100 (ignored by cross-entropy) on the prompt and on the padding at the right.
+    """
+    rows = []
+    for index in range(first, first + spec.batch_size):
+        solution = write_solution(task.operands("train", index), spec.mixture, draw)
+        response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append((task.prompt("train", index).token_ids, response))
+    length = max(len(prompt) + len(response) for prompt, response in rows)
+    ids = torch.full((len(rows), length), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), length), -100)
+    for row, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        ids[row, :end] = torch.tensor([*prompt, *response])
+        labels[row, len(prompt) : end] = torch.tensor(response)
+    return ids, labels
+
+
+def _response_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy per response token, in nats. Padding stands at the right, so causality hides it."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread sums in one order: the same result every time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,108 @@
+"""A model whose linear layers compute with quantised weights. Torch only.
+
+Quantised are the linear layers inside the model. What stays are embeddings and the output layer, whose rounding reaches
+every token at once, norms, biases, and the routers of experts, which choose by small differences. A weight of no linear
+layer stays too, such as that of all experts in one tensor; the report names everything that stays.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from jackpot.models.quantization.linear import QuantisedLinear
+from jackpot.models.quantization.quantizer import Scheme, quantise
+
+_ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """The names of parameters, in the order of the model."""
+
+    converted: tuple[str, ...]
+    kept: dict[str, str]  # name: why
+
+
+def quantised_names(model: nn.Module) -> Conversion:
+    """What `quantise_linears` would convert; nothing is changed."""
+    modules = dict(model.named_modules())
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    heads = {id(head) for head in [_output_layer(model)] if head is not None}
+    converted, kept = [], {}
+    for name, parameter in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        module = modules[path]
+        why = (
+            (parameter.ndim < 2 and "bias or norm")
+            or (isinstance(module, nn.Embedding) and "embedding")
+            or (not (isinstance(module, nn.Linear) and last == "weight") and "not of a linear layer")
+            or (id(module) in heads and "output layer")
+            or (_ROUTER.search(path) and "router")
+            or (uses[id(parameter)] > 1 and "shared by several layers")
+        )
+        if why:
+            kept[name] = why
+        else:
+            converted.append(name)
+    return Conversion(converted=tuple(converted), kept=kept)
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)  # of every model of transformers
+    return find() if find else None
+
+
+def quantise_linears(model: nn.Module, scheme: Scheme) -> Conversion:
+    """Put a `QuantisedLinear` in the place of every linear layer inside a model, in place; what was done.
+
+    Raises:
+        ValueError: no linear layer was found.
+    """
+    conversion = quantised_names(model)
+    if not conversion.converted:
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(f"no linear layer to quantise in {type(model).__name__}, which is made of {', '.join(kinds)}")
+    for name in conversion.converted:
+        path = name.removesuffix(".weight")
+        parent, _, last = path.rpartition(".")
+        layer = model.get_submodule(path)
+        setattr(model.get_submodule(parent), last, QuantisedLinear(layer.weight, layer.bias, scheme))
+    return conversion
+
+
+def quantise_named(
+    named_tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], scheme: Scheme
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights on their way to somebody who computes with codes: those named become two tensors, the others pass.
+
+    A weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with what they are
+    multiplied by. These are the names in files of Qwen3-FP8 and of compressed-tensors.
+    """
+    chosen = set(names)
+    suffix = "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
+    for name, tensor in named_tensors:
+        if name not in chosen:
+            yield name, tensor
+            continue
+        quantised = quantise(tensor.detach(), scheme.weights)
+        yield name, quantised.codes
+        yield f"{name}{suffix}", quantised.scales
+
+
+def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) -> int:
+    """Bytes of a model's parameters in `dtype`, those that a scheme quantises in codes and scales. The model may be one
+    without weights (on the meta device)."""
+    chosen = set(quantised_names(model).converted) if scheme else set()
+    return sum(
+        _code_bytes(parameter.shape, scheme) if name in chosen else parameter.numel() * dtype.itemsize
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _code_bytes(shape: torch.Size, scheme: Scheme) -> int:
+    rows, columns = scheme.weights.block(shape)
+    return shape.numel() * scheme.weights.codes.itemsize + 4 * -(-shape[0] // rows) * -(-shape[1] // columns)

@@ -1,0 +1,112 @@
+"""The distribution that a token is drawn from, and the draw. Torch only, pure.
+
+Shapes: `N` rows, `V` vocabulary. Log-probabilities are in nats.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jackpot.objectives.kernels.topk import top_k as largest
+
+_BLOCK = 128  # tokens; a draw reads the sums of all blocks and the tokens of one
+
+
+def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Log-probs after temperature, then top-k, then top-p, as vLLM applies them: [N, V] float32.
+
+    With q = softmax(logits / temperature):
+    top-k keeps the `top_k` most probable tokens and whatever ties with the last of them; 0 keeps all;
+    top-p renormalises what is left, sorts it, and keeps each token before which less than `top_p` has been summed, so
+    the token that crosses `top_p` stays and so does the first.
+    What is dropped gets -inf and the rest sums to 1.
+
+    Args:
+        logits: [N, V] float32.
+    """
+    log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    if 0 < top_k < log_probs.shape[-1]:
+        smallest = log_probs.topk(top_k, dim=-1).values[:, -1:]
+        log_probs = _keep(log_probs, log_probs >= smallest)
+    if top_p < 1.0:
+        ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.double().exp()
+        before = probs.cumsum(dim=-1) - probs
+        log_probs = _keep(log_probs, torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < top_p))
+    return log_probs
+
+
+class Draw(NamedTuple):
+    """One token of each row and the most probable ones, on the device of the logits."""
+
+    tokens: Tensor  # [N] int64
+    log_probs: Tensor  # [N] float32
+    top_ids: Tensor  # [N, K] int64
+    top_log_probs: Tensor  # [N, K] float32, in descending order
+
+
+def draw_tokens(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, num_top_log_probs: int
+) -> Draw:
+    """Draw from the distribution of `sampling_log_probs`, as `sample_tokens` does; log-probs are of it.
+
+    Untruncated, the distribution [N, V] is never normalised: weights relative to the most probable token serve the draw
+    and their float64 sum the log-probs. A row with NaN gets an arbitrary token with a log-prob that is not finite.
+
+    Args:
+        logits: [N, V] float32.
+        uniforms: [N] float64 in [0, 1).
+    """
+    if top_k > 0 or top_p < 1.0:
+        scores = sampling_log_probs(logits, temperature, top_k, top_p)
+    else:
+        scores = logits if temperature == 1.0 else logits / temperature
+    highest = scores.amax(dim=-1, keepdim=True)
+    tokens, totals = _invert((scores - highest).exp_(), uniforms)
+    log_totals = highest.double() + totals[:, None].log()
+    top_scores, top_ids = largest(scores, num_top_log_probs)
+    log_probs = torch.cat([scores.gather(1, tokens[:, None]), top_scores], dim=1) - log_totals
+    log_probs = log_probs.float()
+    return Draw(tokens, log_probs[:, 0].contiguous(), top_ids, log_probs[:, 1:].contiguous())
+
+
+def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF draw: the first token at which the running sum of `probs` exceeds u times the total. [N] int64
+
+    Sums are float64, first over blocks of tokens, then inside the chosen block. A token of probability 0 is never
+    drawn, whatever the rounding. A row with NaN gives an arbitrary token: check its probability.
+
+    Args:
+        probs: [N, V], not negative; it need not be normalised.
+        uniforms: [N] float64 in [0, 1).
+    """
+    return _invert(probs, uniforms)[0]
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64."""
+    size = probs.shape[-1]
+    whole = size - size % _BLOCK
+    sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
+    if whole < size:
+        sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
+    running = sums.cumsum(dim=-1)
+    goal = uniforms[:, None] * running[:, -1:]
+    block = _first_above(running, sums, goal)
+    left = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
+    inside = probs.gather(1, places.clamp(max=size - 1)).double().masked_fill(places >= size, 0.0)
+    tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
+    return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # only a row with NaN comes out above
+
+
+def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:
+    """-inf outside `kept` [N, V], renormalised inside."""
+    return torch.log_softmax(log_probs.masked_fill(~kept, -torch.inf), dim=-1)
+
+
+def _first_above(running: Tensor, masses: Tensor, goal: Tensor) -> Tensor:
+    """The first index whose running sum exceeds `goal`, or, where rounding left none, the last with mass: [N, 1]."""
+    last = masses.shape[-1] - 1 - (masses > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(running, goal, right=True), last)

@@ -1,0 +1,241 @@
+"""A model's last layer and everything read from it, without the logits of all tokens. Pure, torch only.
+
+With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the soft cap c (Gemma's; None: identity):
+
+    raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
+
+Logits are formed in tiles of positions by tokens, so that of [N, V] only a tile ever exists; backward forms them again
+instead of keeping them. Both models' logits of a tile are formed once, and everything is read from them. The gradient
+is in closed form (`head_backward`); there is no second derivative, and create_graph=True raises RuntimeError.
+
+Precision: logits, softmax, and all sums over tokens, positions and tiles are float32, or float64 if any operand is. On
+CUDA, bfloat16 and float16 operands are multiplied as they are, with products in float32; other devices have no such
+product, and there the operands are cast to float32, the weight tile by tile. Under autocast the operands, and in
+backward the gradient of the logits, are cast to its dtype instead; on those other devices that rounds the products too:
+the logits, and each tile's share of the gradients of the hidden states and the weight, to its dtype before they are
+summed in float32. CUDA has not been run.
+
+Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up.
+Log-probabilities, entropies and divergences are in nats.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
+
+from jackpot.objectives.kernels.autograd import read_heads
+from jackpot.objectives.kernels.tiles import Head
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """What one head says of N positions; float32, or float64 if any operand is."""
+
+    log_probs: Tensor  # [N] of the given ids; differentiable
+    entropy: Tensor  # [N] -sum_x p(x) log p(x); differentiable
+    top_ids: Tensor  # [N, K] int64, most probable first; no gradient
+    top_log_probs: Tensor  # [N, K]; no gradient
+    gathered: Tensor  # [N, G] log-probs at gather_ids; no gradient
+
+
+@dataclass(frozen=True, slots=True)
+class JointOutput:
+    """What two heads say of the same N positions, and of each other."""
+
+    policy: HeadOutput
+    rollout_model: HeadOutput
+    forward_kl: Tensor  # [N] KL(SG(policy) || rollout_model); gradient into the rollout model only
+    reverse_kl: Tensor  # [N] KL(rollout_model || SG(policy)); gradient into the rollout model only
+    fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
+    exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
+
+
+register_dataclass(HeadOutput)  # FSDP finds the tensors of a module's output as those of a pytree
+register_dataclass(JointOutput)
+
+
+def linear_head(
+    head: Head,
+    ids: Tensor,
+    *,
+    temperature: float,
+    num_top: int = 0,
+    gather_ids: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+) -> HeadOutput:
+    """Log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head (equations: module docstring).
+
+    Args:
+        head: float tensors on one device.
+        ids: [N] int64 in [0, V). Padding too: give it any id and mask what comes out.
+        temperature: divides the logits, above 0.
+        num_top: K; more than V gives V columns. Ties come in any order.
+        gather_ids: [N, G] int64 in [0, V).
+        tile: the most positions and the most tokens that have logits at a time; None takes `tiled_heads.default_tile`.
+
+    0 log 0 = 0, also for a probability that underflows to 0. Checking the ids waits for the device.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, ids or numbers other than these, or a weight that FSDP has sharded.
+    """
+    _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
+    _check_positive("temperature", temperature)
+    values, constants = read_heads([head], ids, gather_ids, temperature, None, num_top, tile)
+    return HeadOutput(*values, *constants)
+
+
+def joint_linear_head(
+    policy: Head,
+    rollout_model: Head,
+    ids: Tensor,
+    *,
+    temperature: float,
+    lam: float | None = None,
+    num_top: int = 0,
+    gather_ids: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+) -> JointOutput:
+    """`linear_head` of both models at the same ids, the two divergences, and Z of eq. 4 over the whole vocabulary.
+
+    Arguments as in `linear_head`. The models may differ in H, not in N or V. `lam`, above 0, is that of OBRS, and asks
+    for `exact_z`: where the vocabulary is more than one tile, that forms all logits once more.
+
+    Both divergences and Z use p_policy as a constant: no gradient reaches the policy's hidden states, or its weight but
+    for a weight that both heads share. forward_kl is inf where the policy has mass and the rollout model none, with the
+    finite gradient q - p; reverse_kl is inf where the rollout model has mass and the policy none, with a gradient only
+    where autograd sends one other than 0. Near 0 rounding may leave either slightly negative.
+
+    Raises:
+        ValueError: as `linear_head`; also `lam` not above 0, or heads of different N, V or device.
+    """
+    heads = (("policy", policy), ("rollout_model", rollout_model))
+    _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
+    _check_positive("temperature", temperature)
+    if lam is not None:
+        _check_positive("lam", lam)
+    values, constants = read_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile)
+    outputs = [HeadOutput(*values[2 * i : 2 * i + 2], *constants[3 * i : 3 * i + 3]) for i in (0, 1)]
+    exact_z = None if lam is None else constants[7]
+    return JointOutput(*outputs, *values[4:], fill_ins=constants[6], exact_z=exact_z)
+
+
+class LinearHead(nn.Module):
+    """The output layers of one or two models as one module, so that FSDP gathers both weights around one forward.
+
+    The `nn.Linear`s are kept by reference: their parameters stay the models' own. Wrap this module with FSDP, not the
+    two layers, whose own forward never runs here.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Linear,
+        rollout_model: nn.Linear | None = None,
+        *,
+        policy_soft_cap: float | None = None,
+        rollout_model_soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.rollout_model = rollout_model
+        self.policy_soft_cap = policy_soft_cap
+        self.rollout_model_soft_cap = rollout_model_soft_cap
+
+    def forward(
+        self,
+        policy_hidden: Tensor,
+        rollout_model_hidden: Tensor | None,
+        ids: Tensor,
+        *,
+        temperature: float,
+        lam: float | None = None,
+        num_top: int = 0,
+        gather_ids: Tensor | None = None,
+        tile: tuple[int, int] | None = None,
+    ) -> HeadOutput | JointOutput:
+        """`joint_linear_head` of both models; `linear_head` of the policy where `rollout_model_hidden` is None.
+
+        Raises:
+            ValueError: as they do; `rollout_model_hidden` without a rollout model.
+        """
+        options = {"temperature": temperature, "num_top": num_top, "gather_ids": gather_ids, "tile": tile}
+        policy = _head_of(self.policy, policy_hidden, self.policy_soft_cap)
+        if rollout_model_hidden is None:
+            return linear_head(policy, ids, **options)
+        if self.rollout_model is None:
+            raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
+        rollout_model = _head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap)
+        return joint_linear_head(policy, rollout_model, ids, lam=lam, **options)
+
+
+def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
+    return Head(hidden=hidden, weight=layer.weight, bias=layer.bias, soft_cap=soft_cap)
+
+
+def _check(
+    *heads: tuple[str, Head], ids: Tensor, gather_ids: Tensor | None, num_top: int, tile: tuple[int, int] | None
+) -> None:
+    """Raises the ValueErrors that `linear_head` promises, and for two heads those of `joint_linear_head`."""
+    for name, head in heads:
+        _check_head(name, head)
+    (name, head), (other_name, other) = heads[0], heads[-1]
+    if head.weight.shape[0] != other.weight.shape[0]:
+        sizes = f"{head.weight.shape[0]} and {other.weight.shape[0]} tokens"
+        raise ValueError(f"{name} and {other_name} have vocabularies of {sizes}: both models must share one vocabulary")
+    if len(head.hidden) != len(other.hidden):
+        counts = f"{len(head.hidden)} and {len(other.hidden)} positions"
+        raise ValueError(f"{name}.hidden and {other_name}.hidden have {counts}: both must be of the same tokens")
+    if head.hidden.device != other.hidden.device:
+        devices = f"{head.hidden.device} and {other.hidden.device}"
+        raise ValueError(f"{name} and {other_name} are on {devices}: move both to one device")
+    _check_ids("ids", ids, "[N]", 1, head)
+    if gather_ids is not None:
+        _check_ids("gather_ids", gather_ids, "[N, G]", 2, head)
+    if num_top < 0:
+        raise ValueError(f"num_top is {num_top}: 0 for no top-k, else how many tokens to return")
+    if tile is not None and min(tile) < 1:
+        raise ValueError(f"tile is {tile}: both numbers must be at least 1, or tile None for the default")
+
+
+def _check_head(name: str, head: Head) -> None:
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"{name}.hidden and {name}.weight are {shapes}: they must be [N, H] and [V, H] with V > 0")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}.bias is {list(bias.shape)}: it must be [V] = {list(weight.shape[:1])}")
+    for field, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            allowed = "float64, float32, bfloat16 or float16"
+            raise ValueError(f"{name}.{field} is {tensor.dtype}: it must be {allowed}")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one")
+        if hasattr(tensor, "full_tensor"):  # a DTensor
+            raise ValueError(f"{name}.{field} is sharded: wrap a LinearHead with fully_shard, which gathers it")
+    if head.soft_cap is not None:
+        _check_positive(f"{name}.soft_cap", head.soft_cap)
+
+
+def _check_ids(name: str, ids: Tensor, form: str, dim: int, head: Head) -> None:
+    n, vocabulary = len(head.hidden), head.weight.shape[0]
+    if ids.dim() != dim or len(ids) != n:
+        raise ValueError(f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, as the hidden states have")
+    if ids.dtype != torch.int64:
+        raise ValueError(f"{name} is {ids.dtype}: it must be torch.int64 (`.long()`)")
+    if ids.device != head.hidden.device:
+        raise ValueError(f"{name} is on {ids.device}, the hidden states on {head.hidden.device}: move one")
+    if not ids.numel():
+        return
+    low, high = (bound.item() for bound in torch.aminmax(ids))
+    if low < 0 or high >= vocabulary:
+        advice = f"all must be in [0, {vocabulary}); give padding any such id and mask the result"
+        raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} is {value}: it must be a finite number above 0")

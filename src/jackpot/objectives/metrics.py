@@ -1,0 +1,134 @@
+"""What is measured of every micro-batch: before the correction, by it, and after it.
+
+One schema for every correction, over all response tokens, before any masking: a metric over the kept tokens alone would
+hide what was dropped. All entries are sums (`ops.reduce`). docs/metrics.md says what each means and what is healthy.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from jackpot.core.metrics import Effective, Histogram, Max, Mean, Sums, Total
+from jackpot.objectives import obrs
+from jackpot.objectives.corrections import Correction, CorrectionInputs
+
+POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)  # where the bands of token positions start
+
+
+def position_bands() -> list[str]:
+    """`at_0`, `at_1-3`, `at_4-15`, ..., `at_4096-up`: the bands of positions as they end the names of metrics."""
+    ends = [str(start - 1) for start in POSITIONS[1:]] + ["up"]
+    return [
+        f"at_{start}" if str(start) == end else f"at_{start}-{end}" for start, end in zip(POSITIONS, ends, strict=True)
+    ]
+
+
+def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
+    """How far p_old is from p_inf on the sampled tokens, before any correction.
+
+    Args:
+        log_ratio: [B, T] log p_old / p_inf of sampled tokens, 0 where masked.
+        mask: [B, T] response mask.
+    """
+    ratio = log_ratio.double().exp()
+    present = mask.any(-1)
+    whole = log_ratio.double().sum(-1)  # [B], of the response
+    prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T], of what stands before the token
+    bands = _position_masks(mask)
+    return {
+        "mismatch/ratio": Mean.of(ratio, mask),
+        "mismatch/ratio_max": Max.of(ratio, mask),
+        "mismatch/ratio_above_10": Mean.of(ratio > 10.0, mask),
+        "mismatch/ratio_below_0.1": Mean.of(ratio < 0.1, mask),
+        "mismatch/log_ratio": Histogram.of(log_ratio, mask),
+        "mismatch/kl_k1": Mean.of(-log_ratio, mask),
+        "mismatch/kl_k3": Mean.of(ratio - 1.0 - log_ratio, mask),
+        "mismatch/sequence_log_ratio": Mean.of(whole, present),
+        "mismatch/sequence_ess": Effective.of(whole, present),
+    } | {f"mismatch/prefix_ess_{name}": Effective.of(prefix, band) for name, band in bands.items()}
+
+
+def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
+    """How far the policy has moved on this batch: KL(p_old || p_new), estimated from what p_inf wrote.
+
+    `k1` is what frameworks log as the KL of an update. It is unbiased only where p_inf is p_old and then at least 0 in
+    expectation; below 0 it shows the mismatch. `weighted` takes each token by p_old / p_inf, which is unbiased in every
+    state that was written. (The case study on KL estimation in "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training".)
+
+    Args:
+        moved: [B, T] log p_old / p_new of sampled tokens, 0 where masked.
+        log_ratio: [B, T] log p_old / p_inf of them, 0 where masked.
+        mask: [B, T] response mask.
+    """
+    moved = moved.double()
+    return {
+        "policy/update_kl_k1": Mean.of(moved, mask),
+        "policy/update_kl_k3": Mean.of((-moved).exp() - 1.0 + moved, mask),
+        "policy/update_kl_weighted": Mean.of(log_ratio.double().exp() * moved, mask),
+    }
+
+
+def correction_metrics(
+    correction: Correction, inputs: CorrectionInputs, lam: float, advantages: Tensor, clipped: Tensor
+) -> Sums:
+    """What the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
+
+    Args:
+        lam: at which acceptance is measured.
+        advantages, clipped: [B, T]; where PPO's clip removes the gradient.
+    """
+    mask = inputs.response_mask
+    factor = correction.weights * correction.accept_mask
+    columns = {
+        "obrs/acceptance": obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam),
+        "correction/accepted": correction.accept_mask,
+        "correction/weight": factor,
+        "correction/capped": correction.capped,
+        "correction/capped_c2": correction.capped_c2,
+        "policy/clipped": clipped,
+    }
+    groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
+    groups |= {f"_{name}": band for name, band in _position_masks(mask).items()}
+    sums = _by_group(columns, groups)
+    del sums["obrs/acceptance"]  # the correction's own measure gives the whole of it
+    return sums | {
+        "correction/weight_max": Max.of(factor, mask),
+        "obrs/kappa": Mean.of(correction.kappa.expand_as(factor), mask),
+        "obrs/kappa_z_above_1": Mean.of(correction.kappa * inputs.z.value.double() > 1.0, mask),
+        "policy/largest_advantage": Max.of(advantages.abs(), mask),
+        "policy/largest_kept_advantage": Max.of(advantages.abs() * correction.accept_mask, mask),
+    }
+
+
+def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
+    """Counts of what should not be: [B, T] each."""
+    finite = log_probs.detach().isfinite() & rollout_log_probs.isfinite()
+    return {
+        "health/non_finite_tokens": Total.of(mask & ~finite),
+        "health/empty_responses": Total.of(~mask.any(-1)),
+    }
+
+
+def _position_masks(mask: Tensor) -> dict[str, Tensor]:
+    """The part of the mask [B, T] in each band; a position counts all response tokens, a tool's too."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    return {
+        name: mask & (position >= start) & (position < end)
+        for name, start, end in zip(position_bands(), POSITIONS, (*POSITIONS[1:], math.inf), strict=True)
+    }
+
+
+def _by_group(columns: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> Sums:
+    """The mean of every column over every group of tokens, all [B, T], in two matrix products; named column + group."""
+    any_group = torch.stack(list(groups.values())).any(0)
+    members = torch.stack([group[any_group] for group in groups.values()]).double()  # [G, N]
+    values = torch.stack([column.detach()[any_group].double() for column in columns.values()])  # [C, N]
+    totals, squares, counts = values @ members.T, values.square() @ members.T, members.sum(-1)
+    return {
+        column + group: Mean(totals[c, g], squares[c, g], counts[g])
+        for c, column in enumerate(columns)
+        for g, group in enumerate(groups)
+    }

@@ -1,0 +1,208 @@
+"""Optimal budgeted rejection sampling (OBRS) of single tokens. Pure functions of tensors, torch only.
+
+Jackpot, arXiv 2602.06107, sections 3 and 4; the rule is Verine et al. 2024. With rho = p_target(x) / p_inf(x):
+
+    acceptance   a(x) = min(1, rho / lam)                       eq. 3; a larger lam rejects more
+    kept mass    o(x) = p_inf(x) a(x) = min(p_inf(x), p_target(x) / lam)
+    normaliser   Z = sum_x o(x)                                 the expected acceptance; 1 - TV at lam = 1
+    after it     p~(x) = o(x) / Z                               eq. 4
+    weight       w(x) = p_target(x) / p~(x) = Z max(lam, rho)   of an accepted token
+
+Since lam Z <= 1, a(x) min(w(x), c1) = min(Z rho, c1) for every lam and every c1 >= 1.
+
+`rollout_log_probs` is log p_inf and `target_log_probs` is log p_target, in nats. `lam` is a number above 0 or a tensor
+that broadcasts. Nothing here carries a gradient: OBRS is a stop-gradient quantity throughout, so pass detached tensors.
+Shapes: `...` any, `V` vocabulary, `K` top-k entries.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
+    """a(x) = min(1, p_target(x) / (lam p_inf(x))) of sampled tokens (eq. 3), in [0, 1]. Any shape, kept.
+
+    A sampled token has p_inf > 0; where `rollout_log_probs` is -inf the token cannot have been sampled.
+    """
+    return (target_log_probs - rollout_log_probs - log_lam(lam)).clamp(max=0.0).exp()
+
+
+def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
+    """The coin: True where uniform < a(x). `uniforms` in [0, 1) makes a = 1 certain and a = 0 impossible."""
+    return uniforms < acceptance
+
+
+def log_kept_mass(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
+    """log min(p_inf(x), p_target(x) / lam), the unnormalised post-rejection distribution. Any shape, kept."""
+    return torch.minimum(rollout_log_probs, target_log_probs - log_lam(lam))
+
+
+def exact_z(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
+    """Z = sum_x min(p_inf(x), p_target(x) / lam) over a whole vocabulary: [..., V] -> [...]."""
+    return log_kept_mass(rollout_log_probs, target_log_probs, lam).exp().sum(-1)
+
+
+def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
+    """log p~, the distribution of accepted tokens (eq. 4): [..., V] -> [..., V]."""
+    return torch.log_softmax(log_kept_mass(rollout_log_probs, target_log_probs, lam), dim=-1)
+
+
+class ZEstimate(NamedTuple):
+    """What is known of Z from a part of the vocabulary. All [...], float; lower <= Z <= upper."""
+
+    value: Tensor  # enters the weight; equals `lower` (the paper's Z_approx) unless Z is exact
+    lower: Tensor
+    upper: Tensor
+    rollout_mass: Tensor  # p_inf of the tokens whose two probabilities are both known
+    target_mass: Tensor  # p_target of the same tokens
+
+
+def topk_z(
+    rollout_top_log_probs: Tensor,
+    target_at_rollout_top: Tensor,
+    rollout_top_ids: Tensor,
+    target_top_ids: Tensor,
+    target_top_log_probs: Tensor,
+    fill_ins: Tensor,
+    fill_valid: Tensor,
+    lam: float | Tensor,
+) -> ZEstimate:
+    """Z from the two top-k sets (section 4.4.1), with bounds on what they leave out.
+
+    K = topk(p_inf), where both probabilities are known. N = topk(p_target) without K, where p_inf is known only if
+    `fill_valid`: then `fill_ins` is the log-prob that the writing weights give. With m = 1 - p_inf(known), q the k-th
+    largest p_inf, and t = 1 - p_target(K and N):
+
+        lower = sum over known x of min(p_inf, p_target/lam)
+        upper = lower + min(m, sum over N unknown of min(q, p_target/lam) + min(m, t/lam))
+
+    and never more than min(1, 1/lam). Where all of p_inf is captured the bounds meet.
+
+    Args:
+        rollout_top_log_probs: [..., K], -inf outside a truncated support.
+        target_at_rollout_top: [..., K] log p_target of the same tokens.
+        rollout_top_ids: [..., K] int64.
+        target_top_ids: [..., K'] int64, distinct within a row.
+        target_top_log_probs: [..., K'].
+        fill_ins: [..., K'] log p_inf at `target_top_ids` by a forward pass of the rollout model.
+        fill_valid: [...] bool, True where that forward pass used the weights that wrote the token, untruncated.
+        lam: as in `acceptance`; a tensor must be [..., 1].
+    """
+    is_new = _not_among(target_top_ids, rollout_top_ids)  # [..., K'] in N
+    filled = is_new & fill_valid.unsqueeze(-1)
+    unknown = is_new & ~fill_valid.unsqueeze(-1)
+
+    known = log_kept_mass(rollout_top_log_probs, target_at_rollout_top, lam).exp().sum(-1)
+    known = known + _masked_mass(log_kept_mass(fill_ins, target_top_log_probs, lam), filled)
+    rollout_mass = (rollout_top_log_probs.exp().sum(-1) + _masked_mass(fill_ins, filled)).clamp(max=1.0)
+    target_on_rollout = target_at_rollout_top.exp().sum(-1)
+    target_mass = (target_on_rollout + _masked_mass(target_top_log_probs, filled)).clamp(max=1.0)
+
+    rest = 1.0 - rollout_mass  # m
+    target_rest = (1.0 - target_on_rollout - _masked_mass(target_top_log_probs, is_new)).clamp(min=0.0)  # t
+    scale = _scale(lam, known)
+    unknown_mass = _unknown_mass(rollout_top_log_probs, target_top_log_probs, unknown, lam)
+    missing = torch.minimum(rest, unknown_mass + torch.minimum(rest, target_rest / scale))
+    ceiling = (1.0 / scale).clamp(max=1.0)
+    upper = torch.minimum(known + missing, torch.maximum(ceiling, known))
+    return ZEstimate(known, known, upper, rollout_mass, target_mass)
+
+
+def known_z(z: Tensor) -> ZEstimate:
+    """The estimate that is no estimate: Z known exactly, [...]."""
+    ones = torch.ones_like(z)
+    return ZEstimate(z, z, z, ones, ones)
+
+
+def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
+    """kappa = sum a / sum Z_k over the tokens of one optimizer step (section 4.4.2). Scalars.
+
+    Sums of a(x), not of coins: the same expectation with less variance. It corrects the mean of Z_k only. 1 where
+    z_sum is 0: no token, or no overlap at all, and then every weight is 0 with any kappa.
+    """
+    return torch.where(z_sum > 0, acceptance_sum / z_sum.clamp(min=torch.finfo(z_sum.dtype).tiny), 1.0)
+
+
+def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
+    """w = Z max(lam, rho) of accepted tokens, before any clip (Algorithm 1, line 23). Any shape, kept."""
+    floor = torch.as_tensor(log_lam(lam), dtype=z.dtype, device=z.device)
+    return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, floor)).exp()
+
+
+def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
+    """The lam whose expected acceptance is `budget` (Theorem 3.4): [..., V] -> [...].
+
+    Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0. With the tokens sorted by
+    rho, lam = P_target(first i) / (budget - P_inf(the others)) for the one i at which it lies between rho_i and
+    rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho serves; that one is
+    returned.
+
+    Raises:
+        ValueError: `budget` outside (0, 1], or above P_inf(rho > 0) somewhere.
+    """
+    if not 0.0 < budget <= 1.0:
+        raise ValueError(f"budget is {budget}; an expected acceptance lies in (0, 1]")
+    rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
+    reachable = (rollout * (target > 0)).sum(-1)
+    if (budget > reachable + 1e-12).any():
+        raise ValueError(
+            f"budget is {budget}, but only {reachable.min():.6g} of p_inf lies where p_target > 0, and nothing else is "
+            f"ever accepted; ask for at most that"
+        )
+    rho, order = torch.where(rollout > 0, target / rollout, math.inf).sort(-1)
+    target_up_to = target.gather(-1, order).cumsum(-1)  # P_target(rho <= rho_i)
+    rollout = rollout.gather(-1, order)
+    from_here = rollout.flip(-1).cumsum(-1).flip(-1)
+    rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
+    z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
+    segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
+    inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
+    next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
+    inside = inside.clamp(max=next_rho)  # what rounding took from the difference stays in its segment
+    smallest = torch.where(rho > 0, rho, math.inf).min(-1).values
+    return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
+
+
+def log_lam(lam: float | Tensor) -> float | Tensor:
+    """log lam for a number or a tensor. ValueError unless every lam is above 0 (lam = 0 accepts all: use no
+    rejection)."""
+    if isinstance(lam, Tensor):
+        if not (lam > 0).all():
+            raise ValueError("lam has entries that are not above 0; the acceptance is min(1, rho / lam)")
+        return lam.log()
+    if not lam > 0:
+        raise ValueError(f"lam is {lam}; it must be above 0, since the acceptance is min(1, rho / lam)")
+    return math.log(lam)
+
+
+def _not_among(ids: Tensor, others: Tensor) -> Tensor:
+    """True where an id [..., K'] is none of `others` [..., K]; one after another, which needs no [..., K', K]."""
+    ids, others = ids.int(), others.int()
+    missing = torch.ones_like(ids, dtype=torch.bool)
+    for other in others.unbind(-1):
+        missing &= ids != other.unsqueeze(-1)
+    return missing
+
+
+def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
+    """The most that tokens of unknown p_inf can keep: none of them has more than the k-th largest p_inf. [...]"""
+    if not rollout_top.shape[-1]:
+        return _masked_mass(target_top - log_lam(lam), unknown)
+    kth = rollout_top.min(-1, keepdim=True).values
+    return _masked_mass(log_kept_mass(kth, target_top, lam), unknown)
+
+
+def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, log_mass.exp(), 0.0).sum(-1)
+
+
+def _scale(lam: float | Tensor, like: Tensor) -> Tensor:
+    return (
+        lam.squeeze(-1).to(like)
+        if isinstance(lam, Tensor)
+        else torch.as_tensor(lam, dtype=like.dtype, device=like.device)
+    )

@@ -1,0 +1,106 @@
+"""Equality of two expressions by math-verify, with what it gets wrong taken out. The only file that needs it.
+
+It runs in judge processes only: it can take for ever, and all memory. math-verify's own time limits are signals, which
+C code never sees; they are off.
+
+What is done beside `math_verify.verify`:
+
+- Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
+- Two expressions that it calls equal must agree to 30 digits at three points: to it, what differs by less than 1e-15
+  does not differ.
+- Two equations that it calls equal must differ by a factor that is the same at three points, and have an unknown.
+- Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
+"""
+
+import logging
+import re
+
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
+from math_verify import verify
+from math_verify.parser import parse_latex_cached
+from sympy import Basic, Eq, Expr, Float, I, Rational, Symbol
+
+logging.getLogger("math_verify").disabled = True
+for name in ("grader", "parser"):
+    logging.getLogger(f"math_verify.{name}").disabled = True  # they warn that nobody limits the time; we do
+
+_STYLE = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\[a-z]+|[a-z]|\)) ?\^\\circ(?![A-Za-z])")
+_COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile("[A-Za-z]")
+_DIGITS, _CLOSE = 40, Rational(1, 10**30)
+_PRIMES = ((2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37), (41, 43, 47, 53, 59, 61))
+
+
+def equal_expressions(answer: str, reference: str) -> bool:
+    """Whether two cleaned expressions are equal; False for one that math-verify cannot parse.
+
+    Raises:
+        MemoryError: the process has no more.
+    """
+    if _letters_differ(answer, reference):
+        return False
+    theirs = parse(reference)
+    mine = None if theirs is None else parse(answer)
+    if mine is None or theirs is None:
+        return False
+    try:
+        equal = verify(theirs, mine, strict=True, timeout_seconds=None, raise_on_error=True)
+        return bool(equal) and _agree(mine, theirs)
+    except MemoryError:
+        raise
+    except Exception:  # whatever sympy cannot do with what a model wrote
+        return False
+
+
+def parse(text: str) -> Basic | None:
+    """An expression, equation or inequality with exact numbers; None for what math-verify cannot parse."""
+    text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
+    try:
+        parsed = parse_latex_cached(normalize_latex(text, config=_STYLE))
+        exact: dict[Basic, Basic] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
+        return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
+    except MemoryError:
+        raise
+    except Exception:  # of its many kinds none says more
+        return None
+
+
+def _letters_differ(one: str, other: str) -> bool:
+    """Whether a letter is a capital on one side and small on the other, or there are other primes."""
+    mine, theirs = (set(_LETTER.findall(_COMMAND.sub(" ", text))) for text in (one, other))
+    return one.count("'") != other.count("'") or bool({letter.swapcase() for letter in mine - theirs} & (theirs - mine))
+
+
+def _agree(one: Basic, other: Basic) -> bool:
+    """A second opinion; what cannot be evaluated, such as an inequality, is as math-verify says."""
+    if isinstance(one, Eq) and isinstance(other, Eq):
+        pairs = _values(one.lhs - one.rhs, other.lhs - other.rhs)
+        return bool(one.free_symbols) and all(
+            a != 0 and b != 0 and _close(a * pairs[0][1], b * pairs[0][0]) for a, b in pairs
+        )
+    if isinstance(one, Expr) and isinstance(other, Expr):
+        return all(_close(a, b) for a, b in _values(one, other))
+    return True
+
+
+def _values(one: Expr, other: Expr) -> list[tuple[Expr, Expr]]:
+    """Both at three points, for symbols by name; those that have no value there are left out."""
+    names = sorted({symbol.name for symbol in one.free_symbols | other.free_symbols})
+    pairs = []
+    for primes in _PRIMES:
+        point = {name: Rational(primes[index % len(primes)], 7 + index) for index, name in enumerate(names)}
+        values = tuple(
+            side.xreplace({symbol: point[symbol.name] for symbol in side.free_symbols if isinstance(symbol, Symbol)})
+            .doit()
+            .evalf(_DIGITS)
+            for side in (one, other)
+        )
+        if all(value.is_number and value.is_finite for value in values):
+            pairs.append(values)
+    return pairs
+
+
+def _close(one: Expr, other: Expr) -> bool:
+    return bool(abs(one - other) <= _CLOSE * max(abs(one), abs(other)))

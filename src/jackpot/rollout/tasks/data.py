@@ -1,0 +1,213 @@
+"""From a setting such as `gsm8k`, a file or a name of the hub to problems with answers."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jackpot.config.tasks import ROW_NUMBER, DataConfig
+from jackpot.core.errors import DataError, unknown_name
+from jackpot.rollout.rewards.verifier.extract import hashed_answer
+from jackpot.rollout.tasks.base import Split
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS, Answers, Benchmark
+from jackpot.rollout.tasks.files import SUFFIXES, Record, find_files, read_files, read_hub
+
+DATA_FOLDER = "JACKPOT_DATA"  # the variable of the environment that names a folder with local copies of benchmarks
+HUB = "hub:"
+LOOKED_AT = 100  # rows from which the columns are known: a row of JSON may leave some out
+
+
+class Row(NamedTuple):
+    uid: str
+    problem: str
+    answer: str | None  # None where the row has none
+    place: str  # for a person
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows that can be read again and again, always the same ones in the same order."""
+
+    name: str  # in uids and messages
+    records: Callable[[], Iterator[Record]]
+    benchmark: Benchmark  # what is read where the settings leave it open
+    settings: DataConfig
+    is_local: bool  # False: on the hub, which is asked when the rows are
+
+    def rows(self) -> Iterator[Row]:
+        """Every row up to `limit`.
+
+        Raises:
+            DataError: wrong columns (lists those that are there), a row without a problem, or a value that is no text.
+        """
+        records = islice(self.records(), self.settings.limit)
+        first = list(islice(records, LOOKED_AT))
+        if not first:
+            raise DataError(f"{self.name} has no rows; give a source that has some")
+        read = _reader(first, self.benchmark, self.settings)
+        for number, record in enumerate(chain(first, records)):
+            yield read(number, record)
+
+
+def locate(settings: DataConfig, split: Split) -> Source:
+    """Where the rows are that the setting `task.train` or `task.test` names. Nothing is read yet.
+
+    A benchmark is read from the folder JACKPOT_DATA where its file is there, else from the hub.
+
+    Raises:
+        DataError: neither a benchmark (lists them), nor a path, nor a name of the hub; or no such file.
+    """
+    source = settings.source
+    if source in BENCHMARKS:
+        return _benchmark(source, settings, split)
+    if source.startswith(HUB):
+        name = source.removeprefix(HUB)
+        return _on_hub(name, name, settings.split or split, _OTHER, settings, "give a local file as source")
+    path = Path(source).expanduser()
+    if not (path.suffix in SUFFIXES or "/" in source or path.exists()):
+        raise DataError(
+            f"{unknown_name('benchmark', source, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
+            f"{', '.join(SUFFIXES)} file or of a folder of them"
+        )
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in SUFFIXES:
+        raise DataError(f"there is no folder {source}; for the data set of the hub write {HUB}{source}")
+    return _local(path.stem if path.suffix in SUFFIXES else path.name, path, settings.split, split, _OTHER, settings)
+
+
+_OTHER = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="what a user's own data looks like")
+
+
+def _benchmark(name: str, settings: DataConfig, split: Split) -> Source:
+    """A named one. The only part of a benchmark that has one serves for training and for testing."""
+    benchmark = BENCHMARKS[name]
+    parts = [one for one in (benchmark.train, benchmark.test) if one]
+    part = getattr(benchmark, split) or parts[0]
+    if settings.split is not None:
+        part = next((one for one in parts if one.split == settings.split), None)
+        if part is None:
+            raise DataError(f"{name}: {unknown_name('split', settings.split, [one.split for one in parts])}")
+    folder = os.environ.get(DATA_FOLDER)
+    if folder and not Path(folder).is_dir():
+        raise DataError(f"{DATA_FOLDER} is {folder!r}, which is not a folder; name one, or unset it to use the hub")
+    if folder and (path := Path(folder) / part.file).exists():
+        return _local(name, path, None, split, benchmark, settings)
+    instead = f"give a local file as source, or put {part.file} into a folder and set {DATA_FOLDER} to it"
+    return _on_hub(name, benchmark.hub, part.split, benchmark, settings, instead)
+
+
+def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig) -> Source:
+    if settings.subset is not None:
+        raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
+    files = find_files(path, part, split)
+    return Source(name, lambda: read_files(files), benchmark, settings, is_local=True)
+
+
+def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: DataConfig, instead: str) -> Source:
+    subset, streaming = settings.subset or benchmark.subset, settings.streaming
+    return Source(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False)
+
+
+def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], Row]:
+    """How a row is read, decided by the columns of the first ones."""
+    columns, place = {name for record in first for name in record.values}, first[0].place
+    chosen = settings.columns
+    problem = _column("problem", [chosen.problem] if chosen.problem else benchmark.problem, columns, place)
+    answer = _column("answer", [chosen.answer] if chosen.answer else list(benchmark.answer), columns, place)
+    uid = _uid_column(benchmark, settings, columns, place)
+    extract = ANSWERS[settings.answers or benchmark.answer.get(answer, "plain")]
+
+    def read(number: int, record: Record) -> Row:
+        values, place = record.values, record.place
+        text = _text(values.get(answer), answer, place)
+        return Row(
+            uid=str(number) if uid is None else _needed(values, uid, place),
+            problem=_needed(values, problem, place),
+            answer=None if text is None else extract(text),
+            place=place,
+        )
+
+    return read
+
+
+def _column(role: str, candidates: Sequence[str], columns: set[str], place: str) -> str:
+    found = next((name for name in candidates if name in columns), None)
+    if found is None:
+        raise DataError(
+            f"{place}: no column {' or '.join(map(repr, candidates))} for the {role}; there are "
+            f"{', '.join(sorted(columns)) or 'none'}. Set columns.{role} to the right one"
+        )
+    return found
+
+
+def _uid_column(benchmark: Benchmark, settings: DataConfig, columns: set[str], place: str) -> str | None:
+    """None: the row's number."""
+    chosen = settings.columns.uid
+    if chosen == ROW_NUMBER or settings.streaming:
+        return None
+    if chosen is not None:
+        return _column("uid", [chosen], columns, place)
+    return next((name for name in benchmark.uid if name in columns), None)
+
+
+def _needed(values: Mapping[str, Any], column: str, place: str) -> str:
+    text = _text(values.get(column), column, place)
+    if text is None:
+        raise DataError(
+            f"{place}: column {column!r} is empty; every row needs it: fill it in, remove the row, or choose another "
+            f"column (columns.uid: {ROW_NUMBER} makes ids of the row's number)"
+        )
+    return text
+
+
+def _text(value: Any, column: str, place: str) -> str | None:
+    """A value as text, numbers as people write them: 142.0 is 142. None where there is nothing.
+
+    Raises:
+        DataError: neither text nor a finite number, or text that cannot be UTF-8.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # some writers mean nothing with NaN
+        return None
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+        return _number(Decimal(str(value)))
+    if not isinstance(value, str):
+        raise DataError(f"{place}: column {column!r} holds {value!r:.80}; it must be text or a finite number")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: column {column!r} has half a character, {value[error.start]!r}, which is not UTF-8; write the "
+            f"file anew"
+        ) from error
+    return value.strip() or None
+
+
+def _number(value: Decimal) -> str:
+    text = f"{value:f}" if value else "0"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""MATH's: what is in the last \boxed{...} whose braces close, or after a \boxed without any."""
+    for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
+        if not text.startswith("{", start):
+            if bare := re.match(r"[^\s$\\{}]+", text[start:]):
+                return bare[0]
+            continue
+        depth = 0
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0) * (text[end - 1] != "\\")
+            if depth == 0:
+                return text[start + 1 : end].strip() or None
+    return None
+
+
+ANSWERS: dict[Answers, Callable[[str], str | None]] = {
+    "plain": lambda text: text,
+    "hashes": hashed_answer,
+    "boxed": _last_boxed,
+}

@@ -1,0 +1,215 @@
+"""Rows of local files: JSON Lines, JSON, parquet, and folders of them.
+
+A record is a row as it stands in the file, with a place to name in errors: `problems.jsonl line 17`. Files are read
+from the first row to the last each time that they are asked for, JSON Lines and parquet without holding all of it.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+from pyarrow import parquet
+
+from jackpot.core.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_SPLIT = re.compile(
+    r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
+)
+_SHOWN = 5  # files named in an error
+_log = logging.getLogger(__name__)
+
+
+class Record(NamedTuple):
+    place: str  # for a person
+    values: Mapping[str, Any]  # by column
+
+
+def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
+    """The file at `path`, or those of one split in the folder there, sorted by name.
+
+    A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`,
+    `train-00000-of-00002.parquet`), or else of the name of the nearest folder on the way to it that has one. With
+    `split` None these are the files of `usual_split` where any file names a split (a warning names those that name
+    none), and all files where none does. Capitals and small letters are one.
+
+    Raises:
+        DataError: nothing there, not a kind of file that can be read, or no file of that split (lists those there are).
+    """
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give the path of a {', '.join(SUFFIXES)} file or of a folder of them")
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"{path} is not one of {', '.join(SUFFIXES)}; rename it if it is, or convert it")
+        return [path]
+    inside = sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and not _is_hidden(one.relative_to(path)))
+    files = [one for one in inside if one.is_file()]
+    if not files:
+        raise DataError(f"{path} holds no {', '.join(SUFFIXES)} file; give a folder that does, or a file")
+    nameless = [one for one in files if not _names_a_split(one.relative_to(path))]
+    if split is None and len(nameless) == len(files):
+        return files
+    wanted = split or usual_split
+    if chosen := [one for one in files if _is_of(one.relative_to(path), wanted)]:
+        if split is None and nameless:
+            _log.warning(
+                "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their "
+                "names, set split, or move them elsewhere",
+                *(path, wanted, len(nameless), _listed(nameless, path)),
+            )
+        return chosen
+    raise DataError(
+        f"{path} holds no files of split {wanted!r}, only {_listed(files, path)}; set split to one that is there, or "
+        f"give the path of a file"
+    )
+
+
+def _listed(files: Sequence[Path], folder: Path) -> str:
+    names = [str(one.relative_to(folder)) for one in files]
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def read_files(files: Sequence[Path]) -> Iterator[Record]:
+    """Every row of every file, in order.
+
+    Raises:
+        DataError: a file that is not what its name says, with the line where there are lines.
+    """
+    for path in files:
+        try:
+            yield from _READERS[path.suffix](path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}; check the path and its permissions") from error
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _names_a_split(path: Path) -> bool:
+    return any(_SPLIT.search(part) for part in path.parts)
+
+
+def _is_of(path: Path, split: str) -> bool:
+    """Whether the name nearest to the file that has a split in it has this one."""
+    wanted = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(split)}(?![a-zA-Z0-9])", re.IGNORECASE)
+    part = next((one for one in reversed(path.parts) if wanted.search(one) or _SPLIT.search(one)), "")
+    return bool(wanted.search(part))
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"{path} line {number}"
+                yield Record(place, _mapping(_parsed(_decoded(line, place), place), place))
+
+
+def _json(path: Path) -> Iterator[Record]:
+    rows = _parsed(_decoded(path.read_bytes(), str(path)), str(path))
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{path} holds {_kind(rows)}; a .json file is a list of rows, [{{...}}, {{...}}]. One row a line is .jsonl"
+        )
+    for number, row in enumerate(rows, start=1):
+        place = f"{path} row {number}"
+        yield Record(place, _mapping(row, place))
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in _rows_of(batch):
+                    number += 1
+                    yield Record(f"{path} row {number}", row)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it anew") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} row {number + 1}: not UTF-8 ({error}); write the file anew as UTF-8") from error
+
+
+def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # of the rows before it none came; which one is it?
+        for index in range(batch.num_rows):
+            yield from batch.slice(index, 1).to_pylist()
+
+
+def _decoded(raw: bytes, place: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8, byte {error.start + 1} is 0x{raw[error.start]:02x}; convert the file, for example "
+            f"with iconv -f LATIN1 -t UTF-8"
+        ) from error
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        hint = "one row a line is .jsonl, so rename it" if "Extra data" in str(error) else "mend it"
+        raise DataError(f"{place}: not JSON ({error}); {hint}") from error
+
+
+def _mapping(row: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f'{place}: {_kind(row)}; a row is a mapping from columns to values, {{"problem": "1+1?", ...}}')
+    return row
+
+
+def _kind(value: Any) -> str:
+    return {dict: "a mapping", list: "a list", str: "text", type(None): "null"}.get(type(value), f"{value!r}")
+
+
+_READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}
+
+
+def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead: str) -> Iterator[Record]:
+    """Every row of a data set, in its order. It is downloaded once into the cache of `datasets`, or with `streaming`
+    fetched anew as it is read.
+
+    Args:
+        path: OWNER/NAME, or what else `datasets.load_dataset` takes.
+        instead: for errors, what to do where there is no hub.
+
+    Raises:
+        DataError: the package or the data set cannot be had, or has no such subset or split.
+    """
+    name = f"{path} ({', '.join(filter(None, [subset, split]))})"
+    rows = _load(path, subset, split, streaming, name, instead)
+    number = 0
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield Record(f"{name} row {number}", row)
+    except Exception as error:  # a connection that breaks: each of its libraries has errors of its own
+        raise DataError(f"{name} ends after row {number}: {_short(error)}; {instead}") from error
+
+
+def _load(
+    path: str, subset: str | None, split: str, streaming: bool, name: str, instead: str
+) -> Iterator[Mapping[str, Any]]:
+    try:
+        from datasets import load_dataset  # a second to import, and most runs have files or no data at all
+    except ImportError as error:
+        raise DataError(f"{name} needs the package datasets: pip install 'jackpot-rl[train]'; or {instead}") from error
+    try:
+        return load_dataset(path, name=subset, split=split, streaming=streaming)
+    except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
+        raise DataError(
+            f"{name} cannot be had from the hub: {_short(error)}. Check its name, subset and split, and the connection "
+            f"(a private one needs HF_TOKEN); or {instead}"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """The first line: some have the whole traceback of another process in them."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]

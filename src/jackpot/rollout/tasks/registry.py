@@ -1,0 +1,57 @@
+"""Tasks by name."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.config.tasks import TaskConfig
+from jackpot.config.tools import SetsConfig
+from jackpot.core.errors import DataError, unknown_name
+from jackpot.rollout.rewards.rewards import Judge
+from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
+from jackpot.rollout.tasks.base import Task
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+from jackpot.rollout.tasks.math import Math, make_benchmark
+
+TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_arithmetic": ToolArithmetic}
+
+
+def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task that the settings name, for models with this tokenizer."""
+    return TASKS[config.name](tokenizer, config)
+
+
+MADE_UP = ("arithmetic", "tool_arithmetic")  # offline
+SETS = (*sorted(BENCHMARKS), *MADE_UP)
+
+
+def check_sets(names: Sequence[str]) -> None:
+    """Raises DataError for a name that does not exist, with those that do, and for one that is given twice."""
+    for name in names:
+        if name not in SETS:
+            raise DataError(unknown_name("benchmark", name, SETS))
+    if len(set(names)) < len(names):
+        raise DataError(f"benchmarks {', '.join(names)}: one is named twice; name each once")
+
+
+def make_sets(
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, judge: Judge | None = None
+) -> dict[str, Task]:
+    """A task for each set, whose test split it is.
+
+    Args:
+        judge: of the benchmarks, which somebody else closes; None: the first of them has one that all share.
+
+    Raises:
+        DataError: as `check_sets`, or data that cannot be had.
+    """
+    check_sets(names)
+    tasks: dict[str, Task] = {}
+    for name in names:
+        if name in BENCHMARKS:
+            task = make_benchmark(name, tokenizer, settings.math, judge)
+            judge = task.judge
+        else:
+            task = make_task(getattr(settings, name), tokenizer)
+        tasks[name] = task
+    return tasks

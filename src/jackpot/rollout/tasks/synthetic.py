@@ -1,0 +1,56 @@
+r"""Word problems that are made up on the spot, in the columns of any data set.
+
+A stranger without data gets a run with them; they are for trying out whether everything works, not for learning from.
+"""
+
+import random
+from typing import NamedTuple
+
+from jackpot.rollout.tasks.benchmarks import Answers
+from jackpot.rollout.tasks.data import Source
+
+_NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatima", "George", "Hanna", "Ivan", "Julia")
+_THINGS = ("apples", "books", "clips", "coins", "eggs", "marbles", "pages", "stamps", "tickets", "toys")
+_STORIES = (
+    "{name} has {a} {things} and buys {b} more on Monday. How many {things} does {name} have altogether?",
+    "There were {sum} {things} in a box. Then {name} took {a} of them. How many {things} are left in the box?",
+    "Let $f(x) = x + {a}$. What is the value of $f({b})$? Find the answer that {name} wrote down.",
+    "If $x - {a} = {b}$, what is the number $x$ of {things} that {name} sold in the first week?",
+)
+
+
+class MadeUp(NamedTuple):
+    problem: str
+    answer: str
+
+
+def made_up(number: int) -> MadeUp:
+    """Problem `number`; the same number always gives the same problem."""
+    draw = random.Random(f"made up/{number}")
+    story = number % len(_STORIES)
+    a, b = draw.randint(1, 50), draw.randint(1, 50)
+    values = {"name": draw.choice(_NAMES), "things": draw.choice(_THINGS), "a": a, "b": b, "sum": a + b}
+    return MadeUp(_STORIES[story].format(**values), str(b if story == 1 else a + b))
+
+
+def made_up_rows(source: Source, first: int, count: int) -> list[dict[str, str]]:
+    """Problems `first` and on as rows of this source, with the columns that are read from it."""
+    columns, benchmark = source.settings.columns, source.benchmark
+    problem, answer = columns.problem or benchmark.problem[0], columns.answer or next(iter(benchmark.answer))
+    how = source.settings.answers or benchmark.answer.get(answer, "plain")
+    uid = columns.uid or next(iter(benchmark.uid), "id")
+    return [
+        {uid: f"made-up-{number}", problem: one.problem, answer: _written(one.answer, how)}
+        for number in range(first, first + count)
+        for one in [made_up(number)]
+    ]
+
+
+def _written(answer: str, how: Answers) -> str:
+    """A column from which this answer is read in this way."""
+    forms: dict[Answers, str] = {
+        "plain": answer,
+        "hashes": f"It is {answer}.\n#### {answer}",
+        "boxed": rf"The answer is $\boxed{{{answer}}}$.",
+    }
+    return forms[how]

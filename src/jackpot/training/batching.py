@@ -1,0 +1,137 @@
+"""Scored rollouts into optimizer steps and micro-batches of tensors.
+
+Nothing is dropped and nothing is cut: every sequence of the rollout batch is in exactly one micro-batch of each epoch.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from jackpot.core.errors import ConfigError
+from jackpot.core.prng import stream_key, uniform_row
+from jackpot.core.types import ScoredRollout, TokenBatch, unique_prompts
+
+
+def optimizer_steps(
+    scored: Sequence[ScoredRollout],
+    *,
+    step_size: int,
+    epochs: int,
+    micro_batch_tokens: int,
+    seed: int,
+    shares_prompts: bool = True,
+) -> Iterator[list[TokenBatch]]:
+    """The micro-batches of every optimizer step over one rollout batch, epoch after epoch.
+
+    With one step per epoch the order is the rollouts' own; with more, whole sequences are shuffled by `seed` and epoch,
+    as PPO does. The coins of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
+
+    Args:
+        step_size: sequences in one optimizer step; divides the number of rollouts.
+        micro_batch_tokens: the most padded tokens, prompts included, in one micro-batch.
+        shares_prompts: as in `micro_batches`.
+    """
+    for epoch in range(epochs):
+        order = list(scored)
+        if step_size < len(order):
+            random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
+        for start in range(0, len(order), step_size):
+            yield micro_batches(order[start : start + step_size], micro_batch_tokens, seed, epoch, shares_prompts)
+
+
+def micro_batches(
+    scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int, shares_prompts: bool = True
+) -> list[TokenBatch]:
+    """Cut one optimizer step into runs of at most `budget` padded tokens.
+
+    Of two orders the one that makes models read fewer tokens is taken: by length, which leaves the least padding, or
+    prompt by prompt, which lets the responses of a group share the reading of their prompt. Where `shares_prompts` is
+    False, models read it with each of them anyway, and the order is that of lengths.
+
+    Raises:
+        ConfigError: one sequence alone is longer than the budget.
+    """
+    by_length = sorted(scored, key=_length)
+    if not shares_prompts:
+        return [collate(part, seed, epoch) for part in _cut(by_length, budget)]
+    widest: dict[tuple[int, ...], int] = {}  # of each prompt, the last in the order of lengths
+    for item in by_length:
+        widest[item.rollout.prompt.token_ids] = _length(item)
+    by_prompt = sorted(
+        by_length, key=lambda item: (widest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
+    )
+    parts = min((_cut(by_length, budget), _cut(by_prompt, budget)), key=lambda runs: sum(map(_tokens_read, runs)))
+    return [collate(part, seed, epoch) for part in parts]
+
+
+def _cut(ordered: Sequence[ScoredRollout], budget: int) -> list[list[ScoredRollout]]:
+    """Runs of neighbours, as long as the budget allows."""
+    parts: list[list[ScoredRollout]] = []
+    prompt = response = 0
+    for item in ordered:
+        if _length(item) > budget:
+            raise ConfigError(
+                f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
+                f"raise it to at least the longest prompt plus sampling.max_new_tokens"
+            )
+        prompt = max(prompt, len(item.rollout.prompt.token_ids))
+        response = max(response, len(item.rollout.token_ids))
+        if not parts or (len(parts[-1]) + 1) * (prompt + response) > budget:
+            parts.append([])
+            prompt, response = len(item.rollout.prompt.token_ids), len(item.rollout.token_ids)
+        parts[-1].append(item)
+    return parts
+
+
+def _tokens_read(part: Sequence[ScoredRollout]) -> int:
+    """With padding, each prompt once."""
+    prompts = {item.rollout.prompt.token_ids for item in part}
+    return len(prompts) * max(map(len, prompts)) + len(part) * max(len(item.rollout.token_ids) for item in part)
+
+
+def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatch:
+    """Tensors of some rollouts: unique prompts [U, P] padded on the left, responses [B, T] padded on the right.
+
+    An empty response is allowed: its row is all mask.
+    """
+    rollouts = [item.rollout for item in scored]
+    rows, index = unique_prompts([rollout.prompt for rollout in rollouts])
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+    width = int(lengths.max())
+    attention_mask = torch.arange(width) < lengths[:, None]
+    response_mask = _pad([rollout.sampled_mask for rollout in rollouts])
+    rollout_log_probs = _pad([rollout.rollout_log_probs for rollout in rollouts])
+    keys = [stream_key(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
+    return TokenBatch(
+        uids=tuple(rollout.uid for rollout in rollouts),
+        prompt_ids=_pad([torch.tensor(row) for row in rows], left=True),
+        prompt_mask=_pad([torch.ones(len(row), dtype=torch.bool) for row in rows], left=True),
+        prompt_index=torch.tensor(index),
+        response_ids=_pad([rollout.token_ids for rollout in rollouts]),
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        rollout_log_probs=torch.where(response_mask, rollout_log_probs, 0.0),
+        advantages=_pad([item.advantages for item in scored]),
+        uniforms=torch.stack([uniform_row(key, width) for key in keys]),
+        top_ids=_pad([rollout.top_ids for rollout in rollouts]),
+        top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
+        versions=_pad([rollout.versions for rollout in rollouts]),
+    )
+
+
+def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    """The same batch with its tensors on `device`."""
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "uids"}
+    return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_side="left" if left else "right")
+
+
+def _length(item: ScoredRollout) -> int:
+    return len(item.rollout.prompt.token_ids) + len(item.rollout.token_ids)

@@ -1,0 +1,55 @@
+"""The frozen model that the policy is held near."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.core.digest import is_digest_of, weights_digest
+from jackpot.core.types import TokenBatch
+from jackpot.models.forward import logit_softcap, output_layer, response_hidden
+from jackpot.objectives.kernels.linear_head import LinearHead
+from jackpot.objectives.losses import SAMPLED_KL
+
+
+class Reference:
+    """Estimates KL(policy || reference) of every response token.
+
+    Args:
+        model: frozen from now on.
+        policy: whose head the exact estimate reads.
+        estimate: `exact`, over the whole vocabulary, or a key of `SAMPLED_KL`.
+        temperature: of the sampling.
+    """
+
+    def __init__(self, model: PreTrainedModel, policy: PreTrainedModel, *, estimate: str, temperature: float) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._estimate, self._temperature = estimate, temperature
+        self.digest = weights_digest(model.named_parameters(), torch.float32)
+        is_exact = estimate == "exact"
+        self._head = LinearHead(  # the head detaches its first model, which here is the reference
+            output_layer(model),
+            output_layer(policy) if is_exact else None,
+            policy_soft_cap=logit_softcap(model),
+            rollout_model_soft_cap=logit_softcap(policy) if is_exact else None,
+        )
+
+    def has_digest(self, saved: str) -> bool:
+        """Whether `saved` is the digest of this model, in the formula of any version."""
+        return is_digest_of(saved, list(self._model.named_parameters()), torch.float32)
+
+    def kl(self, batch: TokenBatch, policy_hidden: Tensor, log_probs: Tensor) -> Tensor:
+        """[N] over the response tokens, with the policy's gradient.
+
+        Args:
+            policy_hidden: [N, H] states that predict the response tokens.
+            log_probs: [N] of the policy.
+        """
+        mask = batch.response_mask
+        with torch.no_grad():
+            hidden = response_hidden(self._model, batch)[mask]
+        ids = batch.response_ids[mask]
+        if self._estimate == "exact":
+            return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl
+        with torch.no_grad():
+            reference = self._head(hidden, None, ids, temperature=self._temperature).log_probs
+        return SAMPLED_KL[self._estimate](log_probs, reference)

@@ -1,0 +1,262 @@
+"""Checkpoints: whole or not there.
+
+    checkpoints/step-N/{policy,rollout_model}/   plain save_pretrained folders
+    checkpoints/step-N/state.pt                  optimizers, versions, prompt stream, best; loaded with weights_only
+    checkpoints/step-N/checksums.json            size and sha256 of every other file
+    checkpoints/last, checkpoints/best           links to one of them
+    checkpoints/step-N.corrupt                   set aside by `set_aside`; nothing here reads or removes it
+
+N counts iterations. A checkpoint is written beside its place and renamed when every byte is on the disk, so a killed
+run leaves either the whole of it or a `.partial` folder that the next `prune` removes. What the disk does to it later,
+its checksums show.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.core.errors import CheckpointError
+from jackpot.core.files import PARTIAL, needed
+from jackpot.core.types import Role
+from jackpot.training.learner import Learner
+
+_CHECKSUMS = "checksums.json"
+_CORRUPT = ".corrupt"
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A checkpoint that is not what was written: which file of it, and what is wrong with that."""
+
+    def __init__(self, folder: Path, file: str, why: str) -> None:
+        super().__init__(f"{folder / file} {why}")
+        self.folder, self.file, self.why = folder, file, why
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that was found to be what was written."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run; `keep` newest ones stay, and the best."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+
+    def save(
+        self,
+        iteration: int,
+        learner: Learner,
+        roles: Sequence[Role],
+        tokenizer: PreTrainedTokenizerBase,
+        state: dict[str, Any],
+        is_best: bool,
+    ) -> None:
+        """Write step-`iteration` and move the links.
+
+        Raises:
+            CheckpointError: it could not be written. Those before it are untouched.
+        """
+        place = self._place(iteration)
+        partial = place.with_name(place.name + PARTIAL)
+        try:
+            if not place.exists():  # else only its links failed
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                for role in roles:
+                    learner.save_model(role, partial / role)
+                    tokenizer.save_pretrained(partial / role)
+                with (partial / "state.pt").open("wb") as file:
+                    torch.save(state | {"learner": learner.state_dict()}, file)
+                _write_checksums(partial)
+                _flush(partial)
+                partial.rename(place)
+                _flush_folder(self._folder)
+            self._link("last", place)
+            if is_best:
+                self._link("best", place)
+        except Exception as error:  # torch, safetensors and tokenizers each have another error for a full disk
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"cannot write the checkpoint {place}: {_cause(error)}") from error
+
+    def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
+        """The newest checkpoint that is what was written, and the corrupt ones that are newer. Changes nothing.
+
+        Raises:
+            CheckpointError: there are some, and all are corrupt.
+        """
+        corrupt: list[CorruptCheckpoint] = []
+        for folder in reversed(self._steps()):
+            try:
+                _verify(folder)
+                return Checkpoint(folder, load_state(folder)), corrupt
+            except CorruptCheckpoint as error:
+                corrupt.append(error)
+        damage = [*map(str, corrupt), *(f"{path}, set aside" for path in self._folder.glob(f"step-*{_CORRUPT}*"))]
+        if damage:
+            listed = "\n  ".join(damage)
+            raise CheckpointError(
+                f"every checkpoint of this run is corrupt:\n  {listed}\nBring one back from a copy, or give --run "
+                f"another folder; to begin this run again from nothing, remove {self._folder}"
+            )
+        return None, []
+
+    def best(self) -> Path | None:
+        """The best checkpoint; None before there is one. Changes nothing.
+
+        Raises:
+            CorruptCheckpoint: it is not what was written.
+        """
+        folder = (self._folder / "best").resolve()
+        if not folder.is_dir():
+            return None
+        _verify(folder)
+        return folder
+
+    def whole(self) -> tuple[list[Path], list[CorruptCheckpoint]]:
+        """Every checkpoint that is what was written, oldest first, and those that are not. Changes nothing."""
+        found: list[Path] = []
+        corrupt: list[CorruptCheckpoint] = []
+        for folder in self._steps():
+            try:
+                _verify(folder)
+                found.append(folder)
+            except CorruptCheckpoint as error:
+                corrupt.append(error)
+        return found, corrupt
+
+    def set_aside(self, folder: Path) -> None:
+        """Take a corrupt checkpoint out of the count, under a name that tells."""
+        names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())
+        folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
+
+    def restore_links(self, best: dict[str, float] | None) -> dict[str, float] | None:
+        """Point `last` and `best` where they belong, whatever a kill came between. Returns `best` if it is still there.
+
+        Raises:
+            CheckpointError: a link cannot be written.
+        """
+        kept = best if best and self._place(best["iteration"]).is_dir() else None
+        with needed(self._folder):
+            self._link("last", self._steps()[-1])
+            if kept:
+                self._link("best", self._place(kept["iteration"]))
+            else:
+                (self._folder / "best").unlink(missing_ok=True)
+        return kept
+
+    def prune(self) -> None:
+        """Remove what is neither new nor best, and what a kill left half written or half removed."""
+        best = self._folder / "best"
+        kept = {path.name for path in self._steps()[-self._keep :]}
+        if best.is_symlink():
+            kept.add(best.readlink().name)
+        for path in self._steps():
+            if path.name not in kept:  # the name goes first: a checkpoint is whole or not there, while it goes as well
+                path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
+        for path in self._folder.glob(f"step-*{PARTIAL}"):
+            shutil.rmtree(path)
+
+    def _place(self, iteration: float) -> Path:
+        return self._folder / f"step-{int(iteration)}"
+
+    def _steps(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        names = (path for path in self._folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+        return sorted(names, key=lambda path: int(path.name.removeprefix("step-")))
+
+    def _link(self, name: str, target: Path) -> None:
+        link, new = self._folder / name, self._folder / f".{name}"
+        if link.is_symlink() and link.readlink().name == target.name:
+            return  # nothing to write, and the disk may be full
+        new.unlink(missing_ok=True)
+        new.symlink_to(target.name)
+        new.replace(link)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The `state.pt` of a checkpoint.
+
+    Raises:
+        CorruptCheckpoint: missing or damaged.
+    """
+    try:
+        return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load has no common error class; whatever it says, this file cannot be used
+        raise CorruptCheckpoint(folder, "state.pt", f"cannot be read: {_cause(error)}") from error
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _write_checksums(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    checksums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+    (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+
+
+def _verify(folder: Path) -> None:
+    """Compare every file with its checksum. One of an earlier version has none: its weights must at least be whole.
+
+    Raises:
+        CorruptCheckpoint: the first file that differs.
+    """
+    name = _CHECKSUMS
+    try:
+        if not (folder / _CHECKSUMS).exists():
+            for path in folder.rglob("*.safetensors"):
+                name = path.relative_to(folder).as_posix()
+                with safe_open(path, "pt"):
+                    pass
+            return
+        for name, written in json.loads((folder / _CHECKSUMS).read_text()).items():
+            found, size = _checksum(folder / name), written.get("size")
+            if found["size"] != size:
+                raise CorruptCheckpoint(folder, name, f"has {found['size']} bytes, {size} were written")
+            if found != written:
+                raise CorruptCheckpoint(folder, name, "has changed since it was written")
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise CorruptCheckpoint(folder, name, f"cannot be read: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The error, or what the system said below it: torch reports a full disk as a position that does not fit."""
+    below = error
+    while below.__context__ is not None and not isinstance(below, OSError):
+        below = below.__context__
+    cause = below if isinstance(below, OSError) else error
+    return f"{type(cause).__name__}: {str(cause).strip()}"
+
+
+def _flush(folder: Path) -> None:
+    """Have every file below `folder` on the disk before anybody can see it under its name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _flush_folder(path)
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

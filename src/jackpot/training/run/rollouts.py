@@ -1,0 +1,137 @@
+"""Saved rollouts: parquet, one row a response, with everything known of every token.
+
+List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns
+from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.config.run import Config
+from jackpot.core.errors import DataError
+from jackpot.core.files import whole_file
+from jackpot.core.types import ScoredRollout
+from jackpot.rollout.tasks.base import decode
+
+SCHEMA_VERSION = 1
+
+
+def write_rollouts(
+    folder: Path,
+    iteration: int,
+    scored: Sequence[ScoredRollout],
+    traces: Mapping[str, Mapping[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+) -> Path:
+    """Write iteration-N.parquet and remove the files beyond the newest `rollouts.keep`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist([_row(iteration, item, traces[item.rollout.uid], tokenizer) for item in scored])
+    metadata = {"schema_version": str(SCHEMA_VERSION), "config": config.model_dump_json()}
+    path = folder / f"iteration-{iteration:06d}.parquet"
+    with whole_file(path) as partial:
+        pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
+    for old in sorted(folder.glob("iteration-*.parquet"))[: -config.rollouts.keep]:
+        old.unlink()
+    return path
+
+
+def _row(
+    iteration: int, item: ScoredRollout, trace: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    rollout = item.rollout
+    ids = rollout.token_ids.tolist()
+    return {
+        "iteration": iteration,
+        "uid": rollout.uid,
+        "prompt_uid": rollout.prompt.uid,
+        "prompt": rollout.prompt.text,
+        "answer": rollout.prompt.answer,
+        "response": decode(tokenizer, rollout.token_ids),
+        "finish": rollout.finish,
+        "reward": item.score.reward,
+        "correct": item.score.correct,
+        "prompt_ids": list(rollout.prompt.token_ids),
+        "token_ids": ids,
+        "tokens": tokenizer.convert_ids_to_tokens(ids),
+        "sampled_mask": rollout.sampled_mask.tolist(),
+        "advantages": item.advantages.tolist(),
+        "rollout_log_probs": rollout.rollout_log_probs.tolist(),
+        "rollout_top_ids": rollout.top_ids.tolist(),
+        "rollout_top_log_probs": rollout.top_log_probs.tolist(),
+        "versions": rollout.versions.tolist(),
+    } | {name: column.tolist() for name, column in trace.items()}
+
+
+class UnreadableRollouts(DataError):
+    """A file of saved rollouts that is not what was written; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    path: Path
+    iteration: int
+    responses: int
+    tokens: int
+
+
+def saved_files(run: Path) -> tuple[list[Saved], list[str]]:
+    """Those of a run by iteration, and a sentence about each that cannot be read."""
+    found, unreadable = [], []
+    for path in sorted((run / "rollouts").glob("iteration-*.parquet")):
+        try:
+            found.append(open_saved(path))
+        except UnreadableRollouts as error:
+            unreadable.append(str(error))
+    return found, unreadable
+
+
+def read_columns(saved: Saved, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None) -> pa.Table:
+    """These columns and rows of a file; all where None.
+
+    Raises:
+        UnreadableRollouts: it is damaged behind its footer, lacks a column, or is gone by now.
+    """
+    try:
+        if missing := set(columns or ()) - set(pq.read_schema(saved.path).names):
+            raise UnreadableRollouts(_why(saved.path, f"it has no column {', '.join(sorted(missing))}"))
+        table = pq.read_table(saved.path, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise UnreadableRollouts(_why(saved.path, error)) from error
+    return table if rows is None else table.take(pa.array(rows, pa.int64()))
+
+
+def flat(table: pa.Table, column: str) -> np.ndarray:
+    """[tokens] of all responses behind each other."""
+    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table.column(column).chunks]
+    return np.concatenate(chunks) if chunks else np.empty(0)
+
+
+def open_saved(path: Path) -> Saved:
+    """What the footer of one file says. UnreadableRollouts where it is damaged or of another schema version."""
+    try:
+        file = pq.ParquetFile(path)
+        version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
+        if version != str(SCHEMA_VERSION):
+            raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+        tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
+        iteration = int(path.stem.split("-")[1])
+        return Saved(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        if isinstance(error, UnreadableRollouts):
+            raise
+        raise UnreadableRollouts(_why(path, error)) from error
+
+
+def _why(path: Path, why: object) -> str:
+    return f"{path.parent.parent.name}/rollouts/{path.name} cannot be read and is left out: {str(why).splitlines()[0]}"

@@ -1,0 +1,253 @@
+"""Every metric of several runs as charts, in the order of `catalogue.PARTS`.
+
+Arms are overlaid; several seeds of one are their mean with a band.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from jackpot.analysis.diagnose.rules import RULES
+from jackpot.ui.charts import COLOURS, Chart, Guide, Heatmap, Section, Series, Table
+from jackpot.ui.report.catalogue import LOGARITHMIC, PARTS, Against, Entry, Fan, Metrics, Spread, Together
+from jackpot.ui.report.lines import Line, Number, mean_line, rounded, thin
+from jackpot.ui.report.runs import Arm
+
+MOST_COLUMNS = 240  # of a heatmap
+_SIGNS = {"positive": "advantage above 0", "negative": "advantage below 0"}
+_FAMILY = re.compile(r"(?P<base>.+?)_(at_(?P<band>\d+(-\d+|-up)?)|(?P<sign>positive|negative))")
+_NOT_METRICS = {"iteration", "time"}
+
+
+def metric_sections(arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]]) -> list[Section]:
+    """Sections that have something to show.
+
+    Args:
+        spreads: by column of saved rollouts, the distributions over time; see `distributions`.
+    """
+    drawer = _Drawer(arms)
+    sections = []
+    for part in PARTS:
+        items: list[Chart | Heatmap | Table] = []
+        for entry in part.entries:
+            items += spreads.get(entry.column, ()) if isinstance(entry, Spread) else drawer.draw(entry)
+        if items:
+            sections.append(Section(title=part.title, intro=part.intro, items=tuple(items)))
+    if empty := drawer.without_numbers:
+        title, intro = "Without a number", "Nothing was counted for these, in any run: null in every line."
+        rows = Table(title="Metrics", columns=("metric",), rows=tuple((name,) for name in empty))
+        sections.append(Section(title=title, intro=intro, items=(rows,)))
+    return sections
+
+
+class _Drawer:
+    """Remembers which metrics it has drawn."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._arms = arms
+        runs = [[run.lines for run in arm.runs] for arm in arms]
+        names = {name for arm in runs for lines in arm for line in lines for name in line} - _NOT_METRICS
+        # one line for each arm
+        self._of = {name: [mean_line(lines, name) for lines in runs] for name in sorted(names)}
+        self._names = [name for name, lines in self._of.items() if any(line.numbers for line in lines)]
+        self.without_numbers = sorted(names - set(self._names))
+        self._drawn: set[str] = set()
+
+    def draw(self, entry: Entry) -> Iterable[Chart | Heatmap]:
+        """Charts of what the entry names, where the runs have it."""
+        if isinstance(entry, Metrics):
+            return self._metrics(re.compile(entry.pattern))
+        if isinstance(entry, Together):
+            return self._together(entry)
+        return self._fan(entry) if isinstance(entry, Fan) else self._against(entry)
+
+    def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
+        """A line for each arm that has the metric. `label` names one of several metrics, numbered by `variant`."""
+        alone = len(self._arms) == 1
+        for number, (arm, whole) in enumerate(zip(self._arms, self._of[metric], strict=True)):
+            if not whole.numbers:
+                continue
+            line = thin(whole)
+            yield Series(
+                name=(label or arm.name) if alone else f"{arm.name}, {label}" if label else arm.name,
+                x=line.x,
+                y=[rounded(value) for value in line.y],
+                low=line.low and [rounded(value) for value in line.low],
+                high=line.high and [rounded(value) for value in line.high],
+                **({"number": variant} if alone else _look(number, variant)),
+                style="both" if len(line.numbers) < 2 else "line",
+                group=arm.name,
+            )
+
+    def _metrics(self, pattern: re.Pattern[str]) -> Iterator[Chart | Heatmap]:
+        names = [name for name in self._names if name not in self._drawn]
+        found: dict[str, dict[str, dict[str, str]]] = {}  # base: kind: part: metric
+        for name in names:
+            family = _FAMILY.fullmatch(name)
+            base, kind = (family["base"], "band" if family["band"] else "sign") if family else (name, "")
+            if pattern.fullmatch(base):
+                found.setdefault(base, {}).setdefault(kind, {})[family[kind] if family else ""] = name
+        for base, kinds in found.items():
+            if "" in kinds:
+                yield self._chart(base, self._series(base), metric=base)
+            if "sign" in kinds:
+                parts = enumerate(sorted(kinds["sign"], reverse=True))  # positive first
+                lines = [self._series(kinds["sign"][sign], _SIGNS[sign], place) for place, sign in parts]
+                yield self._chart(f"{base} by the sign of the advantage", (one for part in lines for one in part))
+            if "band" in kinds:
+                yield from self._by_position(base, dict(sorted(kinds["band"].items(), key=lambda one: _start(one[0]))))
+            self._drawn |= {name for kind in kinds.values() for name in kind.values()}
+
+    def _chart(self, title: str, series: Iterable[Series], metric: str = "", note: str = "") -> Chart:
+        """Of `metric`, where it is one: with the limits of the rules about it."""
+        drawn = tuple(series)
+        values = [value for one in drawn for value in (*one.y, *(one.low or ())) if value is not None]
+        guides, limits = _limits(metric)
+        log = bool(re.fullmatch(LOGARITHMIC, metric)) and min(values) > 0
+        return Chart(
+            title=title,
+            x_label="iteration",
+            y_label="",
+            series=drawn,
+            note=note or limits,
+            log_y=log,
+            guides=tuple(guide for guide in guides if not log or guide.y > 0),
+        )
+
+    def _together(self, entry: Together) -> Iterator[Chart]:
+        names = {name: label for name, label in entry.metrics.items() if name in self._names}
+        if len(names) == len(entry.metrics):
+            lines = [self._series(name, label, place) for place, (name, label) in enumerate(names.items())]
+            self._drawn |= names.keys() - set(self._by_themselves(names))
+            yield self._chart(entry.title, (one for part in lines for one in part))
+
+    def _by_themselves(self, names: Iterable[str]) -> list[str]:
+        """Those whose limits would not be seen in a chart of several."""
+        return [name for name in names if _limits(name)[0]]
+
+    def _fan(self, entry: Fan) -> Iterator[Chart]:
+        names = (entry.middle, entry.low, entry.high)
+        if not set(names) <= set(self._names):
+            return
+        self._drawn |= set(names)
+        if len(self._arms) > 1:  # bands over bands could not be told apart
+            labels = ("median", *entry.ends)
+            lines = [
+                self._series(name, label, place) for place, (name, label) in enumerate(zip(names, labels, strict=True))
+            ]
+            drawn = [replace(one, low=None, high=None) for part in lines for one in part]
+        else:
+            middle, low, high = (next(self._series(name)) for name in names)
+            drawn = [replace(middle, low=_at(low, middle.x), high=_at(high, middle.x))]
+        yield self._chart(entry.title, drawn, metric=names[0], note=entry.note)
+
+    def _against(self, entry: Against) -> Iterator[Chart]:
+        if entry.x not in self._names or entry.y not in self._names:
+            return
+        drawn = []
+        for number, (arm, x, y) in enumerate(zip(self._arms, self._of[entry.x], self._of[entry.y], strict=True)):
+            at = dict(zip(y.x, y.y, strict=True))
+            pairs = [(rounded(one), rounded(at[i])) for i, one in zip(x.x, x.y, strict=True) if one and at.get(i)]
+            pairs = pairs[:: max(1, math.ceil(len(pairs) / 400))]
+            if pairs:
+                xs, ys = map(list, zip(*pairs, strict=True))
+                drawn.append(Series(name=arm.name, x=xs, y=ys, style="points", group=arm.name, **_look(number)))
+        guides, _ = _limits(entry.y)
+        unity = Guide(text="kappa = 1", y=1.0)
+        yield Chart(
+            title=entry.title,
+            x_label=entry.x,
+            y_label=entry.y,
+            series=tuple(drawn),
+            note=entry.note,
+            guides=(unity, *guides),
+        )
+
+    def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart | Heatmap]:
+        """A heatmap for each arm, and all arms' newest numbers over the position."""
+        for number, arm in enumerate(self._arms):
+            rows = {band: self._of[metric][number] for band, metric in bands.items()}
+            rows = {band: line for band, line in rows.items() if line.numbers}
+            if rows:
+                yield _heatmap(f"{base} by position{_suffix(arm, self._arms)}", base, rows)
+        bands = {band: metric for band, metric in bands.items() if metric in self._names}
+        drawn = []
+        for number, arm in enumerate(self._arms):
+            points = [(place, _newest(self._of[metric][number])) for place, metric in enumerate(bands.values())]
+            points = [(x, rounded(y)) for x, y in points if y is not None]
+            if points:
+                x, y = map(list, zip(*points, strict=True))
+                drawn.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, **_look(number)))
+        yield Chart(
+            title=f"{base} over the position, newest tenth of the iterations",
+            x_label="position",
+            y_label="",
+            series=tuple(drawn),
+            x_names=tuple(bands),
+        )
+
+
+def _look(arm: int, variant: int = 0) -> dict[str, int]:
+    """Arms beyond the colours take shades of them, so that clouds of points differ too; dashes are for variants."""
+    return {"number": arm % len(COLOURS) + variant * len(COLOURS), "shade": arm // len(COLOURS)}
+
+
+def _suffix(arm: Arm, arms: Sequence[Arm]) -> str:
+    return f": {arm.name}" if len(arms) > 1 else ""
+
+
+def _start(band: str) -> int:
+    """The first position of a band such as 4-15."""
+    return int(band.split("-")[0])
+
+
+def _at(series: Series, x: Sequence[Any]) -> list[Number]:
+    """Its value at each x, or the nearest before: lines are thinned each by its own extremes."""
+    found, place = [], 0
+    for wanted in x:
+        while place + 1 < len(series.x) and series.x[place + 1] <= wanted:
+            place += 1
+        found.append(series.y[place])
+    return found
+
+
+def _newest(line: Line) -> float | None:
+    """The mean over the newest tenth of what it has."""
+    values = line.numbers
+    return fmean(values[-max(1, len(values) // 10) :]) if values else None
+
+
+def _heatmap(title: str, label: str, rows: Mapping[str, Line]) -> Heatmap:
+    """Stretches of iterations become one column where there are too many."""
+    x = sorted({iteration for line in rows.values() for iteration in line.x})
+    width = max(1, math.ceil(len(x) / MOST_COLUMNS))
+    stretches = [x[begin : begin + width] for begin in range(0, len(x), width)]
+    values = []
+    for line in rows.values():
+        at = dict(zip(line.x, line.y, strict=True))
+        cells = [[at[i] for i in stretch if at.get(i) is not None] for stretch in stretches]
+        values.append([rounded(fmean(cell)) if cell else None for cell in cells])
+    return Heatmap(
+        title=title,
+        x_label="iteration",
+        y_label="position",
+        x=[stretch[0] for stretch in stretches],
+        y=list(rows),
+        values=values,
+        value_label=label,
+    )
+
+
+def _limits(metric: str) -> tuple[list[Guide], str]:
+    """The limits of the rules about a metric that are the same for every run, and what it means to be beyond."""
+    rules = [rule for rule in RULES if rule.metric == metric and rule.over is None]
+    guides = [
+        Guide(text=f"sick {side} {limit:g}", y=limit)
+        for rule in rules
+        for side, limit in (("below", rule.low), ("above", rule.high))
+        if isinstance(limit, float) and math.isfinite(limit)
+    ]
+    return guides, " ".join(f"Sick beyond its limit: {rule.means}." for rule in rules)

@@ -1,0 +1,132 @@
+"""How the ratios and weights of saved tokens are distributed, iteration by iteration.
+
+All saved tokens that the model sampled count, also those that the inspector has no room for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jackpot.training.run.rollouts import Saved, UnreadableRollouts, flat, read_columns
+from jackpot.ui.charts import Heatmap
+from jackpot.ui.report.runs import Arm
+
+_LOG_PROBS = ("old_log_probs", "rollout_log_probs")
+
+
+def _ratio(columns: dict[str, np.ndarray]) -> np.ndarray:
+    return np.exp(columns["old_log_probs"] - columns["rollout_log_probs"])
+
+
+def _weight(columns: dict[str, np.ndarray]) -> np.ndarray:
+    return columns["weights"] * columns["accept_mask"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    needs: tuple[str, ...]  # columns of the files
+    values: Callable[[dict[str, np.ndarray]], np.ndarray]
+    low: int  # powers of two: the lowest and the highest bin
+    high: int
+    steps: int  # bins for each doubling
+    label: str
+
+    @property
+    def centres(self) -> np.ndarray:
+        """[bins] as powers of two."""
+        return np.arange(self.low * self.steps, self.high * self.steps + 1) / self.steps
+
+
+COLUMNS = {
+    "ratio": Column(
+        needs=("old_log_probs", "rollout_log_probs"),
+        values=_ratio,
+        low=-10,
+        high=6,
+        steps=2,
+        label="p_policy / p_rollout_model",
+    ),
+    "weight": Column(
+        needs=("weights", "accept_mask"),
+        values=_weight,
+        low=-4,
+        high=3,
+        steps=4,
+        label="final weight, 0 where rejected",
+    ),
+}
+
+
+def distributions(
+    arms: Sequence[Arm], files: Sequence[tuple[str, Saved]]
+) -> tuple[dict[str, list[Heatmap]], list[str]]:
+    """For each of `COLUMNS` a heatmap for each arm that has saved rollouts, and sentences about unreadable files.
+
+    Args:
+        files: name of the run and one of its files.
+    """
+    wanted = sorted({"sampled_mask"} | {name for column in COLUMNS.values() for name in column.needs})
+    counts: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    unreadable = []
+    arm_of = {run.name: arm.name for arm in arms for run in arm.runs}
+    for run, saved in files:
+        try:
+            table = read_columns(saved, wanted)
+        except UnreadableRollouts as error:
+            unreadable.append(str(error))
+            continue
+        columns = {name: flat(table, name) for name in wanted}
+        sampled = columns["sampled_mask"].astype(bool)
+        of_model = {name: values[sampled] for name, values in columns.items()}
+        for key, column in COLUMNS.items():
+            at = counts.setdefault((key, arm_of[run]), {})
+            at[saved.iteration] = at.get(saved.iteration, 0) + _counts(column, _values(column, of_model))
+    suffixes = {arm.name: f": {arm.name}" if len(arms) > 1 else "" for arm in arms}
+    heatmaps = {
+        key: [_heatmap(key, counts[key, arm], suffix) for arm, suffix in suffixes.items() if (key, arm) in counts]
+        for key in COLUMNS
+    }
+    return heatmaps, unreadable
+
+
+def _values(column: Column, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """[tokens]; what is too large for a number is infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return column.values(columns)
+
+
+def _counts(column: Column, values: np.ndarray) -> np.ndarray:
+    """[1 + bins + 1]: how many are 0, how many are nearest to each centre, and how many are not finite.
+
+    What is beyond the outermost centres is counted there.
+    """
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0.0]
+    edges = np.concatenate(([-np.inf], (column.centres[1:] + column.centres[:-1]) / 2.0, [np.inf]))
+    histogram, _ = np.histogram(np.log2(positive), edges)
+    return np.concatenate(([finite.size - positive.size], histogram, [values.size - finite.size])).astype(float)
+
+
+def _heatmap(key: str, counts: dict[int, np.ndarray], suffix: str) -> Heatmap:
+    """Shares of each iteration's finite values; bins below and above all of them are left out."""
+    column, iterations = COLUMNS[key], sorted(counts)
+    whole = np.stack([counts[i] for i in iterations], axis=1)  # [1 + bins + 1, iterations]
+    shares = whole[:-1] / np.maximum(whole[:-1].sum(axis=0), 1.0)
+    strange = int(whole[-1].sum())
+    centres = [f"{2.0**centre:.3g}" for centre in column.centres]
+    names = ["0", f"{centres[0]} and less", *centres[1:-1], f"{centres[-1]} and more"]
+    used = np.flatnonzero(shares[1:].any(axis=1)) + 1
+    rows = ([0] if shares[0].any() else []) + list(range(used.min(initial=len(names)), used.max(initial=-1) + 1))
+    return Heatmap(
+        title=f"Distribution of the {key} over saved tokens{suffix}",
+        x_label="iteration",
+        y_label=column.label,
+        x=iterations,
+        y=[names[row] for row in rows],
+        values=[[float(f"{share:.3g}") or None for share in shares[row]] for row in rows],
+        value_label="share of tokens",
+        note="From the saved rollouts, all of their tokens; seeds are put together."
+        + (f" {strange:,} of {int(whole.sum()):,} tokens are left out: their {key} is not finite." if strange else ""),
+        log_values=True,
+    )

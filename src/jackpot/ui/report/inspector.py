@@ -1,0 +1,240 @@
+"""Saved rollouts as data for the page's token inspector: whole responses, packed by saved iteration.
+
+A pack is JSON of columns, all tokens of the chosen responses behind each other, compressed; the page unpacks one when
+it is looked at. Numbers have four significant digits, top-k probabilities three.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from jackpot.training.run.rollouts import Saved, UnreadableRollouts, flat, read_columns
+from jackpot.ui.charts import Table
+from jackpot.ui.packing import Tokens, packed
+from jackpot.ui.report.runs import Run
+from jackpot.ui.report.token_text import Words, words_of
+
+TOP = 8  # entries of each top-k that the page carries
+MAX_TOKENS = 100_000
+FEW = 4  # responses of an iteration; with room for fewer there are fewer iterations
+_OF_RESPONSES = ("uid", "prompt", "answer", "finish", "reward", "correct")
+_OF_TOKENS = {  # as the page calls it: column of the file
+    "rollout": "rollout_log_probs",
+    "old": "old_log_probs",
+    "current": "log_probs",
+    "rescored": "rollout_model_log_probs",
+    "acceptance": "acceptance",
+    "weight": "weights",
+    "z": "z",
+    "kl": "kl_rollout_policy",
+    "advantage": "advantages",
+}
+_NEEDED = [
+    *_OF_RESPONSES,
+    *_OF_TOKENS.values(),
+    *("token_ids", "tokens", "sampled_mask", "accept_mask", "versions"),
+    *("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs"),
+]
+
+
+def inspector_data(
+    runs: Sequence[tuple[Run, Sequence[Saved]]], max_tokens: int = MAX_TOKENS
+) -> tuple[Tokens, list[str]]:
+    """At most `max_tokens` tokens of all runs together, evenly over runs and iterations; sentences about bad files.
+
+    Responses are whole. Where there is no room for a few of every iteration, there are fewer iterations, see
+    `spread_files`. One response that alone is longer than `max_tokens` is there all the same, unless that is 0.
+    """
+    packing = _Packing(max_tokens)
+    shown = []
+    for number, (run, files) in enumerate(runs):
+        sizes = [sum(saved.tokens for saved in of_run) for _, of_run in runs[number:]]
+        share = even_shares(sizes, max(packing.left, 0))[0]
+        words = Words()
+        if iterations := packing.add(files, share, words):
+            packing.packs[f"words-{number}"] = packed(words_of(words, run.folder, run.config))
+            shown.append({"name": run.name, "words": f"words-{number}", "iterations": iterations})
+    index = {"top": TOP, "max_tokens": max_tokens, "runs": shown}
+    left_out = _left_out(runs, index, packing)
+    return Tokens(index=index, packs=packing.packs, left_out=left_out), sorted(packing.unreadable)
+
+
+class _Packing:
+    """Packs until the room is used up."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.left = max_tokens  # below 0 when the only response is longer than all the room
+        self.packs: dict[str, str] = {}
+        self.unreadable: list[str] = []
+        self.bad: set[Path] = set()
+
+    def add(self, files: Sequence[Saved], share: int, words: Words) -> list[dict[str, Any]]:
+        """About `share` tokens of a run; returns what is there, by iteration."""
+        listed: list[dict[str, Any]] = []
+        chosen = spread_files(files, share)
+        chosen = chosen[-1:] + chosen[:-1]  # the newest first, then the oldest: they shall have room
+        for place, saved in enumerate(chosen):
+            part = even_shares([one.tokens for one in chosen[place:]], max(share, 0))[0]
+            most = share if listed else self.left if self.packs else math.inf if self.left else 0
+            try:
+                lengths = _lengths(read_columns(saved, ["token_ids"]), "token_ids").tolist()
+                rows = spread_rows(lengths, part, most)
+                if not rows and lengths:
+                    continue
+                columns = _columns(read_columns(saved, _NEEDED, rows), words)
+            except UnreadableRollouts as error:
+                self.unreadable.append(str(error))
+                self.bad.add(saved.path)
+                continue
+            name, tokens = f"tokens-{len(self.packs)}", sum(columns["lengths"])
+            self.packs[name] = packed(columns)
+            self.left -= tokens
+            share -= tokens
+            counts = {"responses": len(rows), "of_responses": saved.responses}
+            counts |= {"tokens": tokens, "of_tokens": saved.tokens}
+            listed.append({"iteration": saved.iteration, "pack": name} | counts)
+        return sorted(listed, key=lambda one: one["iteration"])
+
+
+def spread_files(files: Sequence[Saved], budget: int) -> list[Saved]:
+    """As many, evenly spaced with the first and the last, as have room for `FEW` typical responses each.
+
+    Where not even two have: the first and the last where one response of each has room, else the last.
+    """
+    for count in range(len(files), 1, -1):
+        spread = [files[round(place * (len(files) - 1) / (count - 1))] for place in range(count)]
+        if sum(_of_responses(saved, FEW) for saved in spread) <= budget:
+            return spread
+    ends = [files[0], files[-1]] if len(files) > 1 else list(files)
+    return ends if sum(_of_responses(saved, 1) for saved in ends) <= budget else ends[-1:]
+
+
+def _of_responses(saved: Saved, count: int) -> float:
+    """Tokens of so many typical responses of a file."""
+    return saved.tokens * min(count / max(saved.responses, 1), 1.0)
+
+
+def _left_out(runs: Sequence[tuple[Run, Sequence[Saved]]], index: Mapping[str, Any], packing: _Packing) -> Table:
+    shown = {run["name"]: {one["iteration"]: one for one in run["iterations"]} for run in index["runs"]}
+    rows = []
+    for run, files in runs:
+        here, whole = shown.get(run.name, {}), [saved for saved in files if saved.path not in packing.bad]
+        if missing := _stretches([(saved.iteration, saved.iteration not in here) for saved in whole]):
+            responses = sum(one["responses"] for one in here.values())
+            of_responses = sum(saved.responses for saved in whole)
+            counts = (f"{len(here)} of {len(whole)}", f"{responses} of {of_responses}")
+            rows.append((run.name, *counts, missing))
+    note = f"The page carries at most {index['max_tokens']:,} tokens (--max-tokens), whole responses."
+    if packing.left < 0:
+        tokens = index["max_tokens"] - packing.left
+        note += f" The one that is there is longer than that: {tokens:,} tokens."
+        [only] = index["runs"]
+        rows = rows or [(only["name"], "1 of 1", f"1 of {only['iterations'][0]['of_responses']}", "none")]
+    columns = ("run", "iterations there", "responses there", "iterations left out")
+    return Table(
+        title="Saved rollouts that the token inspector has no room for", columns=columns, rows=tuple(rows), note=note
+    )
+
+
+def _stretches(marked: Sequence[tuple[int, bool]]) -> str:
+    """`3, 5 to 9`: the numbers that are marked, neighbours in the sequence together."""
+    words = []
+    for is_marked, group in groupby(marked, key=lambda one: one[1]):
+        numbers = [number for number, _ in group]
+        if is_marked:
+            words.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}")
+    return ", ".join(words)
+
+
+def even_shares(sizes: Sequence[int], most: int) -> list[int]:
+    """At most `most` in all, as even as sizes allow: what a small one does not need, the larger ones share."""
+    shares, left = [0] * len(sizes), most
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    for place, number in enumerate(order):
+        shares[number] = min(sizes[number], left // (len(order) - place))
+        left -= shares[number]
+    return shares
+
+
+def spread_rows(lengths: Sequence[int], budget: int, most: float = 0) -> list[int]:
+    """Rows whose tokens fit into the budget, from all over the file, in the file's order.
+
+    Steps of the golden section visit a file evenly however many rows are taken, so its beginning does not come first.
+    The first row that does not fit ends it: short ones behind it would be too many of what is shown.
+
+    Args:
+        most: where the very first row does not fit into the budget, it is taken if it is not longer than this.
+    """
+    if sum(lengths) <= budget:
+        return list(range(len(lengths)))
+    golden = (5**0.5 - 1.0) / 2.0
+    chosen: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: row * golden % 1.0):
+        if lengths[row] > (budget if chosen else max(budget, most)):
+            break
+        chosen.append(row)
+        budget -= lengths[row]
+    return sorted(chosen)
+
+
+def significant(values: np.ndarray, digits: int) -> list[float | None]:
+    """Rounded to so many significant digits; None where not finite."""
+    values = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(values) & (values != 0.0)
+    power = np.zeros_like(values)
+    power[finite] = digits - 1 - np.floor(np.log10(np.abs(values[finite])))
+    up, down = 10.0 ** np.clip(power, 0, 300), 10.0 ** np.clip(-power, 0, 300)
+    with np.errstate(invalid="ignore"):
+        rounded = np.rint(values * up / down) / up * down
+    return [value if ok else None for value, ok in zip(rounded.tolist(), np.isfinite(values).tolist(), strict=True)]
+
+
+def _columns(table: pa.Table, words: Words) -> dict[str, Any]:
+    """Of one file, for the chosen rows; also notes which tokens need words."""
+    ids = flat(table, "token_ids")
+    words.see(ids, flat(table, "tokens").tolist())
+    columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _OF_RESPONSES}
+    columns |= {name: significant(flat(table, column), 4) for name, column in _OF_TOKENS.items()}
+    ratio = np.exp(flat(table, "old_log_probs") - flat(table, "rollout_log_probs"))
+    for model in ("rollout", "policy"):
+        columns |= _top(table, model, words)
+    pairs = np.array(flat(table, "versions").tolist(), dtype=np.int64).reshape(-1, 2)
+    return columns | {
+        "lengths": _lengths(table, "token_ids").tolist(),
+        "id": ids.tolist(),
+        "sampled": flat(table, "sampled_mask").astype(int).tolist(),
+        "accepted": significant(flat(table, "accept_mask"), 4),
+        "ratio": significant(ratio, 4),
+        "policy_version": pairs[:, 0].tolist(),
+        "rollout_model_version": pairs[:, 1].tolist(),
+    }
+
+
+def _lengths(table: pa.Table, column: str) -> np.ndarray:
+    """[rows] tokens of each response."""
+    return np.array([len(row) for row in table.column(column)], dtype=np.int64)
+
+
+def _top(table: pa.Table, model: str, words: Words) -> dict[str, Any]:
+    """The first `TOP` entries of each token's top-k as flat columns, and how many there are of how many."""
+    ids, log_probs = (_matrix(flat(table, f"{model}_top_{what}")) for what in ("ids", "log_probs"))
+    of = ids.shape[1]
+    count = min(of, TOP)
+    kept_ids, kept = ids[:, :count].astype(np.int64).ravel(), log_probs[:, :count].ravel()
+    words.need(kept_ids)
+    return {
+        f"{model}_top_ids": kept_ids.tolist(),
+        f"{model}_top": significant(np.exp(kept), 3),
+        f"{model}_top_count": count,
+        f"{model}_top_of": of,
+    }
+
+
+def _matrix(rows: np.ndarray) -> np.ndarray:
+    """[tokens, K] of an array of lists; K is 0 without tokens."""
+    return np.stack(rows.tolist()) if len(rows) else np.empty((0, 0))

@@ -1,0 +1,134 @@
+"""Run folders to one page, once or again and again while they train."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jackpot.core.errors import DataError
+from jackpot.training.run.rollouts import Saved, saved_files
+from jackpot.ui.html import write_page
+from jackpot.ui.report.curves import metric_sections
+from jackpot.ui.report.distributions import distributions
+from jackpot.ui.report.inspector import MAX_TOKENS, inspector_data
+from jackpot.ui.report.runs import arms_of, common_folder, find_runs, is_abandoned, read_runs
+from jackpot.ui.report.summary import summary_section
+
+NAME = "report.html"
+PAUSE = 60.0  # seconds in which a run that nobody holds may be taken up again: the next process has to load first
+
+
+class NoMetricsYet(DataError):
+    """The runs have begun and have written nothing that could be shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    path: Path
+    runs: int
+    unfinished: tuple[str, ...]  # names of runs
+    going: tuple[Path, ...]  # folders of those that may still write
+    unreadable: tuple[str, ...]  # sentences about files that were left out
+
+
+def write_report(
+    paths: Sequence[Path], out: Path | None = None, max_tokens: int = MAX_TOKENS, reload_every: float | None = None
+) -> Report:
+    """One page about all runs in `paths`, which are run folders or hold some.
+
+    Args:
+        out: the file; without it report.html in the run folder, or in the folder where all of several are in.
+        max_tokens: of saved rollouts in the page.
+        reload_every: seconds; the page of runs that have not ended looks for a newer one that often.
+
+    Raises:
+        DataError: no run there.
+        NoMetricsYet: none has written a metric.
+    """
+    folders = find_runs(paths)
+    path = out or (folders[0] if len(folders) == 1 else common_folder(folders)) / NAME
+    runs = read_runs(folders)
+    begun = [run for run in runs if run.lines]
+    if not begun:
+        raise NoMetricsYet(
+            f"{' and '.join(map(str, paths))} has no metrics yet: metrics.jsonl begins with the evaluation before "
+            f"training; wait for it, or use --watch"
+        )
+    unfinished = tuple(run.name for run in runs if not run.finished)
+    going = tuple(run.folder for run in runs if not run.ended)
+    arms = arms_of(begun)
+    in_order = [run for arm in arms for run in arm.runs]
+    files: list[tuple[str, Saved]] = []
+    unreadable: list[str] = []
+    saved_by_run = []
+    for run in in_order:
+        found, bad = saved_files(run.folder)
+        saved_by_run.append((run, found))
+        files += [(run.name, saved) for saved in found]
+        unreadable += bad
+    spreads, bad = distributions(arms, files)
+    unreadable += bad
+    tokens, bad = inspector_data(saved_by_run, max_tokens)
+    unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both read the same files
+    summary = summary_section(arms, unreadable)
+    if tokens.left_out.rows:
+        summary = replace(summary, items=(*summary.items, tokens.left_out))
+    sections = [summary, *metric_sections(arms, spreads)]
+    title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
+    write_page(path, title, sections, tokens=tokens, reload_every=reload_every if going else None)
+    return Report(path=path, runs=len(runs), unfinished=unfinished, going=going, unreadable=tuple(unreadable))
+
+
+def watch(
+    paths: Sequence[Path],
+    out: Path | None,
+    max_tokens: int,
+    every: float,
+    tell: Callable[[Report], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the page again whenever the runs have written something, until all have ended.
+
+    A run has ended when it is finished or has stopped itself, and when nobody has held its lock and nothing was written
+    at any look for `PAUSE` seconds: between two processes of one run nobody holds it.
+
+    Args:
+        every: seconds between two looks.
+        tell: called after each time that the page was written.
+
+    Raises:
+        NoMetricsYet: all have ended, and none has written a metric.
+    """
+    before: list[tuple[str, int, int]] = []
+    going: tuple[Path, ...] = ()
+    quiet = 0.0  # seconds
+    while True:
+        now = _fingerprint(paths)
+        if now != before:
+            before, going, quiet = now, tuple(find_runs(paths)), 0.0
+            with contextlib.suppress(NoMetricsYet):
+                report = write_report(paths, out, max_tokens, reload_every=every)
+                going = report.going
+                tell(report)
+                if not going:
+                    return
+        quiet = quiet + every if all(map(is_abandoned, going)) else 0.0
+        if quiet > PAUSE:
+            tell(write_report(paths, out, max_tokens))  # one that does not look for a newer one
+            return
+        wait(every)
+
+
+def _fingerprint(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """What changes when a run writes: names, sizes and times of the files that a page is made of."""
+    found = []
+    for folder in find_runs(paths):
+        for pattern in ("*.jsonl", "rollouts/*.parquet"):
+            for path in sorted(folder.glob(pattern)):
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # rollouts beyond the newest ones are removed
+                    continue
+                found.append((str(path), status.st_size, status.st_mtime_ns))
+    return found

@@ -1,0 +1,186 @@
+"""Runs as the report sees them: found in folders, read, and put together to arms.
+
+Runs whose settings are equal but for seed, threads and description are one arm.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jackpot.config.run import Config
+from jackpot.core.errors import DataError
+from jackpot.training.run.folder import RunFolder, run_config
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_NOT_OF_THE_ARM = ("seed", "threads", "description")
+_SEED = re.compile(r"[-_.]?seed[-_]?\d+")
+_MISSING = "(none)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    name: str  # of the folder, with its parents where they tell two runs apart
+    folder: Path
+    config: Config
+    lines: Sequence[Mapping[str, Any]]  # of metrics.jsonl
+    events: Sequence[Mapping[str, Any]]  # of events.jsonl
+
+    @property
+    def iteration(self) -> int:
+        """The newest one that is written down; -1 before the first evaluation."""
+        return self.lines[-1]["iteration"] if self.lines else -1
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.config.iterations
+
+    @property
+    def ended(self) -> bool:
+        """Finished, or stopped by a guard after its newest line and not taken up again since."""
+        since = self.lines[-1]["time"] if self.lines else 0.0
+        stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
+        return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    name: str
+    runs: tuple[Run, ...]
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run folders among `paths` and at any depth in those that are not, each once, in that order.
+
+    Raises:
+        DataError: a path that is no run folder and has none in it.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        folders = [path] if _is_run(path) else sorted(_runs_below(path))
+        if not folders:
+            raise DataError(
+                f"{path} is not a run folder and has none in it: no config.yaml; give the folder that train printed, "
+                f"or one that holds several such"
+            )
+        found |= dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders)
+    return list(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Not those inside another run, in a hidden folder or behind a link to a folder of runs, which may be a circle."""
+    for parent, names, _ in os.walk(folder):
+        inside = [name for name in names if not name.startswith(".")]
+        runs = {name for name in inside if _is_run(Path(parent, name))}
+        yield from (Path(parent, name) for name in runs)
+        names[:] = [name for name in inside if name not in runs]
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether no process holds the lock of a run. False where nobody can say: no lock file, or no such locks here.
+
+    The lock is shared for a moment, never written to: a run that began in just that moment would be refused.
+    """
+    if fcntl is None:
+        return False
+    try:
+        with (folder / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, is not there, or the file system has none
+        return False
+    return True
+
+
+def _taken_since(folder: Path, moment: float) -> bool:
+    """Who takes a lock writes into it, see `jackpot.core.files.hold_lock`."""
+    try:
+        return (folder / ".lock").stat().st_mtime > moment
+    except FileNotFoundError:
+        return False
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Settings, metrics and events; a run that has only begun has no lines."""
+    base = common_folder(folders)
+    runs = []
+    for folder in folders:
+        files = RunFolder(folder)
+        runs.append(
+            Run(
+                name=str(folder.relative_to(base)),
+                folder=folder,
+                config=run_config(folder),
+                lines=files.read("metrics.jsonl"),
+                events=files.read("events.jsonl"),
+            )
+        )
+    return runs
+
+
+def common_folder(folders: Sequence[Path]) -> Path:
+    """Where all of these absolute folders are in."""
+    return Path(os.path.commonpath([folder.parent for folder in folders]))
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    """In the order of their first runs. Arms that would have one name are told apart by the settings that differ."""
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        members.setdefault(json.dumps(settings(run.config), sort_keys=True), []).append(run)
+    groups = list(members.values())
+    names = [_common_name(group) for group in groups]
+    return [Arm(name=name, runs=tuple(group)) for name, group in zip(_told_apart(names, groups), groups, strict=True)]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Of the arm, flat: `batch.prompts: 32`."""
+    return {key: value for key, value in _flat(json.loads(config.model_dump_json())) if key not in _NOT_OF_THE_ARM}
+
+
+def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
+    """The settings that are not the same everywhere: key to the value of each group, as text."""
+    flat = [settings(group[0].config) for group in groups]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = {key: [_text(one[key]) if key in one else _MISSING for one in flat] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _common_name(group: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
+    return names[0] or group[0].folder.parent.name or "run"
+
+
+def _told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
+    told = list(names)
+    for name in dict.fromkeys(names):
+        same = [number for number, other in enumerate(names) if other == name]
+        if len(same) == 1:
+            continue
+        rows = differing([groups[number] for number in same])
+        for place, number in enumerate(same):
+            differences = ", ".join(f"{key}={values[place]}" for key, values in list(rows.items())[:3])
+            told[number] = f"{name} ({differences})"
+    return [name if told.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(told)]
+
+
+def _flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

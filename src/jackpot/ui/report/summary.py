@@ -1,0 +1,113 @@
+"""The first section of a report: what became of each run, and how the arms differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
+from jackpot.ui.charts import Section, Table
+from jackpot.ui.report.lines import FEW, MOST_POINTS, band_words
+from jackpot.ui.report.runs import Arm, Run, differing
+
+_NOTHING = "-"
+
+
+def summary_section(arms: Sequence[Arm], unreadable: Sequence[str]) -> Section:
+    """Verdicts, findings, settings that differ, events, and the files that were left out."""
+    runs = [(arm, run) for arm in arms for run in arm.runs]
+    found = [(run, diagnose(run.lines, run.events, run.config)) for _, run in runs]
+    tables = [
+        _results(runs, [diagnosis for _, diagnosis in found]),
+        Table(
+            title="Diagnosis",
+            columns=("run", "verdict"),
+            rows=tuple((run.name, diagnosis.summary) for run, diagnosis in found),
+        ),
+        _findings(found),
+        _settings(arms),
+        _events([run for _, run in runs]),
+        Table(title="Files left out", columns=("file",), rows=tuple((line,) for line in unreadable)),
+    ]
+    return Section(title="Summary", intro=_intro(arms), items=tuple(table for table in tables if table.rows))
+
+
+def _intro(arms: Sequence[Arm]) -> str:
+    runs = [run for arm in arms for run in arm.runs]
+    words = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
+    if any(len(arm.runs) > 1 for arm in arms):
+        words.append("Lines are means over the seeds of an arm, over those that have a number there.")
+    for few in (True, False):
+        seeds = sorted({len(arm.runs) for arm in arms if len(arm.runs) > 1 and (len(arm.runs) < FEW) == few})
+        if seeds:
+            words.append(f"Bands of {' or '.join(map(str, seeds))} seeds go {band_words(seeds[0])}.")
+    if any(len(run.lines) > MOST_POINTS for run in runs):
+        words.append(
+            f"Lines of more than {MOST_POINTS} points are thinned to the least and the greatest of each stretch, and "
+            f"bands to their whole width there."
+        )
+    return " ".join(words)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Table:
+    columns = ["run", "arm", "seed", "iterations", "policy before", "after", "rollout model before", "after", "verdict"]
+    rows = [
+        (
+            run.name,
+            arm.name,
+            str(run.config.seed),
+            f"{max(run.iteration, 0)} of {run.config.iterations}",
+            *_before_after(run, "eval/policy_accuracy"),
+            *_before_after(run, "eval/rollout_model_accuracy"),
+            diagnosis.verdict,
+        )
+        for (arm, run), diagnosis in zip(runs, found, strict=True)
+    ]
+    note = "Accuracy on held-out problems, one sampled answer each, at the first and at the newest evaluation."
+    return Table(title="Runs", columns=tuple(columns), rows=tuple(rows), note=note)
+
+
+def _before_after(run: Run, metric: str) -> tuple[str, str]:
+    values = [line[metric] for line in run.lines if line.get(metric) is not None]
+    return (f"{values[0]:.1%}", f"{values[-1]:.1%}") if values else (_NOTHING, _NOTHING)
+
+
+def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:
+    rows = [(run.name, *_cells(finding)) for run, diagnosis in found for finding in diagnosis.findings]
+    return Table(
+        title="Findings, causes before their symptoms",
+        columns=("run", "metric", "since iteration", "then", "now", "limit", "it means", "try"),
+        rows=tuple(rows),
+    )
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    limit = f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}"
+    numbers = (str(finding.since), f"{finding.then:.3g}", f"{finding.now:.3g}", limit)
+    return finding.metric, *numbers, finding.means, finding.tries
+
+
+def _settings(arms: Sequence[Arm]) -> Table:
+    rows = differing([arm.runs for arm in arms])
+    return Table(
+        title="Settings that differ",
+        columns=("setting", *(arm.name for arm in arms)),
+        rows=tuple((key, *values) for key, values in rows.items()),
+    )
+
+
+def _events(runs: Sequence[Run]) -> Table:
+    rows = []
+    for run in runs:
+        counts: dict[str, list[dict[str, Any]]] = {}
+        for event in run.events:
+            counts.setdefault(event["event"], []).append(dict(event))
+        for name, those in counts.items():
+            newest = those[-1]
+            details = {key: value for key, value in newest.items() if key not in ("event", "iteration", "time")}
+            text = ", ".join(f"{key} {value}" for key, value in details.items())
+            rows.append((run.name, name, str(len(those)), str(newest["iteration"]), text[:300]))
+    columns = ("run", "event", "how often", "newest at iteration", "the newest says")
+    return Table(title="Events", columns=columns, rows=tuple(rows))

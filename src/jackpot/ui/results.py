@@ -1,0 +1,39 @@
+"""A folder with everything that was found: one page, one picture for each section, all numbers."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jackpot.core.files import write_whole
+from jackpot.ui.charts import Section, Table
+from jackpot.ui.html import write_page
+from jackpot.ui.png import write_png
+
+
+def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Section], numbers: Any) -> list[Path]:
+    """Write NAME.html, KEY.png for every section with a chart, and NAME.json; the files in that order.
+
+    Args:
+        numbers: dicts, lists, strings and numbers; what is not finite becomes null.
+    """
+    page, found = folder / f"{name}.html", folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(found, (json.dumps(plain(numbers), indent=1, allow_nan=False) + "\n").encode())  # whatever comes after
+    write_page(page, title, list(sections.values()))
+    written = [page]
+    for key, section in sections.items():
+        if charts := [item for item in section.items if not isinstance(item, Table)]:
+            written.append(folder / f"{key}.png")
+            write_png(written[-1], charts)
+    return [*written, found]
+
+
+def plain(value: Any) -> Any:
+    """As JSON can have it."""
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

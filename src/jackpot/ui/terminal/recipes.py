@@ -1,0 +1,104 @@
+"""What `jackpot recipes` prints."""
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jackpot.config.published import PAPERS, PublishedRow, PublishedTable
+from jackpot.config.recipes.listing import Listed
+
+_INDENTED = (" ", "-", "#")
+_MOST_COLUMNS = 6
+
+
+def show_recipes(console: Console, recipes: Sequence[Listed]) -> None:
+    """What was published of each recipe of a paper, and the names of the other recipes."""
+    for recipe in recipes:
+        if recipe.published:
+            _print(console, f"{recipe.name}: {recipe.description}")
+            _show_published(console, recipe)
+    rows = ((recipe.name, recipe.description, ", ".join(recipe.arms)) for recipe in recipes if not recipe.published)
+    _show_table(console, "Recipes of our own", ("recipe", "what", "arms"), rows)
+    _print(console, "jackpot recipes NAME shows one in full, with where each of its settings is from.")
+
+
+def show_recipe(console: Console, recipe: Listed) -> None:
+    """Its settings with their sources, as they stand in the files; what each arm changes; each published table."""
+    _print(console, f"{recipe.name}: {recipe.description}")
+    if recipe.gpus:
+        _print(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")
+    for path in recipe.files:
+        blocks = ("published",) if path == recipe.files[0] else ("published", "arms")  # a base's are not this recipe's
+        _print(console, f"\n{path}\n\n{_without(blocks, path)}\n")
+    arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
+    _show_table(console, "Arms", ("arm", "changes"), arms)
+    for paper in dict.fromkeys(table.paper for table in recipe.published):
+        _print(console, f"{paper} is {PAPERS[paper]}")
+    _show_published(console, recipe)
+
+
+def _show_published(console: Console, recipe: Listed) -> None:
+    for table in recipe.published:
+        _show_table(console, f"{table.paper}, {table.table}", *_grid(table))
+        if table.columns:
+            for remark in dict.fromkeys(filter(None, map(_remark, table.rows))):
+                arms = (row.arm for row in table.rows if _remark(row) == remark)
+                _print(console, f"{', '.join(arms)}: {remark}")
+    of_rows = {row.arm for table in recipe.published for row in table.rows}
+    if others := [arm for arm in recipe.arms if arm not in of_rows]:
+        _print(console, f"Of no row: {', '.join(others)}")
+    _print(console, "")
+
+
+def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Heads and rows as the paper has them; arms side by side where it has too many columns; curves in words."""
+    if not table.columns:
+        return ("arm", "row", "what"), [(row.arm, row.row, _remark(row)) for row in table.rows]
+    heads = ("arm", "row", *table.columns)
+    rows = [(row.arm, row.row, *_cells(table, row)) for row in table.rows]
+    if len(table.columns) <= _MOST_COLUMNS:
+        return heads, rows
+    heads, *rows = zip(heads, *rows, strict=True)
+    return heads, rows
+
+
+def _show_table(console: Console, title: str, heads: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    _print(console, title)
+    table = Table()
+    for head in heads:
+        table.add_column(Text(head), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _cells(table: PublishedTable, row: PublishedRow) -> list[str]:
+    """Numbers as they are written, with nothing where the paper has none."""
+    return ["" if number is None else f"{number:g}" for number in row.numbers or [None] * len(table.columns)]
+
+
+def _remark(row: PublishedRow) -> str:
+    return "; ".join(filter(None, (row.note, row.not_runnable and f"not yet runnable: {row.not_runnable}")))
+
+
+def _one_line(changes: dict) -> str:
+    return yaml.safe_dump(changes, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _without(blocks: Collection[str], path: Path) -> str:
+    """The file's text without these keys of it and what stands under them."""
+    lines, inside = [], False
+    for line in path.read_text().splitlines():
+        if line and not line.startswith(_INDENTED):
+            inside = line.partition(":")[0] in blocks
+        if not inside:
+            lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(Text(text), highlight=False, soft_wrap=True)

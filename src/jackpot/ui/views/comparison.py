@@ -1,0 +1,166 @@
+"""A comparison of arms as pictures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jackpot.analysis.compare.comparison import UNITS, ArmRow, Comparison, Cost, Difference, Spread, spent_on
+from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.ui.charts import Chart, Guide, Section, Series, Table
+from jackpot.ui.report.lines import band, band_words
+
+_COSTS = ("got there", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
+
+
+def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+    """Accuracy at the budget, what an accuracy costs, and what went wrong, if anything did."""
+    troubles = tuple((row.arm, sentence) for row in comparison.rows for sentence in _troubles(row))
+    trouble = Table(title="What did not go to the end", columns=("arm", "what happened"), rows=troubles)
+    return (_accuracies(comparison), _costs(comparison), *((trouble,) if troubles else ()))
+
+
+def _accuracies(comparison: Comparison) -> Table:
+    rows = tuple(
+        (
+            row.arm,
+            str(len(row.seeds)),
+            percent(row.before),
+            percent(row.after),
+            *difference_cells(row.difference),
+            percent(row.rollout_model_after) if row.rollout_model_after else "-",
+        )
+        for row in comparison.rows
+    )
+    return Table(
+        title=f"Percent of sampled answers that are right at {amount(comparison.budget)} {UNITS[comparison.unit]}",
+        columns=(
+            "arm",
+            "seeds",
+            "policy before",
+            "policy after",
+            f"minus {comparison.baseline}",
+            "above on",
+            "rollout model after",
+        ),
+        rows=rows,
+        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error; beside them "
+        "on how many seeds the arm is above.",
+    )
+
+
+def _costs(comparison: Comparison) -> Table:
+    return Table(
+        title=f"What it takes until {comparison.accuracy:.1%} of the policy's answers are right",
+        columns=("arm", *_COSTS),
+        rows=tuple((row.arm, *cost_cells(row.cost)) for row in comparison.rows),
+        note="Medians over all seeds; - where half of them or more never got there. Training FLOPs are those of policy "
+        "and rollout model.",
+    )
+
+
+def _troubles(row: ArmRow) -> list[str]:
+    short = f"{row.short} of {len(row.seeds)} runs ended before the budget; raise iterations"
+    return [f"collapsed, {sentence}" for sentence in row.collapsed] + ([short] if row.short else [])
+
+
+def cost_cells(cost: Cost) -> tuple[str, ...]:
+    """How many runs got there, and the medians."""
+    numbers = (cost.flops, cost.training_flops, cost.cpu_seconds, cost.seconds)
+    return (f"{cost.reached} of {cost.of}", *("-" if number is None else amount(number) for number in numbers))
+
+
+def percent(spread: Spread) -> str:
+    """`73.2 ± 1.1`, in percent."""
+    deviation = f" ± {100 * spread.deviation:.1f}" if spread.deviation is not None else ""
+    return f"{100 * spread.mean:.1f}{deviation}"
+
+
+def difference_cells(difference: Difference | None) -> tuple[str, str]:
+    """`+3.1 ± 0.9`, in points, and `5 of 5` seeds."""
+    if difference is None:
+        return "-", "-"
+    error = f" ± {100 * difference.spread.error:.1f}" if difference.spread.error is not None else ""
+    return f"{100 * difference.spread.mean:+.1f}{error}", f"{difference.higher} of {difference.seeds}"
+
+
+def amount(number: float) -> str:
+    """Three digits: 640, 12,800, 1.28e+09."""
+    return f"{number:,.0f}" if 10 <= abs(number) < 1e6 else f"{number:.3g}"
+
+
+_BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "processor seconds of training"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    title: str
+    label: str
+    value: Callable[[Point], float | None]
+    note: str = ""
+
+
+_ACCURACY = _View(title="Policy", label="sampled accuracy", value=lambda point: point.policy_accuracy)
+_OTHERS = (
+    _View(title="Rollout model", label="sampled accuracy", value=lambda point: point.rollout_model_accuracy),
+    _View(title="KL(rollout model || policy)", label="nats a token", value=lambda point: point.kl),
+    _View(title="Acceptance", label="mean of a(x)", value=lambda point: point.acceptance),
+)
+
+
+def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
+    """The policy's accuracy over everything that it costs, then the rollout model's, the gap and the acceptance."""
+    guides = (Guide(text=f"{comparison.accuracy:.1%}", y=comparison.accuracy),)
+    accuracy = [_chart(_ACCURACY, runs, spent, label, guides) for spent, label in _BY.items()]
+    others = [_chart(view, runs, comparison.unit, UNITS[comparison.unit], ()) for view in _OTHERS]
+    return (*accuracy, *others)
+
+
+def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
+    """By the name of the picture of each."""
+    seeds = max(len(row.seeds) for row in comparison.rows)
+    intro = (
+        f"Lines are means over seeds, bands go {band_words(seeds)}. "
+        "Where a run was stopped because it had collapsed, it counts on with its last accuracy."
+    )
+    return {
+        "numbers": Section(title="The arms", intro="", items=comparison_tables(comparison)),
+        "comparison": Section(title="On the way", intro=intro, items=comparison_charts(comparison, runs)),
+    }
+
+
+def _chart(view: _View, runs: Sequence[RunSummary], spent: str, label: str, guides: tuple[Guide, ...]) -> Chart:
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    series = [
+        _series(arm, number, [run for run in runs if run.arm == arm], view, spent) for number, arm in enumerate(arms)
+    ]
+    return Chart(
+        title=f"{view.title} by {label}",
+        x_label=label,
+        y_label=view.label,
+        series=tuple(series),
+        note=view.note,
+        guides=guides,
+    )
+
+
+def _series(arm: str, number: int, runs: Sequence[RunSummary], view: _View, spent: str) -> Series:
+    """At every evaluation: the mean of what the runs had spent, and of what they could do."""
+    going = [run.last.iteration for run in runs if run.collapse is None]
+    end = min(going) if going else max(run.last.iteration for run in runs)  # beyond it some seed is missing
+    iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
+    columns = [[_at(run, iteration) for iteration in iterations] for run in runs]
+    x, _, _ = band([_spent(run, iterations, spent) for run in runs])
+    mean, low, high = band([[view.value(point) if point else None for point in column] for column in columns])
+    return Series(name=arm, x=x, y=mean, low=low, high=high, number=number)
+
+
+def _spent(run: RunSummary, iterations: Sequence[int], spent: str) -> list[float | None]:
+    """What the run itself had spent; one that was stopped spends no more, and has no say in what it would have."""
+    own = {point.iteration: spent_on(point, spent) for point in run.points}
+    return [own.get(iteration) for iteration in iterations]
+
+
+def _at(run: RunSummary, iteration: int) -> Point | None:
+    """The evaluation at an iteration; of a collapsed run its last, for it would not come back."""
+    here = [point for point in run.points if point.iteration <= iteration]
+    exact = here and here[-1].iteration == iteration
+    return here[-1] if exact or (here and run.collapse) else None

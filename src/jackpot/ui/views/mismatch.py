@@ -1,0 +1,329 @@
+"""What `jackpot mismatch` found as sections of a page. Pure: it shows numbers and computes none.
+
+Pictures are those of the TIS post, the largest and the mean gap of every response, and what it says in words about
+length, beside position, entropy and ratios.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from jackpot.analysis.mismatch.lengths import LengthRow
+from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, Band, Estimate, Numbers
+from jackpot.analysis.mismatch.run import Found, Pair
+from jackpot.ui.charts import DASHED, GREY, Chart, Guide, Section, Series, Table, drawn, number
+
+_SMALLEST = 1e-16  # what a logarithmic axis shows
+_ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
+    ("responses", lambda one: f"{one.numbers.responses:,}"),
+    ("tokens", lambda one: f"{one.numbers.tokens:,}"),
+    ("cut at the limit", lambda one: f"{one.cut:.1%}"),
+    ("largest |p - q| of all tokens", lambda one: number(one.numbers.max_gap)),
+    ("largest |p - q| of a response, mean", lambda one: estimated(one.numbers.response_max_gap)),
+    (f"responses with one above {HIGH_GAP:g}", lambda one: f"{one.numbers.high:,}"),
+    ("mean |p - q| of a token", lambda one: estimated(one.numbers.gap)),
+    ("mean |p - q| of a response, mean", lambda one: estimated(one.numbers.response_mean_gap)),
+    ("KL by k1, nats a token", lambda one: estimated(one.numbers.k1)),
+    ("KL by k3", lambda one: estimated(one.numbers.k3)),
+    ("KL of whole distributions", lambda one: _bounds(one.numbers.kl, one.numbers.kl_is_exact)),
+    ("total variation", lambda one: _bounds(one.numbers.variation, one.numbers.kl_is_exact)),
+    ("mean q/p", lambda one: estimated(one.numbers.ratio)),
+    ("q/p, 1 % of tokens are below", lambda one: number(one.numbers.quantiles["0.01"], ".4f")),
+    ("q/p, median", lambda one: number(one.numbers.quantiles["0.5"], ".4f")),
+    ("q/p, 1 % of tokens are above", lambda one: number(one.numbers.quantiles["0.99"], ".4f")),
+    (f"sampled mass with q/p above {FAR:g}", lambda one: f"{one.numbers.above:.3%}"),
+    (f"sampled mass with q/p below {1 / FAR:g}", lambda one: f"{one.numbers.below:.3%}"),
+    ("learner's mass on what can be drawn", lambda one: estimated(one.numbers.support) if one.numbers.support else "1"),
+)
+
+
+def estimated(value: Estimate | None) -> str:
+    """A mean with its standard error in brackets."""
+    if value is None:
+        return "-"
+    return number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
+
+
+def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
+    if both is None:
+        return "-"
+    return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
+
+
+def mismatch_sections(found: Found) -> dict[str, Section]:
+    """By the name of their picture."""
+    sections = {
+        "responses": _response_section(found.pairs),
+        "tokens": _token_section(found.pairs),
+    }
+    return sections | ({"lengths": _length_section(found.pairs)} if found.pairs[0].lengths else {})
+
+
+def _over_pairs(
+    pairs: Sequence[Pair], x: Callable[[Pair], Sequence[float]], y: Callable[[Pair], Sequence[float]], style: str
+) -> tuple[Series, ...]:
+    return tuple(
+        Series(
+            name=pair.name,
+            x=drawn(x(pair), _SMALLEST),
+            y=drawn(y(pair), _SMALLEST),
+            number=place,
+            style=style,
+        )
+        for place, pair in enumerate(pairs)
+    )
+
+
+def _response_section(pairs: Sequence[Pair]) -> Section:
+    table = Table(
+        title=_what(pairs),
+        columns=("p of the sampler, q of the learner", *(pair.name for pair in pairs)),
+        rows=tuple((text, *(read(pair) for pair in pairs)) for text, read in _ROWS),
+        note="In brackets: standard errors, of means over tokens clustered by response. All at the tokens that the "
+        "sampler drew. " + _known(pairs),
+    )
+    words = Table(
+        title="In words",
+        columns=("sampler | learner", "what the numbers say"),
+        rows=tuple((f"{pair.sampler} | {pair.learner}", pair.verdict) for pair in pairs),
+    )
+    return Section(
+        title="How far the learner is from the sampler",
+        intro="The sampler wrote the responses and the learner read them. Of every token there are two probabilities, "
+        "p and q; where the two sides were one, |p - q| would be 0 everywhere.",
+        items=(table, words, *_response_charts(pairs)),
+    )
+
+
+def _what(pairs: Sequence[Pair]) -> str:
+    """Both sides, where all pairs share them."""
+    sides = {"sampler": {pair.sampler for pair in pairs}, "learner": {pair.learner for pair in pairs}}
+    return ", ".join(f"{role}: {names.pop()}" for role, names in sides.items() if len(names) == 1) or "All pairs"
+
+
+def _known(pairs: Sequence[Pair]) -> str:
+    """What the KL of whole distributions is made of."""
+    if all(pair.numbers.kl is None for pair in pairs):
+        return "The KL of whole distributions is not known: the learner tells single tokens only."
+    if all(pair.numbers.kl_is_exact for pair in pairs if pair.numbers.kl):
+        return "The KL and the total variation are exact: both sides' whole distributions were at hand."
+    most = max(pair.top_log_probs for pair in pairs)
+    return (
+        f"The KL and the total variation lie between two bounds: of the sampler's distribution the {most} most "
+        f"probable tokens were at hand."
+    )
+
+
+def _response_charts(pairs: Sequence[Pair]) -> tuple[Chart, ...]:
+    def ranks(pair: Pair) -> list[float]:
+        return [(place + 1) / pair.numbers.responses for place in range(pair.numbers.responses)]
+
+    def ordered(read: Callable[[Numbers], list[float]]) -> Callable[[Pair], list[float]]:
+        return lambda pair: sorted(read(pair.numbers), reverse=True)
+
+    largest = ordered(lambda numbers: [one.max_gap for one in numbers.each])
+    means = ordered(lambda numbers: [one.mean_gap for one in numbers.each])
+    return (
+        Chart(
+            title="Largest gap of every response",
+            x_label="share of responses",
+            y_label="max |p - q|",
+            series=_over_pairs(pairs, ranks, largest, "line"),
+            note="Responses from the worst on: so many have a largest gap of at least this.",
+            log_y=True,
+            guides=(Guide(text=f"{HIGH_GAP:g}", y=HIGH_GAP),),
+        ),
+        Chart(
+            title="Mean gap of every response",
+            x_label="share of responses",
+            y_label="mean |p - q|",
+            series=_over_pairs(pairs, ranks, means, "line"),
+            note="Responses from the worst on.",
+            log_y=True,
+        ),
+        Chart(
+            title="Largest gap against length",
+            x_label="tokens of the response",
+            y_label="max |p - q|",
+            series=_over_pairs(
+                pairs,
+                lambda pair: [one.tokens for one in pair.numbers.each],
+                lambda pair: [one.max_gap for one in pair.numbers.each],
+                "points",
+            ),
+            note="A longer response has more chances of a large gap.",
+            log_y=True,
+        ),
+    )
+
+
+def _token_section(pairs: Sequence[Pair]) -> Section:
+    by_position = _band_charts(pairs, "position in the response", lambda numbers: numbers.by_position)
+    by_entropy = _band_charts(pairs, "entropy, nats", lambda numbers: numbers.by_entropy)
+    tables = tuple(table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if len(pairs) > 1 else ""))
+    return Section(
+        title="Where the gap is",
+        intro="The same gaps by the position of the token, and by the entropy of the learner's distribution there: "
+        "a token that is certain to both has no gap.",
+        items=(_scatter(pairs), *by_position, *by_entropy, _quantile_chart(pairs), *tables),
+    )
+
+
+def _scatter(pairs: Sequence[Pair]) -> Chart:
+    clouds = tuple(
+        Series(
+            name=pair.name,
+            x=[p for p, _ in pair.numbers.drawn],
+            y=[q for _, q in pair.numbers.drawn],
+            number=place,
+            style="points",
+        )
+        for place, pair in enumerate(pairs)
+    )
+    line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), number=GREY + DASHED)
+    return Chart(
+        title="Both probabilities of sampled tokens",
+        x_label="p of the sampler",
+        y_label="q of the learner",
+        series=(*clouds, line),
+        note="Some tokens, evenly over all, and the one with the largest gap.",
+    )
+
+
+def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Sequence[Band]]) -> tuple[Chart, ...]:
+    names = tuple(dict.fromkeys(band.name for pair in pairs for band in read(pair.numbers)))
+    if not names:
+        return ()
+
+    def line(place: int, pair: Pair, value: Callable[[Band], Estimate]) -> Series:
+        bands = {band.name: band for band in read(pair.numbers)}
+        here = [value(bands[name]) if name in bands else None for name in names]
+        wide = [(one.value - (one.error or 0.0), one.value + (one.error or 0.0)) if one else None for one in here]
+        return Series(
+            name=pair.name,
+            x=tuple(range(len(names))),
+            y=drawn([one.value if one else None for one in here], _SMALLEST),
+            low=drawn([one[0] if one else None for one in wide], _SMALLEST),
+            high=drawn([one[1] if one else None for one in wide], _SMALLEST),
+            number=place,
+            style="both",
+        )
+
+    is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
+
+    def chart(title: str, y_label: str, value: Callable[[Band], Estimate]) -> Chart:
+        return Chart(
+            title=title,
+            x_label=label,
+            y_label=y_label,
+            series=tuple(line(place, pair, value) for place, pair in enumerate(pairs)),
+            note="The band is one standard error.",
+            x_names=names,
+            log_y=True,
+        )
+
+    kind = label.split()[0].rstrip(",")
+    return (
+        chart(f"Mean gap by {kind}", "mean |p - q|", lambda band: band.gap),
+        chart(
+            f"KL by {kind}",
+            "nats a token" if is_exact else "k3, nats a token",
+            lambda band: band.kl[0] if is_exact else band.k3,
+        ),
+    )
+
+
+def _quantile_chart(pairs: Sequence[Pair]) -> Chart:
+    names = tuple(pairs[0].numbers.quantiles)
+
+    def logs(pair: Pair) -> list[float]:
+        return [math.log(ratio) if ratio > 0.0 else -math.inf for ratio in pair.numbers.quantiles.values()]
+
+    return Chart(
+        title="Quantiles of log q/p",
+        x_label="share of tokens below",
+        y_label="nats",
+        series=tuple(
+            Series(name=pair.name, x=tuple(range(len(names))), y=drawn(logs(pair)), number=place, style="both")
+            for place, pair in enumerate(pairs)
+        ),
+        note="From the smallest ratio to the largest one.",
+        x_names=names,
+        guides=(Guide(text="equal", y=0.0),),
+    )
+
+
+def _band_tables(pair: Pair, of: str) -> tuple[Table, ...]:
+    lengths = Table(
+        title=f"By length of the response{of}",
+        columns=("tokens", "responses", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
+        rows=tuple(
+            (one.name, f"{one.responses:,}", estimated(one.max_gap), estimated(one.mean_gap), f"{one.high:,}")
+            for one in pair.numbers.by_length
+        ),
+        note="Means and errors over responses.",
+    )
+    kinds = (("position", pair.numbers.by_position), ("entropy", pair.numbers.by_entropy))
+    return (
+        lengths,
+        *(
+            Table(
+                title=f"By {kind}{of}",
+                columns=(kind, "tokens", "mean |p - q|", "max |p - q|", "k1", "k3", "KL"),
+                rows=tuple(
+                    (
+                        band.name,
+                        f"{band.tokens:,}",
+                        estimated(band.gap),
+                        number(band.max_gap),
+                        estimated(band.k1),
+                        estimated(band.k3),
+                        _bounds(band.kl, pair.numbers.kl_is_exact),
+                    )
+                    for band in bands
+                ),
+            )
+            for kind, bands in kinds
+            if bands
+        ),
+    )
+
+
+def _length_section(pairs: Sequence[Pair]) -> Section:
+    table = Table(
+        title="One long response against short ones",
+        columns=("", "to every prompt", "tokens", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
+        rows=tuple(
+            (
+                pair.name,
+                row.name,
+                f"{row.tokens:,.1f}",
+                estimated(row.max_gap),
+                estimated(row.mean_gap),
+                f"{row.high:,}",
+            )
+            for pair in pairs
+            for row in pair.lengths
+        ),
+        note="Means and errors over prompts.",
+    )
+    return Section(
+        title="One long response against several short ones",
+        intro="Several short responses have as many tokens as a long one, and as many chances of a large gap. What the "
+        "long one has beyond theirs comes from its length, and not from the number of its tokens.",
+        items=(table, *(_length_chart(pair) for pair in pairs)),
+    )
+
+
+def _length_chart(pair: Pair) -> Chart:
+    def series(place: int, row: LengthRow) -> Series:
+        shares = tuple((number + 1) / len(row.each) for number in range(len(row.each)))
+        return Series(name=row.name, x=shares, y=drawn(row.each, _SMALLEST), number=place)
+
+    return Chart(
+        title=pair.name,
+        x_label="share of prompts",
+        y_label="max |p - q|",
+        series=tuple(series(place, row) for place, row in enumerate(pair.lengths)),
+        note="Prompts from the worst on.",
+        log_y=True,
+    )

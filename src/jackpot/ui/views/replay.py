@@ -1,0 +1,171 @@
+"""A replay as tables."""
+
+from collections.abc import Callable, Sequence
+
+from jackpot.analysis.replay.replay import Replay
+from jackpot.analysis.replay.results import Measured, measured
+from jackpot.ui.charts import Section, Table, number
+
+OWN = " *"
+_NOTHING = 1e-4  # rejects next to no token
+_NAMES_IN_ROW = 2  # of corrections that do the same here; the others are counted
+_Columns = tuple[tuple[str, Callable[[Measured], str]], ...]
+_SAMPLED: _Columns = (
+    ("rejected", lambda one: f"{1.0 - one.accepted:.1%}"),
+    ("responses", lambda one: f"{one.dropped_responses:.1%}"),
+    ("capped", lambda one: f"{one.capped:.2%}"),
+    ("clipped", lambda one: f"{one.clipped:.1%}"),
+    ("effective", lambda one: f"{one.effective:.1%}"),
+    ("apart", lambda one: f"{one.apart:.2%}"),
+)
+_WEIGHTS: _Columns = (
+    ("1 %", lambda one: number(one.weight_p1)),
+    ("median", lambda one: number(one.weight_p50)),
+    ("99 %", lambda one: number(one.weight_p99)),
+    ("max", lambda one: number(one.weight_max)),
+    ("mean", lambda one: number(one.weight_mean, ".3f")),
+)
+_EXACT: _Columns = (
+    ("misplaced", lambda one: f"{one.misplaced:.2%}"),
+    ("effective", lambda one: f"{one.exact_effective:.1%}"),
+    ("bias", lambda one: number(one.bias, ".3f")),
+    ("drift", lambda one: number(one.drift, ".3f")),
+    ("variance", lambda one: number(one.variance, ".2f")),
+    ("states", lambda one: number(one.state_spread, ".3f")),
+)
+
+
+def replay_sections(found: Replay) -> dict[str, Section]:
+    """Everything but the answer, by name."""
+    rows = _together([measured(one) for one in found.corrections])
+    exact = [(names, one) for names, one in rows if one.misplaced is not None]
+    own = f" {OWN.strip()} is what the run trains with." if _own(rows) else ""
+    items = [
+        _table(
+            "On the sampled tokens",
+            rows,
+            _SAMPLED,
+            "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: those of which nothing is left; "
+            "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: what is misplaced, from these "
+            f"tokens alone.{own}",
+        ),
+        _table("Weight times mask, coins averaged", rows, _WEIGHTS, ""),
+    ]
+    if exact:
+        items.append(
+            _table(
+                f"Summed over the vocabulary, in {exact[0][1].states:,} states",
+                exact,
+                _EXACT,
+                "misplaced: probability on other tokens than the policy's; effective: tokens, as above; bias: of the "
+                "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives, whatever the "
+                "token; variance: times that of the policy's own text; states: how unevenly they count (sd / mean).",
+            )
+        )
+    items.extend(_masking(rows))
+    return {"replay": Section(title="Corrections", intro="", items=tuple(items))}
+
+
+def facts(found: Replay) -> Table:
+    """The run itself, before any correction."""
+    run = found.run
+    engine, stale, both = (float(run[name].value) for name in ("apart_engine", "apart_stale", "apart"))
+    log_ratio = run["mismatch/log_ratio"]
+    clips = [one.setting.objective for one in found.corrections[:1]]  # the same for all
+    rows = [
+        ("responses, tokens", f"{int(run['responses'].value):,}, {int(run['apart'].count):,}"),
+        ("mean length", f"{float(run['length'].value):.1f}"),
+        ("policy", found.policy),
+        *(("PPO's clip", f"1 - {clip.clip_low:g} to 1 + {clip.clip_high:g}") for clip in clips),
+        ("total variation, writer and old policy", f"{engine:.2%}"),
+        ("total variation, old policy and the one updated", f"{stale:.2%}"),
+        ("total variation, writer and the one updated", f"{both:.2%}"),
+        *((f"the same in {where}", f"{gap:.2%}") for where, gap in found.ends if len(found.ends) > 1),
+        ("KL(writer || policy), k1 and k3", f"{_value(run, 'mismatch/kl_k1')}, {_value(run, 'mismatch/kl_k3')} nats"),
+        ("mean of rho, must be 1", f"{float(run['ratio'].value):.4f} +- {float(run['ratio'].standard_error):.4f}"),
+        (
+            "rho: 1 %, median, 99 %, max",
+            ", ".join(f"{float(log_ratio.quantile(share).exp()):.3g}" for share in (0.01, 0.5, 0.99))
+            + f", {float(run['mismatch/ratio_max'].value):.3g}",
+        ),
+        ("effective responses by their whole ratio", f"{float(run['mismatch/sequence_ess'].value):.1%}"),
+    ]
+    if "z" in run:
+        share = float(run["z"].count / run["apart"].count)
+        rows.append(("tokens with both distributions known", f"{share:.1%}"))
+        rows.append(("mean Z at lam = 1 there", f"{float(run['z'].value):.4f}"))
+    return Table(title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows))
+
+
+def _value(run: dict, name: str) -> str:
+    return number(float(run[name].value), ".4f")
+
+
+def _table(title: str, rows: Sequence[tuple[str, Measured]], columns: _Columns, note: str) -> Table:
+    return Table(
+        title=title,
+        columns=("correction", *(name for name, _ in columns)),
+        rows=tuple((names, *(read(one) for _, read in columns)) for names, one in rows),
+        note=note,
+    )
+
+
+def _masking(rows: Sequence[tuple[str, Measured]]) -> list[Table]:
+    """Where each rejects, and which tokens."""
+    rejecting = _alike([(names, one) for names, one in rows if one.accepted < 1.0 - _NOTHING])
+    if not rejecting:
+        return []
+    bands = list(dict.fromkeys(name for _, one in rejecting for name in one.rejected_by_band))
+    by_band = Table(
+        title="Rejected, by position and by the policy's entropy (H, nats)",
+        columns=("correction", *(name.replace("position ", "at ").replace("entropy ", "H ") for name in bands)),
+        rows=tuple((names, *(_share(one.rejected_by_band.get(name)) for name in bands)) for names, one in rejecting),
+    )
+    tokens = Table(
+        title="Most rejected tokens, and the place where most was changed",
+        columns=("correction", "which"),
+        rows=tuple((names, _tokens(one)) for names, one in rejecting),
+    )
+    return [by_band, tokens]
+
+
+def _share(value: float | None) -> str:
+    """Empty where the correction was not replayed there."""
+    return "" if value is None else f"{value:.1%}"
+
+
+def _tokens(one: Measured) -> str:
+    most = ", ".join(f"{text!r} x{count:.0f}" for text, count in one.rejected_tokens)
+    if not one.most_changed:
+        return most
+    worst = one.most_changed[0]
+    return (
+        f"{most}; {worst['context']!r} then {worst['text']!r} (position {worst['position']}, rho {worst['ratio']:.2g}, "
+        f"F {worst['factor']:.2g})"
+    )
+
+
+def _together(found: Sequence[Measured]) -> list[tuple[str, Measured]]:
+    """Those that do the same on this data in one row, in their order."""
+    groups: dict[tuple, list[Measured]] = {}
+    for one in found:
+        groups.setdefault(one.same, []).append(one)
+    rows = []
+    for members in groups.values():
+        names = [one.label + (OWN if one.is_own else "") for one in members]
+        names.sort(key=lambda name: not name.endswith(OWN))
+        first, rest = names[:_NAMES_IN_ROW], len(names) - _NAMES_IN_ROW
+        rows.append((", ".join(first) + (f", {rest} more" if rest > 0 else ""), members[0]))
+    return rows
+
+
+def _alike(rows: Sequence[tuple[str, Measured]]) -> list[tuple[str, Measured]]:
+    """Of those that reject the same, the first."""
+    first: dict[tuple, tuple[str, Measured]] = {}
+    for names, one in rows:
+        first.setdefault(tuple(round(share, 6) for share in one.rejected_by_band.values()), (names, one))
+    return list(first.values())
+
+
+def _own(rows: Sequence[tuple[str, Measured]]) -> bool:
+    return any(OWN in names for names, _ in rows)

@@ -1,0 +1,286 @@
+"""What `jackpot simulate` found as sections of a page, and the paper's three views among them.
+
+Pure: it shows numbers of `analysis.simulate` and computes none that is not in its results.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from jackpot.analysis.simulate.simulate import Source, Views
+from jackpot.analysis.simulate.states import LAMS, RECIPE_LAM
+from jackpot.analysis.simulate.survey import HIGH_ACCEPTANCE, Curve, Point, Ratios
+from jackpot.analysis.simulate.topk import RECIPE_K, TopK
+from jackpot.ui.charts import (
+    DASHED,
+    GREY,
+    SMALLEST_KL,
+    SMALLEST_RATIO,
+    Chart,
+    Guide,
+    Section,
+    Series,
+    Table,
+    drawn,
+    number,
+)
+from jackpot.ui.views.theorems import identity_section, theorem_section
+
+_COLUMNS: tuple[tuple[str, Callable[[TopK], str]], ...] = (
+    ("fill-in", lambda row: "yes" if row.fill_in else "no"),
+    ("Z_k / Z", lambda row: number(row.z_share, ".4f")),
+    ("1 % below", lambda row: number(row.z_share_low, ".4f")),
+    ("width", lambda row: number(row.width, ".1e")),
+    ("captured", lambda row: number(row.captured, ".4f")),
+    ("kappa", lambda row: number(row.kappa, ".4f")),
+    ("error", lambda row: number(row.kappa_error, ".4f")),
+    ("Z / Z_k", lambda row: number(row.kappa_exact, ".4f")),
+)
+
+
+def topk_section(sources: Sequence[Source]) -> Section:
+    """Of every source, at every k."""
+    names = tuple(name for name, _ in _COLUMNS)
+    usual = tuple(_row(source, row) for source in sources for row in source.topk if row.k == RECIPE_K)
+    table = Table(
+        title=f"Z from the top {RECIPE_K}",
+        columns=("source", *names),
+        rows=usual,
+        note="kappa, with its standard error, is what training computes from the tokens that were written; Z / Z_k is "
+        "what it estimates. It mends the mean, not the single state.",
+    )
+    every = Table(
+        title="Z from the top k",
+        columns=("source", *names, "k", "corrected"),
+        rows=tuple(
+            (*_row(source, row), str(row.k), number(row.corrected, ".4f")) for source in sources for row in source.topk
+        ),
+        note="corrected: the mean of kappa Z_k over the mean of Z.",
+    )
+    outside = sum(row.outside for source in sources for row in source.topk)
+    vocabulary = sources[0].vocabulary if sources else 0
+    return Section(
+        title="Z from the two top-k sets",
+        intro=f"Appendix C.3 at lam = 1 over a vocabulary of {vocabulary:,}; k is never more than that. The fill-in "
+        f"asks the rollout model for its probability of the policy's top k. The exact Z lies outside the bounds at "
+        f"{outside} states. " + " ".join(f"{source.name}: {source.text}." for source in sources),
+        items=(table, *_topk_charts([source.name for source in sources], [source.topk for source in sources]), every),
+    )
+
+
+def _row(source: Source, row: TopK) -> tuple[str, ...]:
+    return (source.name, *(read(row) for _, read in _COLUMNS))
+
+
+_TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
+    ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Z_k is never above Z and meets it as k grows."),
+    (
+        "Share of Z at the worst states",
+        "Z_k / Z, 1 % of states are below",
+        lambda row: row.z_share_low,
+        "The mean hides flat states, where the top k hold little.",
+    ),
+    ("What is left open", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
+    ("Mass that is captured", "p_rollout with both known", lambda row: row.captured, "Solid: with the fill-in."),
+    ("What kappa estimates", "mean Z / mean Z_k", lambda row: row.kappa_exact, "One number for a whole step."),
+    (
+        "What kappa makes of it",
+        "kappa x mean Z_k / mean Z",
+        lambda row: row.corrected,
+        "The same for every k: what is left is which tokens were drawn.",
+    ),
+)
+
+
+def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopK]]) -> tuple[Chart, ...]:
+    """Over k: solid with the fill-in, dashed without."""
+    charts = []
+    for title, label, read, note in _TOPK_CHARTS:
+        series = []
+        for order, (name, each) in enumerate(zip(names, rows, strict=True)):
+            for fill_in in (True, False):
+                chosen = [row for row in each if row.fill_in == fill_in]
+                series.append(
+                    Series(
+                        name=name if fill_in else f"{name}, no fill-in",
+                        x=tuple(row.k for row in chosen),
+                        y=drawn([read(row) for row in chosen]),
+                        number=order if fill_in else order + DASHED,
+                        style="both",
+                    )
+                )
+        charts.append(Chart(title=title, x_label="k", y_label=label, series=tuple(series), note=note, log_x=True))
+    return tuple(charts)
+
+
+_BEFORE = "KL(policy || rollout model), nats"
+_AFTER = "KL(policy || what is kept), nats"
+
+
+def view_sections(views: Views) -> dict[str, Section]:
+    """By the name of their picture."""
+    return {
+        "ratios": _ratio_section(views.sources),
+        "acceptance": _acceptance_section(views.curves),
+        "kl": _kl_section(views.curves),
+        "theorems": theorem_section(views.theorems),
+        "topk": topk_section(views.sources),
+        "identity": identity_section(views.identity),
+    }
+
+
+def _ratio_section(sources: Sequence[Source]) -> Section:
+    return Section(
+        title="Ratios of single tokens",
+        intro="View (a) of the paper's Figure 2: p_policy / p_rollout of a token before, p_policy / p~ after, where p~ "
+        "is the distribution of accepted tokens at lam = 1. Above lam the ratio is only multiplied by Z; below lam it "
+        "is lifted to Z. OBRS removes the small ratios, not the large ones: what the rollout model never writes no "
+        "rejection can add.",
+        items=tuple(_ratio_chart(source.ratios) for source in sources),
+    )
+
+
+def _ratio_chart(ratios: Ratios) -> Chart:
+    clouds = (
+        ("written by the rollout model", ratios.before, ratios.after),
+        ("written by the policy", ratios.policy_before, ratios.policy_after),
+    )
+    shown = [value for _, before, _ in clouds for value in drawn(before, SMALLEST_RATIO) if value]
+    ends = (min(shown), max(shown))
+    return Chart(
+        title=f"{ratios.name}, mean KL {ratios.kl:.3g}",
+        x_label="p_policy / p_rollout before",
+        y_label="p_policy / p~ after",
+        series=(
+            *(
+                Series(name=name, x=drawn(before, SMALLEST_RATIO), y=drawn(after), number=place, style="points")
+                for place, (name, before, after) in enumerate(clouds)
+            ),
+            Series(name="unchanged", x=ends, y=ends, number=GREY + DASHED),
+        ),
+        note="Left of 1 the points lie flat at the Z of their state; right of 1 they run just below the diagonal.",
+        log_x=True,
+        log_y=True,
+    )
+
+
+def _acceptance_section(curves: Sequence[Curve]) -> Section:
+    charts = [_acceptance_chart(curves, place) for place in range(len(LAMS))]
+    kls = [mark.kl for curve in curves[:1] for mark in curve.marks]
+    rows = [
+        (curve.name, number(curve.kl_at_high_acceptance), *(number(mark.acceptance, ".3f") for mark in curve.marks))
+        for curve in curves
+    ]
+    table = Table(
+        title="Acceptance at lam = 1",
+        columns=("source", f"KL where {HIGH_ACCEPTANCE:.0%} is kept", *(f"Z at KL {kl:g}" for kl in kls)),
+        rows=tuple(rows),
+        note="- where the source has no such KL.",
+    )
+    return Section(
+        title="Acceptance against the gap",
+        intro='View (b): the expected acceptance Z against the KL before rejection. The paper says "about 95 % even '
+        'at large KL": the table says at which KL each source has 95 %.',
+        items=(table, *charts),
+    )
+
+
+def _acceptance_chart(curves: Sequence[Curve], place: int) -> Chart:
+    series = []
+    for order, curve in enumerate(curves):
+        kl = _column(curve, lambda point: point.kl, SMALLEST_KL)
+        band = {}
+        if place == RECIPE_LAM:
+            low = _column(curve, lambda point: point.acceptance_low)
+            band = {"low": low, "high": _column(curve, lambda point: point.acceptance_high)}
+        accepted = _column(curve, lambda point: point.acceptance[place])
+        series.append(Series(name=curve.name, x=kl, y=accepted, number=order, style="both", **band))
+    limits = LAMS[place] > 1.0
+    guide = Guide(text="1 / lam", y=1.0 / LAMS[place]) if limits else Guide(text="0.95", y=HIGH_ACCEPTANCE)
+    return Chart(
+        title=f"lam = {LAMS[place]:g}",
+        x_label=_BEFORE,
+        y_label="Z, the expected acceptance",
+        series=tuple(series),
+        note="The band holds 80 % of the states."
+        if place == RECIPE_LAM
+        else "A smaller lam keeps more, a larger one rejects even where the models agree: Z is at most 1 / lam.",
+        log_x=True,
+        y_range=(0.0, 1.05),
+        guides=(guide,),
+    )
+
+
+def _kl_section(curves: Sequence[Curve]) -> Section:
+    kls = [mark.kl for curve in curves[:1] for mark in curve.marks]
+    table = Table(
+        title="KL before / KL after at lam = 1",
+        columns=("source", *(f"at KL {kl:g}" for kl in kls)),
+        rows=tuple((curve.name, *(number(mark.factor) for mark in curve.marks)) for curve in curves),
+        note='The paper says "about an order of magnitude". What it is depends on the kind of gap.',
+    )
+    return Section(
+        title="KL before and after",
+        intro="View (c): the KL from the policy to the rollout model, and to what rejection leaves of its text. Since "
+        "p~ is at most p_rollout / Z, the KL of a state falls by at most -log Z, for OBRS and for every other rule: a "
+        "state that keeps 95 % can fall tenfold only from below 0.057 nats.",
+        items=(table, *_kl_charts(curves)),
+    )
+
+
+def _kl_charts(curves: Sequence[Curve]) -> tuple[Chart, ...]:
+    before = [_column(curve, lambda point: point.kl, SMALLEST_KL) for curve in curves]
+    after = [_column(curve, lambda point: point.kl_after[RECIPE_LAM], SMALLEST_KL) for curve in curves]
+    every = [value for column in before for value in column if value] or [1.0]
+    ends = (min(every), max(every))
+    spent = [_column(curve, lambda point: point.log_acceptance, SMALLEST_KL) for curve in curves]
+    fall = [_column(curve, lambda point: point.kl - point.kl_after[RECIPE_LAM], SMALLEST_KL) for curve in curves]
+    limits = [value for column in spent for value in column if value] or [1.0]
+    limit = (min(limits), max(limits))
+    return (
+        Chart(
+            title="Before and after, lam = 1",
+            x_label=_BEFORE,
+            y_label=_AFTER,
+            series=(
+                *_lines(curves, before, after),
+                Series(name="unchanged", x=ends, y=ends, number=GREY),
+                Series(name="a tenth", x=ends, y=tuple(0.1 * end for end in ends), number=GREY + DASHED),
+            ),
+            note="What is below the dashed grey line falls by more than an order of magnitude.",
+            log_x=True,
+            log_y=True,
+        ),
+        Chart(
+            title="The factor of the fall, lam = 1",
+            x_label=_BEFORE,
+            y_label="KL before / KL after",
+            series=_lines(curves, before, [_column(curve, lambda point: point.factor) for curve in curves]),
+            note="Rejection removes what the rollout model writes too often; mass that it lacks stays missing.",
+            log_x=True,
+            log_y=True,
+            guides=(Guide(text="ten", y=10.0),),
+        ),
+        Chart(
+            title="What a fall costs",
+            x_label="mean of -log Z",
+            y_label="KL before - KL after, nats",
+            series=(
+                *_lines(curves, spent, fall),
+                Series(name="the limit of every rule", x=limit, y=limit, number=GREY + DASHED),
+            ),
+            note="Every point lies on or below the diagonal: the KL falls by no more than -log Z.",
+            log_x=True,
+            log_y=True,
+        ),
+    )
+
+
+def _lines(curves: Sequence[Curve], x: Sequence[tuple], y: Sequence[tuple]) -> tuple[Series, ...]:
+    return tuple(
+        Series(name=curve.name, x=x[order], y=y[order], number=order, style="both")
+        for order, curve in enumerate(curves)
+    )
+
+
+def _column(curve: Curve, read: Callable[[Point], float], smallest: float = -math.inf) -> tuple[float | None, ...]:
+    return drawn([read(point) for point in curve.points], smallest)

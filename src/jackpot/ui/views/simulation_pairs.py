@@ -1,0 +1,197 @@
+"""Candidates for the rollout model and the checkpoints of a run as sections of a page."""
+
+from collections.abc import Callable, Sequence
+
+from jackpot.analysis.simulate.pairs import LARGE_GAP, LEFT_OVER, SMALL_GAP, Candidate
+from jackpot.analysis.simulate.runs import PairViews, Stage
+from jackpot.analysis.simulate.topk import TopK
+from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, drawn, number
+from jackpot.ui.views.simulation import view_sections
+
+_ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
+    ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
+    ("right", "accuracy of what it writes", lambda one: f"{one.accuracy:.1%}"),
+    ("policy", "accuracy of the policy", lambda one: f"{one.policy_accuracy:.1%}"),
+    ("KL(r||p)", "KL(rollout model || policy), nats a token", lambda one: number(one.kl_rollout_policy, ".4f")),
+    ("KL(p||r)", "KL(policy || rollout model)", lambda one: number(one.kl_policy_rollout, ".4f")),
+    ("after", "KL(policy || what OBRS keeps), lam = 1", lambda one: number(one.kl_after, ".4f")),
+    ("Z", "expected acceptance Z, lam = 1", lambda one: number(one.acceptance, ".4f")),
+    ("sd", "standard deviation of Z over states", lambda one: number(one.acceptance_spread, ".4f")),
+    ("Z < 0.5", "states where Z is below 0.5", lambda one: f"{one.low_acceptance:.1%}"),
+    ("captured", "p_rollout captured by the top k", lambda one: number(one.captured, ".5f")),
+    ("width", "width of the bounds on Z", lambda one: number(one.width, ".1e")),
+    ("log ratio", "log p_policy / p_rollout of a whole response", lambda one: number(one.sequence_log_ratio, ".3f")),
+    ("ESS", "responses left effective by that ratio", lambda one: f"{one.sequence_ess:.1%}"),
+)
+
+
+def pair_sections(found: PairViews) -> dict[str, Section]:
+    """By the name of their picture; without training there is none of it."""
+    first = found.candidates[0]
+    table = _over_iterations(found) if found.training else _side_by_side(found)
+    advice = Table(
+        title="In words",
+        columns=("rollout model", "what the numbers say"),
+        rows=tuple((one.name, one.advice) for one in found.candidates),
+        note=f"Rules of thumb: Z of {SMALL_GAP} and more is a small gap, below {LARGE_GAP} a large one; rejection "
+        f"hardly closes a gap of which it leaves more than {LEFT_OVER:.0%}.",
+    )
+    states = ", ".join(f"{one.states:,}" for one in found.candidates)
+    sections = {
+        "before": Section(
+            title="Before you train" if not found.training else "Over training",
+            intro=f"Each rollout model wrote {first.responses} responses to held-out prompts, and both models' whole "
+            f"distributions were compared at these tokens ({states}). Among models that are cheap enough the one with "
+            "the smallest KL and enough right answers is the one to train with.",
+            items=(table,) if found.training else (table, advice),
+        )
+    }
+    if found.training:
+        sections["training"] = _training_section(found)
+    return sections | view_sections(found.views)
+
+
+def _side_by_side(found: PairViews) -> Table:
+    """A column for each rollout model: paths are long, and there are more numbers than models."""
+    return Table(
+        title="Rollout models before training",
+        columns=("mean over response tokens", *(one.name for one in found.candidates)),
+        rows=tuple((text, *(read(one) for one in found.candidates)) for _, text, read in _ROWS),
+        note=f"Top k and bounds at k = {found.candidates[0].k} with the fill-in; accuracies are sampled.",
+    )
+
+
+def _over_iterations(found: PairViews) -> Table:
+    """A row for each checkpoint; what the top k leave open has charts of its own."""
+    rows = [row for row in _ROWS if row[0] not in ("size", "captured", "width")]
+    return Table(
+        title="The rollout model at each checkpoint",
+        columns=("iter.", *(name for name, _, _ in rows)),
+        rows=tuple((str(one.iteration), *(read(one.measured) for _, _, read in rows)) for one in found.training),
+        note="; ".join(f"{name}: {text}" for name, text, _ in rows) + ".",
+    )
+
+
+def _training_section(found: PairViews) -> Section:
+    left_out = f" Left out: {'; '.join(found.left_out)}." if found.left_out else ""
+    stages = found.training
+    rows = tuple(
+        (
+            str(stage.iteration),
+            str(row.k),
+            number(row.z_share, ".5f"),
+            number(row.z_share_low, ".4f"),
+            number(row.width, ".1e"),
+            number(row.captured, ".5f"),
+            number(row.kappa, ".4f"),
+            number(row.kappa_error, ".4f"),
+            number(row.kappa_exact, ".5f"),
+        )
+        for stage in stages
+        for row in stage.topk
+        if row.fill_in
+    )
+    columns = ("iteration", "k", "Z_k / Z", "1 % below", "width", "captured", "kappa", "error", "Z / Z_k")
+    return Section(
+        title="Top-k, bounds and kappa over training",
+        intro="Appendix C.3 at every checkpoint that the run kept: the rollout model of that iteration wrote, and the "
+        f"policy of that iteration judged.{left_out}",
+        items=(
+            *_model_charts(stages),
+            *_topk_charts(stages),
+            Table(title="With the fill-in", columns=columns, rows=rows),
+        ),
+    )
+
+
+def _model_charts(stages: Sequence[Stage]) -> tuple[Chart, ...]:
+    x = tuple(stage.iteration for stage in stages)
+
+    def line(name: str, read: Callable[[Candidate], float], order: int) -> Series:
+        return Series(name=name, x=x, y=drawn([read(stage.measured) for stage in stages]), number=order, style="both")
+
+    return (
+        Chart(
+            title="The gap over training",
+            x_label="iteration",
+            y_label="nats a token",
+            series=(
+                line("KL(policy || rollout model)", lambda one: one.kl_policy_rollout, 0),
+                line("after OBRS", lambda one: one.kl_after, 1),
+            ),
+            note="Joint training is to keep the upper line from rising.",
+        ),
+        Chart(
+            title="Acceptance over training",
+            x_label="iteration",
+            y_label="share",
+            series=(
+                line("Z at lam = 1", lambda one: one.acceptance, 0),
+                line("states with Z below 0.5", lambda one: one.low_acceptance, 1),
+            ),
+            note="Tokens that are thrown away are 1 - Z.",
+            y_range=(0.0, 1.02),
+        ),
+        Chart(
+            title="Accuracy over training",
+            x_label="iteration",
+            y_label="sampled accuracy",
+            series=(
+                line("policy", lambda one: one.policy_accuracy, 0),
+                line("rollout model", lambda one: one.accuracy, 1),
+            ),
+            note="Right answers to the prompts of this simulation.",
+        ),
+    )
+
+
+_OVER_TRAINING: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
+    ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Solid: with the fill-in; dashed: without."),
+    ("The worst states", "Z_k / Z, 1 % of states are below", lambda row: row.z_share_low, "Which k is enough."),
+    ("What is left open", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
+    ("Mass that is captured", "p_rollout with both known", lambda row: row.captured, "1 where k is the vocabulary."),
+    ("What kappa estimates", "mean Z / mean Z_k", lambda row: row.kappa_exact, "1 where the top k hold all of Z."),
+)
+
+
+def _topk_charts(stages: Sequence[Stage]) -> tuple[Chart, ...]:
+    x = tuple(stage.iteration for stage in stages)
+    sizes = sorted({row.k for row in stages[0].topk})
+    charts = []
+    for title, label, read, note in _OVER_TRAINING:
+        series = tuple(
+            Series(
+                name=f"k = {k}" if fill_in else f"k = {k}, no fill-in",
+                x=x,
+                y=drawn([read(row) for stage in stages for row in stage.topk if row.k == k and row.fill_in == fill_in]),
+                number=order if fill_in else order + DASHED,
+                style="both",
+            )
+            for order, k in enumerate(sizes)
+            for fill_in in (True, False)
+        )
+        charts.append(Chart(title=title, x_label="iteration", y_label=label, series=series, note=note))
+    return (*charts, _kappa_chart(stages, x, sizes))
+
+
+def _kappa_chart(stages: Sequence[Stage], x: tuple[int, ...], sizes: Sequence[int]) -> Chart:
+    series = []
+    for order, k in enumerate(sizes):
+        rows = [row for stage in stages for row in stage.topk if row.k == k and row.fill_in]
+        series.append(
+            Series(
+                name=f"k = {k}",
+                x=x,
+                y=drawn([row.kappa for row in rows]),
+                low=drawn([row.kappa - 2.0 * row.kappa_error for row in rows]),
+                high=drawn([row.kappa + 2.0 * row.kappa_error for row in rows]),
+                number=order,
+            )
+        )
+    return Chart(
+        title="kappa as it is estimated",
+        x_label="iteration",
+        y_label="sum a / sum Z_k",
+        series=tuple(series),
+        note="The band is two standard errors: what is left of a line beyond it is what kappa mends.",
+    )

@@ -1,0 +1,126 @@
+"""Arms side by side, against numpy on the same numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jackpot.analysis.compare.comparison import compare
+from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.analysis.diagnose.collapse import Collapse
+from jackpot.core.errors import ConfigError
+
+COLLAPSE = Collapse(iteration=20, accuracy=0.1, best=0.5, first_sign="KL", why="10.0% right")
+
+
+def summary(arm: str, seed: int, *accuracies: float, cost: float = 1.0, collapse: Collapse | None = None) -> RunSummary:
+    """An evaluation every 10 iterations; one iteration is 10 sequences, 100 tokens and `cost` FLOPs."""
+    points = tuple(
+        Point(
+            iteration=10 * n,
+            sequences=100.0 * n,
+            tokens=1000.0 * n,
+            flops=10.0 * cost * n,
+            training_flops=30.0 * n,
+            seconds=2.0 * n,
+            cpu_seconds=1.0 * n,
+            policy_accuracy=accuracy,
+            rollout_model_accuracy=accuracy / 2,
+            acceptance=None,
+            kl=None,
+        )
+        for n, accuracy in enumerate(accuracies)
+    )
+    return RunSummary(
+        arm=arm,
+        seed=seed,
+        points=points,
+        iterations=10 * (len(points) - 1),
+        problems=512,
+        collapse=collapse,
+        settings={},
+        environment={},
+    )
+
+
+RUNS = [
+    summary("base", 1, 0.3, 0.5, 0.6, 0.7),
+    summary("base", 2, 0.4, 0.5, 0.7, 0.8),
+    summary("base", 3, 0.3, 0.6, 0.7, 0.7),
+    summary("other", 3, 0.3, 0.5, 0.8, 0.9, cost=4.0),
+    summary("other", 1, 0.3, 0.6, 0.6, 0.6, cost=4.0),
+    summary("other", 2, 0.4, 0.6, 0.8, 0.9, cost=4.0),
+]
+
+
+def rows(*arguments, **options):
+    return {row.arm: row for row in compare(*arguments, **options).rows}
+
+
+def test_mean_spread_and_differences_are_by_seed() -> None:
+    found = rows(RUNS)
+    base, other = found["base"], found["other"]
+    assert base.difference is None and base.seeds == other.seeds == (1, 2, 3)
+    assert (base.after.mean, base.after.deviation) == (
+        np.mean([0.7, 0.8, 0.7]),
+        pytest.approx(np.std([0.7, 0.8, 0.7], ddof=1)),
+    )
+    pairs = np.array([0.6, 0.9, 0.9]) - np.array([0.7, 0.8, 0.7])
+    assert other.difference.spread.values == pytest.approx(tuple(pairs))
+    assert other.difference.spread.error == pytest.approx(pairs.std(ddof=1) / np.sqrt(3))
+    assert (other.difference.higher, other.difference.seeds) == (2, 3)
+    assert other.rollout_model_after.mean == pytest.approx(0.4)
+
+
+def test_a_budget_counts_the_last_evaluation_within_it() -> None:
+    assert rows(RUNS, budget=200)["base"].after.values == (0.6, 0.7, 0.7)
+    assert rows(RUNS, budget=299)["base"].after.values == (0.6, 0.7, 0.7)
+    assert rows(RUNS, unit="tokens", budget=1000)["other"].after.values == (0.6, 0.6, 0.5)
+
+
+def test_without_a_budget_it_is_what_all_have_spent() -> None:
+    assert compare(RUNS).budget == 300.0
+    dear = [summary("dear", 1, 0.3, 0.5, 0.6, cost=1.5), summary("cheap", 1, 0.3, 0.4, 0.5, 0.9)]
+    found = compare(dear, unit="flops")
+    assert found.budget == 30.0
+    assert [row.after.values for row in found.rows] == [(0.6,), (0.9,)]
+    with pytest.raises(ConfigError, match=r"before the first evaluation after training of arm 'dearest', at 40"):
+        compare([*dear, summary("dearest", 1, 0.3, 0.4, cost=4.0)], unit="flops")
+
+
+def test_costs_are_to_the_first_evaluation_at_the_accuracy_and_endless_where_it_is_never_reached() -> None:
+    found = rows(RUNS, accuracy=0.7)
+    assert (found["base"].cost.reached, found["base"].cost.flops) == (3, 20.0)  # 30, 20, 20
+    other = found["other"].cost
+    assert (other.reached, other.of, other.flops, other.cpu_seconds) == (2, 3, 80.0, 2.0)  # 80, 80, never
+    assert rows(RUNS, accuracy=0.8)["base"].cost.flops is None  # one of three got there
+    assert compare(RUNS).accuracy == 0.6  # what the worst run reached
+
+
+def test_a_collapsed_run_sets_neither_the_budget_nor_the_accuracy_and_keeps_its_place() -> None:
+    fallen = summary("none", 1, 0.5, 0.1, 0.1, collapse=COLLAPSE)
+    found = compare([*RUNS, fallen])
+    assert (found.budget, found.accuracy) == (300.0, 0.6)
+    row = found.rows[-1]
+    assert row.after.values == (0.1,) and row.collapsed == ("seed 1: 10.0% right; first sign: KL",) and row.short == 0
+    assert row.after.deviation is None and row.difference.spread.error is None
+
+
+def test_a_run_that_ended_early_is_called_short() -> None:
+    found = rows([*RUNS, summary("short", 1, 0.3, 0.4)], budget=300)
+    assert found["short"].short == 1 and found["base"].short == 0
+    assert rows(RUNS, budget=305)["base"].short == 0  # another iteration of 10 sequences would not fit
+
+
+def test_bad_questions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="baseline 'x' is not among the arms base, other"):
+        compare(RUNS, baseline="x")
+    with pytest.raises(ConfigError, match="no run was given"):
+        compare([])
+    assert compare(RUNS, baseline="other").baseline == "other"
+
+
+def test_a_policy_that_writes_for_itself_has_no_rollout_model_to_tell_of() -> None:
+    alone = summary("alone", 1, 0.3, 0.5)
+    alone = replace(alone, points=tuple(replace(point, rollout_model_accuracy=None) for point in alone.points))
+    assert rows([alone])["alone"].rollout_model_after is None

@@ -1,0 +1,53 @@
+"""When a run counts as collapsed, and since when."""
+
+import pytest
+
+from helpers.runs import small_config
+from jackpot.analysis.diagnose.collapse import collapse_of
+
+CONFIG = small_config("evaluation.problems=512")
+
+
+def evaluations(*accuracies: float) -> list[dict]:
+    return [{"iteration": 10 * index, "eval/policy_accuracy": value} for index, value in enumerate(accuracies)]
+
+
+@pytest.mark.parametrize(
+    "accuracies",
+    [
+        (0.4, 0.5, 0.6, 0.7),
+        (0.4, 0.25, 0.24, 0.22, 0.5),  # low, and more than half of the best
+        (0.4, 0.6, 0.1, 0.5, 0.1, 0.6),  # never twice in a row
+        (0.004, 0.0, 0.0),  # 2 right answers of 512 are nothing to fall from
+    ],
+)
+def test_a_run_that_learns_falters_or_recovers_at_once_has_not_collapsed(accuracies) -> None:
+    assert collapse_of(evaluations(*accuracies), [], CONFIG) is None
+
+
+def test_two_evaluations_below_half_of_the_best_are_a_collapse_dated_by_the_first() -> None:
+    found = collapse_of(evaluations(0.4, 0.6, 0.29, 0.1, 0.5), [], CONFIG)
+    assert (found.iteration, found.accuracy, found.best) == (20, 0.29, 0.6)
+    assert "29.0% right at iteration 20, after 60.0%" in found.why
+
+
+def test_the_best_is_not_raised_by_the_fall() -> None:
+    """Half of 0.6 is the limit for both low evaluations, not half of the first low one."""
+    assert collapse_of(evaluations(0.6, 0.25, 0.2), [], CONFIG).best == 0.6
+
+
+def test_a_run_that_stopped_itself_has_collapsed_there() -> None:
+    events = [{"event": "skipped_step", "iteration": 3}, {"event": "stopped", "iteration": 12, "why": "NaN"}]
+    found = collapse_of(evaluations(0.4, 0.5), events, CONFIG)
+    assert (found.iteration, found.accuracy, found.best, found.why) == (12, 0.5, 0.5, "stopped itself: NaN")
+
+
+def test_the_first_sign_is_the_finding_that_began_first() -> None:
+    lines = evaluations(0.4, 0.6, 0.1, 0.05)
+    quiet = {"mismatch/kl_rollout_policy": 0.1, "mismatch/ess": 0.9}
+    lines = [line | quiet for line in lines]
+    lines += [{"iteration": n, "mismatch/kl_rollout_policy": 0.1, "mismatch/ess": 0.9} for n in range(40, 50)]
+    lines += [{"iteration": n, "mismatch/kl_rollout_policy": 0.9, "mismatch/ess": 0.9} for n in range(50, 80)]
+    found = collapse_of(lines, [], CONFIG)
+    assert found.first_sign.startswith(("eval/policy_accuracy since", "mismatch/kl_rollout_policy since"))
+    assert collapse_of(evaluations(0.4, 0.6, 0.1, 0.05), [], CONFIG).first_sign == "eval/policy_accuracy since 20"

@@ -1,0 +1,174 @@
+"""What `jackpot eval` makes of a folder that is already there, and of a run's settings."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from helpers.runs import run, small_config
+from helpers.texts import text_tokenizer, write_problems
+from jackpot.analysis.evaluate.run import Result, evaluate_model, evaluation_config
+from jackpot.config.engines import VLLMEngineConfig
+from jackpot.core.errors import CheckpointError
+from jackpot.core.types import Rollout
+from jackpot.rollout.evaluate import judge
+from jackpot.rollout.tasks.data import DATA_FOLDER
+from jackpot.rollout.tasks.registry import make_sets
+
+SMALL = {"benchmarks": ["arithmetic"], "k": 2, "problems": 4, "threads": 1, "sampling": {"max_new_tokens": 24}}
+
+
+def evaluation(folder: Path, *changes: dict) -> list[Result]:
+    return evaluate_model(evaluation_config("starter:policy", [SMALL, *changes]), folder, lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a whole evaluation; nobody changes it."""
+    folder = tmp_path_factory.mktemp("whole")
+    evaluation(folder)
+    return folder
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
+
+
+def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: Path) -> None:
+    record = yaml.safe_load((finished / "config.yaml").read_text())
+    record["asked"]["engine"] = json.loads(VLLMEngineConfig(context_length=512).model_dump_json())
+    (finished / "config.yaml").write_text(yaml.safe_dump(record))
+    engine = {"engine": {"name": "vllm", "context_length": 512, "memory_share": 0.3}}
+    assert evaluation(finished, engine)[0].was_done
+    with pytest.raises(CheckpointError, match=r"engine\.context_length: 512 in the folder, 64 now"):
+        evaluation(finished, engine, {"engine": {"context_length": 64}})
+
+
+def test_other_kernels_are_refused_and_a_folder_from_before_them_is_continued(finished: Path) -> None:
+    record = yaml.safe_load((finished / "config.yaml").read_text())
+    kernels = {"attention": "sdpa", "quantization": None, "kv_cache_dtype": None}
+    assert record["asked"]["engine"].items() >= kernels.items()
+    for name in kernels:
+        del record["asked"]["engine"][name]
+    (finished / "config.yaml").write_text(yaml.safe_dump(record))
+    assert evaluation(finished)[0].was_done
+    for name, value in (("attention", "eager"), ("quantization", "fp8"), ("kv_cache_dtype", "fp8")):
+        told = f"engine.{name}: {json.dumps(kernels[name])} in the folder, {json.dumps(value)} now"
+        with pytest.raises(CheckpointError, match=re.escape(told)):
+            evaluation(finished, {"engine": {name: value}})
+
+
+def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+    run(small_config("engine.dtype=bf16", "precision=bf16"), tmp_path, kill_after=0)
+    model, named = str(tmp_path), {"benchmarks": "arithmetic"}
+    for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_batch_size": 3}}]):
+        assert evaluation_config(model, [named, *changes]).engine.dtype == "bf16"
+    told = evaluation_config(model, [named, {"engine": "vllm"}, {"engine": {"dtype": "fp32"}}])
+    assert (told.engine.name, told.engine.dtype) == ("vllm", "fp32")
+    assert evaluation_config("starter:policy", [named, {"engine": "vllm"}]).engine.dtype == "fp32"
+
+
+def test_a_cut_answer_may_stand_in_a_closed_box_and_one_that_was_given_up_is_wrong(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    write_problems(tmp_path / "aime24.jsonl", [7])
+    rewards = ["correct", {"name": "format", "weight": 0.5}]
+    config = evaluation_config("starter:policy", [{"benchmarks": "aime24", "math": {"rewards": rewards}}])
+    tokenizer = text_tokenizer()
+    task = make_sets(config.benchmarks, tokenizer, config)["aime24"]
+    ended = {"closed": ("\\boxed{7} so", "length"), "open": ("\\boxed{7", "length"), "line": ("#### 7", "length")}
+    ended |= {"given up": ("\\boxed{7} so", "aborted"), "right": ("\\boxed{7}", "stop")}
+    rollouts = []
+    for uid, (text, finish) in ended.items():
+        ids, prompt = torch.tensor(tokenizer.encode(text)), task.prompt("test", 0)
+        rollouts.append(
+            Rollout(
+                uid=uid,
+                prompt=prompt,
+                finish=finish,
+                token_ids=ids,
+                rollout_log_probs=torch.zeros(len(ids)),
+                sampled_mask=torch.ones(len(ids), dtype=torch.bool),
+                top_ids=torch.zeros(len(ids), 0, dtype=torch.int64),
+                top_log_probs=torch.zeros(len(ids), 0),
+                versions=torch.zeros(len(ids), 2, dtype=torch.int64),
+            )
+        )
+    try:
+        responses, scores = judge(rollouts, task, tokenizer)
+    finally:
+        task.close()
+    assert responses == [text for text, _ in ended.values()]
+    found = dict(zip(ended, scores, strict=True))
+    assert {uid for uid, score in found.items() if score.correct} == {"closed", "right"}
+    assert found["given up"].reward == 0.0 and found["right"].reward == 1.5
+
+
+@pytest.mark.parametrize("left", ["arithmetic.parquet", "aime24.jsonl"])
+def test_answers_without_a_word_on_what_was_asked_are_not_taken(finished: Path, left: str) -> None:
+    (finished / "config.yaml").unlink()
+    (finished / "arithmetic.parquet").rename(finished / left)
+    before = (finished / left).read_bytes()
+    with pytest.raises(CheckpointError, match=rf"holds answers \({left}\) but no config\.yaml .*--out another folder"):
+        evaluation(finished)
+    assert (finished / left).read_bytes() == before and not (finished / "config.yaml").exists()
+
+
+def test_files_of_somebody_else_are_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text("{}")
+    assert not evaluation(tmp_path)[0].was_done
+
+
+RECORDS = {
+    "no yaml": (b"asked: [1", r"cannot read what was asked in .*config\.yaml"),
+    "no text": (b"\xff\xfe\xff", r"cannot read what was asked in .*config\.yaml"),
+    "a list": (b"[1, 2]", "is not of an evaluation"),
+    "empty": (b"", "is not of an evaluation"),
+    "a part": (b"schema_version: 1\nmodel_digest: x\ndata: {}\n", "is not of an evaluation"),
+    "another shape": (b"schema_version: 1\nmodel_digest: x\nasked: {}\ndata: [1]\n", "is not of an evaluation"),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_broken_record_is_an_error_that_says_what_to_do(record: str, finished: Path) -> None:
+    content, message = RECORDS[record]
+    (finished / "config.yaml").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"(?s){message}.*--out another folder"):
+        evaluation(finished)
+    assert (finished / "config.yaml").read_bytes() == content
+
+
+@pytest.mark.parametrize("kept", [0, 3, 500, -1])
+def test_a_table_that_was_cut_short_is_an_error_that_says_what_to_do(kept: int, finished: Path) -> None:
+    table = finished / "arithmetic.parquet"
+    table.write_bytes(table.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"(?s)cannot read the answers in .*arithmetic\.parquet.*remove it"):
+        evaluation(finished)
+    table.unlink()
+    assert not evaluation(finished)[0].was_done
+
+
+LINE = {"number": 0, "sample": 0, "response": "2#4", "correct": False, "reward": 0.0, "tokens": 4, "finish": "stop"}
+LINE |= {"judge_problem": None}
+DAMAGE = {"number": "0", "sample": True, "response": None, "correct": 1, "reward": float("nan"), "tokens": None}
+DAMAGE |= {"finish": 3, "judge_problem": 0}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_line_that_lacks_a_field_or_has_nonsense_in_it_is_asked_again(name, whole, tmp_path: Path, caplog) -> None:
+    shutil.copy(whole / "config.yaml", tmp_path)
+    lacking = {field: value for field, value in LINE.items() if field != name}
+    lines = (lacking, LINE | {name: DAMAGE[name]}, LINE | {"number": 1})
+    (tmp_path / "arithmetic.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluation(tmp_path)
+    found, expected = (pq.read_table(one / "arithmetic.parquet").to_pylist() for one in (tmp_path, whole))
+    assert found[2]["response"] == "2#4"  # the whole line was taken
+    del found[2], expected[2]
+    assert found == expected
+    assert "2 lines cannot be read" in caplog.text

@@ -1,0 +1,327 @@
+"""What two sides say of the same tokens, against enumeration in float64."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from jackpot.analysis.mismatch.lengths import long_against_short
+from jackpot.analysis.mismatch.measure import Clustered, Measure, Numbers, mean_of, names_of
+from jackpot.analysis.mismatch.tokens import TokenNumbers, Written, token_numbers
+from jackpot.analysis.scoring import Reading
+from jackpot.core.errors import DataError, EngineError
+
+VOCABULARY = 12
+
+
+def distributions(tokens: int, seed: int, spread: float = 1.5) -> np.ndarray:
+    """[tokens, VOCABULARY] float64."""
+    logits = spread * np.random.default_rng(seed).standard_normal((tokens, VOCABULARY))
+    return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+
+
+def both(p: np.ndarray, q: np.ndarray, ids: np.ndarray, k: int = VOCABULARY, **changes) -> tuple[Written, Reading]:
+    """One response in whose every state the sampler has p and the learner q, with the k most probable tokens of p."""
+    log_p, log_q = np.log(p), np.log(q)
+    top = np.argsort(-p, axis=1)[:, :k]
+    rows = np.arange(len(p))
+    outside = log_q.copy()
+    np.put_along_axis(outside, top, np.inf, axis=1)
+    by = {
+        "uid": "one",
+        "sampled": torch.ones(len(p), dtype=torch.bool),
+        "log_probs": torch.from_numpy(log_p[rows, ids]),
+        "top_ids": torch.from_numpy(top),
+        "top_log_probs": torch.from_numpy(np.take_along_axis(log_p, top, 1)),
+        "vocabulary": VOCABULARY,
+        "truncated": False,
+    }
+    reading = Reading(
+        log_probs=torch.from_numpy(log_q[rows, ids]),
+        top_log_probs=torch.from_numpy(np.take_along_axis(log_q, top, 1)),
+        lowest=torch.from_numpy(outside.min(1)),
+        entropy=torch.from_numpy(-(q * log_q).sum(1)),
+    )
+    return Written(**by | changes), reading
+
+
+def response(length: int, seed: int, distance: float = 0.3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """p, a q at some distance, and tokens drawn from p."""
+    p = distributions(length, seed)
+    q = p * np.exp(distance * np.random.default_rng(seed + 1_000).standard_normal(p.shape))
+    q /= q.sum(1, keepdims=True)
+    draw = np.random.default_rng(seed + 2_000)
+    return p, q, np.array([draw.choice(VOCABULARY, p=row) for row in p])
+
+
+def test_every_token_has_both_probabilities_and_the_divergences_of_the_whole_distributions():
+    p, q, ids = response(9, seed=0)
+    found = token_numbers(*both(p, q, ids))
+    rows = np.arange(9)
+    np.testing.assert_allclose(found.sampler, p[rows, ids])
+    np.testing.assert_allclose(found.learner, q[rows, ids])
+    np.testing.assert_allclose(found.gap, np.abs(p - q)[rows, ids], atol=1e-15)
+    np.testing.assert_allclose(found.log_ratio, np.log(q / p)[rows, ids], atol=1e-14)
+    kl, variation = (p * np.log(p / q)).sum(1), 0.5 * np.abs(p - q).sum(1)
+    for low_or_high in (0, 1):
+        np.testing.assert_allclose(found.kl[low_or_high], kl, atol=1e-14)
+        np.testing.assert_allclose(found.variation[low_or_high], variation, atol=1e-14)
+    np.testing.assert_allclose(found.entropy, -(q * np.log(q)).sum(1))
+    assert found.is_exact and found.support is None and found.position.tolist() == list(range(9))
+
+
+def test_k1_k3_and_the_mean_ratio_are_unbiased():
+    """Over all tokens that the sampler could draw at one state, each with its probability."""
+    p, q, _ = response(1, seed=3)
+    every = np.arange(VOCABULARY)
+    found = token_numbers(*both(p.repeat(VOCABULARY, 0), q.repeat(VOCABULARY, 0), every))
+    weight = torch.from_numpy(p[0])
+    exact = (p * np.log(p / q)).sum()
+    assert float((weight * -found.log_ratio).sum()) == pytest.approx(exact)
+    k3 = found.log_ratio.exp() - 1.0 - found.log_ratio
+    assert float((weight * k3).sum()) == pytest.approx(exact)
+    assert float((weight * found.log_ratio.exp()).sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, VOCABULARY - 1])
+@pytest.mark.parametrize("distance", [0.01, 0.5, 3.0])
+def test_bounds_from_the_top_k_hold_the_exact_divergences_between_them(k, distance):
+    p, q, ids = response(200, seed=k, distance=distance)
+    found = token_numbers(*both(p, q, ids, k))
+    exact = {"kl": (p * np.log(p / q)).sum(1), "variation": 0.5 * np.abs(p - q).sum(1)}
+    for name, value in exact.items():
+        low, high = (bound.numpy() for bound in getattr(found, name))
+        assert (low <= value + 1e-12).all() and (value <= high + 1e-12).all() and (low > -1e-12).all()
+        assert low.mean() > 0.0 and high.mean() > low.mean()
+    assert not found.is_exact
+
+
+def test_the_lower_bounds_are_reached_where_the_tails_are_proportional():
+    p, q, ids = response(20, seed=5)
+    top = np.argsort(-p, axis=1)[:, :4]
+    inside = np.zeros(p.shape, bool)
+    np.put_along_axis(inside, top, True, axis=1)
+    rest_p, rest_q = (np.where(inside, 0.0, x).sum(1, keepdims=True) for x in (p, q))
+    q = np.where(inside, q, p * rest_q / rest_p)
+    found = token_numbers(*both(p, q, ids, 4))
+    np.testing.assert_allclose(found.kl[0], (p * np.log(p / q)).sum(1), atol=1e-12)
+    np.testing.assert_allclose(found.variation[0], 0.5 * np.abs(p - q).sum(1), atol=1e-12)
+
+
+def test_rounding_of_the_samplers_log_probs_is_no_divergence():
+    """In float32 a whole distribution sums to 1 up to 1e-7, which sums of p log p/q show."""
+    p, _, ids = response(300, seed=7)
+    by, reading = both(p, p, ids, log_probs=torch.zeros(300).double())
+    rounded = by.top_log_probs.float().double()
+    found = token_numbers(Written(**{**_fields(by), "top_log_probs": rounded}), reading)
+    naive = (rounded.exp() * (rounded - reading.top_log_probs)).sum(1)
+    assert float(naive.abs().max()) > 1e-8 and float(found.kl[0].max()) < 1e-13
+
+
+def _fields(by: Written) -> dict:
+    return {name: getattr(by, name) for name in Written.__dataclass_fields__}
+
+
+def test_what_a_tool_wrote_is_not_compared_and_keeps_its_place():
+    p, q, ids = response(6, seed=1)
+    by, reading = both(p, q, ids, sampled=torch.tensor([True, False, False, True, True, False]))
+    found = token_numbers(by, reading)
+    whole = token_numbers(*both(p, q, ids))
+    assert found.position.tolist() == [0, 3, 4] and found.gap.equal(whole.gap[[0, 3, 4]])
+    assert found.kl[0].equal(whole.kl[0][[0, 3, 4]]) and found.entropy.equal(whole.entropy[[0, 3, 4]])
+
+
+def truncated(k: int, top: int) -> tuple[Written, Reading, np.ndarray, np.ndarray]:
+    """A sampler with top_k = `top` that reports k tokens; both distributions on its support."""
+    p, q, _ = response(30, seed=11)
+    support = np.argsort(-p, axis=1)[:, :top]
+    on = np.zeros(p.shape, bool)
+    np.put_along_axis(on, support, True, axis=1)
+    p = np.where(on, p, 0.0)
+    p /= p.sum(1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        by, reading = both(p, q, support[:, -1], k, truncated=True)
+    return by, reading, p, np.where(on, q, 0.0)
+
+
+@pytest.mark.parametrize("k", [5, VOCABULARY])
+def test_a_truncated_sampler_is_compared_on_its_support(k):
+    by, reading, p, q = truncated(k, top=4)
+    found = token_numbers(by, reading)
+    mass = q.sum(1, keepdims=True)
+    inside = q / mass
+    np.testing.assert_allclose(found.support, mass[:, 0])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.testing.assert_allclose(found.kl[0], np.where(p > 0, p * np.log(p / inside), 0.0).sum(1), atol=1e-12)
+    np.testing.assert_allclose(found.variation[1], 0.5 * np.abs(p - inside).sum(1), atol=1e-12)
+    rows, ids = np.arange(30), np.argsort(-p, axis=1)[:, 3]
+    np.testing.assert_allclose(found.learner, inside[rows, ids])
+    assert found.is_exact
+
+
+def test_a_truncated_sampler_whose_support_is_not_known_is_refused():
+    by, reading, _, _ = truncated(3, top=4)
+    with pytest.raises(EngineError, match=r"more than the 3 tokens.*raise top_log_probs"):
+        token_numbers(by, reading)
+    with pytest.raises(EngineError, match=r"single tokens.*name=transformers"):
+        token_numbers(by, Reading(log_probs=reading.log_probs))
+
+
+def test_a_learner_that_only_scores_leaves_divergences_open_and_nan_is_refused():
+    p, q, ids = response(5, seed=2)
+    by, reading = both(p, q, ids)
+    found = token_numbers(by, Reading(log_probs=reading.log_probs))
+    assert found.kl is None and found.variation is None and not found.is_exact
+    np.testing.assert_allclose(found.entropy, -(p * np.log(p)).sum(1))  # the sampler's, whose whole is known
+    np.testing.assert_allclose(found.gap, np.abs(p - q)[np.arange(5), ids], atol=1e-15)
+    with pytest.raises(EngineError, match="one has log-probs that are NaN"):
+        token_numbers(by, Reading(log_probs=reading.log_probs * torch.nan))
+
+
+def test_errors_of_means_over_tokens_are_clustered_by_response():
+    draw = np.random.default_rng(0)
+    responses = [draw.normal(draw.normal(), 0.1, length) for length in (3, 1, 40, 7, 12)]
+    sums = Clustered()
+    for values in responses:
+        sums += Clustered.of(torch.from_numpy(values))
+    found = (sums + Clustered.of(torch.zeros(0))).estimate
+    every = np.concatenate(responses)
+    residuals = [(values - every.mean()).sum() for values in responses]
+    error = math.sqrt(5 / 4 * sum(one**2 for one in residuals)) / len(every)
+    assert found.value == pytest.approx(every.mean()) and found.error == pytest.approx(error)
+    assert error > 2.0 * every.std() / math.sqrt(len(every))  # what independent tokens would have
+    assert Clustered.of(torch.tensor([1.0, 2.0])).estimate.error is None and Clustered().estimate is None
+    assert mean_of([2.0]).error is None
+
+
+def measured(responses: list[tuple[np.ndarray, np.ndarray, np.ndarray]], order: list[int] | None = None) -> Numbers:
+    measure = Measure()
+    for row in order or range(len(responses)):
+        measure.add(f"{row}", token_numbers(*both(*responses[row])))
+    return measure.numbers()
+
+
+def test_all_numbers_are_those_of_the_tokens_put_together():
+    responses = [response(length, seed=length, distance=1.0) for length in (1, 3, 5, 17, 40, 80)]
+    found = measured(responses)
+    at = [(p[range(len(ids)), ids], q[range(len(ids)), ids]) for p, q, ids in responses]
+    gaps = [np.abs(p - q) for p, q in at]
+    ratio = np.concatenate([q / p for p, q in at])
+    assert (found.responses, found.tokens) == (6, 146)
+    assert found.max_gap == pytest.approx(max(one.max() for one in gaps))
+    assert found.gap.value == pytest.approx(np.concatenate(gaps).mean())
+    assert found.response_max_gap.value == pytest.approx(np.mean([one.max() for one in gaps]))
+    assert found.response_max_gap.error == pytest.approx(np.std([one.max() for one in gaps], ddof=1) / math.sqrt(6))
+    assert found.response_mean_gap.value == pytest.approx(np.mean([one.mean() for one in gaps]))
+    assert found.high == sum(one.max() > 0.5 for one in gaps)
+    assert found.k1.value == pytest.approx(-np.log(ratio).mean())
+    assert found.k3.value == pytest.approx((ratio - 1 - np.log(ratio)).mean())
+    exact = np.concatenate([(p * np.log(p / q)).sum(1) for p, q, _ in responses])
+    assert found.kl[0].value == found.kl[1].value == pytest.approx(exact.mean()) and found.kl_is_exact
+    assert found.ratio.value == pytest.approx(ratio.mean())
+    assert found.above == pytest.approx((ratio > 2).mean()) and found.below == pytest.approx((ratio < 0.5).mean())
+    assert found.above > 0.0 and found.below > 0.0
+    for share, value in found.quantiles.items():
+        assert value == pytest.approx(np.quantile(ratio, float(share), method="inverted_cdf"))
+    assert [one.max_gap for one in found.each] == pytest.approx([one.max() for one in gaps])
+    assert [one.tokens for one in found.each] == [1, 3, 5, 17, 40, 80]
+
+
+def test_bands_share_the_tokens_by_position_entropy_and_length():
+    responses = [response(length, seed=length) for length in (1, 3, 5, 17, 40, 80)]
+    found = measured(responses)
+    gaps = [np.abs(p - q)[range(len(ids)), ids] for p, q, ids in responses]
+    assert [band.name for band in found.by_position] == ["0", "1-3", "4-15", "16-63", "64-255"]
+    for band, (start, end) in zip(found.by_position, [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)], strict=True):
+        here = np.concatenate([one[start:end] for one in gaps])
+        assert band.tokens == len(here) and band.gap.value == pytest.approx(here.mean())
+        assert band.max_gap == pytest.approx(here.max())
+    entropy = np.concatenate([-(q * np.log(q)).sum(1) for _, q, _ in responses])
+    every = np.concatenate(gaps)
+    edges = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)
+    filled = [(a, b) for a, b in pairwise(edges) if ((entropy >= a) & (entropy < b)).any()]
+    assert len(filled) == len(found.by_entropy) > 1
+    for band, (start, end) in zip(found.by_entropy, filled, strict=True):
+        here = (entropy >= start) & (entropy < end)
+        assert band.name == f"{start:g}-{end:g}" and band.gap.value == pytest.approx(every[here].mean())
+    assert [(band.name, band.responses) for band in found.by_length] == [
+        ("1-3", 2),
+        ("4-15", 1),
+        ("16-63", 2),
+        ("64-255", 1),
+    ]
+    assert found.by_length[2].max_gap.value == pytest.approx((gaps[3].max() + gaps[4].max()) / 2)
+    assert names_of((0, 1, 4)) == ["0", "1-3", "4 up"] and names_of((0.0, 0.5)) == ["0-0.5", "0.5 up"]
+
+
+def test_equal_sides_are_0_everywhere_and_the_order_of_responses_does_not_matter():
+    same = [(p, p, ids) for p, _, ids in (response(length, seed=length) for length in (2, 9, 33))]
+    found = measured(same)
+    assert found.max_gap == found.gap.value == found.gap.error == found.k1.value == found.k3.value == 0.0
+    assert found.kl[0].value == found.variation[1].value == 0.0 and set(found.quantiles.values()) == {1.0}
+    assert all(p == q for p, q in found.drawn) and found.above == found.below == 0.0
+    apart = [response(length, seed=length) for length in (2, 9, 33)]
+    first, second = measured(apart), measured(apart, [2, 0, 1])
+    assert first.gap.value == pytest.approx(second.gap.value) and first.quantiles == second.quantiles
+    assert first.gap.error == pytest.approx(second.gap.error)
+
+
+def test_nothing_sampled_is_nothing_to_compare():
+    measure = Measure()
+    p, q, ids = response(3, seed=0)
+    measure.add("tool", token_numbers(*both(p, q, ids, sampled=torch.zeros(3, dtype=torch.bool))))
+    with pytest.raises(DataError, match="no token was sampled"):
+        measure.numbers()
+
+
+def test_the_picture_has_the_worst_token(monkeypatch):
+    monkeypatch.setattr("jackpot.analysis.mismatch.measure.DRAWN_TOKENS", 10)
+    p, q, ids = response(95, seed=4)
+    found = measured([(p, q, ids)])
+    gaps = np.abs(p - q)[range(95), ids]
+    assert len(found.drawn) <= 11 and max(abs(a - b) for a, b in found.drawn) == pytest.approx(gaps.max(), rel=1e-6)
+
+
+def test_one_long_response_is_laid_beside_its_beginning_one_short_one_and_all_short_ones():
+    long = [torch.tensor([0.1, 0.2, 0.3, 0.9]), torch.tensor([0.5, 0.1]), torch.zeros(0)]
+    short = [
+        [torch.tensor([0.1, 0.1]), torch.tensor([0.6, 0.2])],
+        [torch.tensor([0.3]), torch.tensor([0.0, 0.2])],
+        [torch.tensor([1.0]), torch.tensor([1.0])],
+    ]
+    rows = long_against_short([one.double() for one in long], [[x.double() for x in each] for each in short], limit=2)
+    assert [row.name for row in rows] == [
+        "1 of up to 4 tokens",
+        "its first 2 tokens",
+        "1 of up to 2 tokens",
+        "2 of up to 2 tokens",
+    ]
+    assert [row.tokens for row in rows] == [3.0, 2.0, 1.5, 3.5]
+    assert [row.each for row in rows] == [
+        pytest.approx(each) for each in ((0.9, 0.5), (0.5, 0.2), (0.3, 0.1), (0.6, 0.3))
+    ]
+    assert [row.max_gap.value for row in rows] == pytest.approx([0.7, 0.35, 0.2, 0.45])
+    assert rows[3].mean_gap.value == pytest.approx((1.0 / 4 + 0.5 / 3) / 2) and rows[0].high == 1
+    assert long_against_short([torch.zeros(0)], [[torch.ones(1)]], limit=2) == ()
+
+
+def test_a_response_of_nothing_but_a_certain_token_falls_into_the_lowest_band():
+    """Rounding can leave an entropy of a little less than 0."""
+    one = torch.ones(1, dtype=torch.float64)
+    tokens = TokenNumbers(
+        position=torch.zeros(1, dtype=torch.int64),
+        sampler=one,
+        learner=one,
+        log_ratio=one - 1,
+        kl=None,
+        variation=None,
+        is_exact=False,
+        support=None,
+        entropy=-1e-17 * one,
+    )
+    measure = Measure()
+    measure.add("one", tokens)
+    [band] = measure.numbers().by_entropy
+    assert band.name == "0-0.01" and band.kl is None and not measure.numbers().kl_is_exact

@@ -1,0 +1,298 @@
+"""Two sides made of real models: what they are, and how far apart."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
+from helpers.learners import batches, make_learner, smallest_model, write
+from helpers.runs import run, small_config
+from jackpot.analysis import scoring
+from jackpot.analysis.mismatch.run import Pair, measure_mismatch
+from jackpot.analysis.mismatch.sides import mismatch_config, side_name
+from jackpot.analysis.scoring import read, reading_model
+from jackpot.analysis.simulate import pairs
+from jackpot.config.build import nest
+from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.config.tools import LearnerConfig
+from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
+from jackpot.core.types import Rollout, Sampling, Version
+from jackpot.launch.engines import make_engine
+from jackpot.models.load import load_tokenizer, starter_path
+
+POLICY = "starter:policy"
+BFLOAT16 = {"dtype": "bf16"}
+INT8 = {"quantization": "int8_w8a8"}
+
+
+def apart(
+    *learners: dict[str, Any], samplers: tuple[dict[str, Any], ...] = ({},), model: str = POLICY, **settings: Any
+) -> list[Pair]:
+    """What is measured of 24 responses of at most 16 tokens."""
+    given = {"responses": 24, "sampling.max_new_tokens": 16, "threads": 1} | settings
+    changes = [nest(key, value) for key, value in given.items()]
+    config = mismatch_config(model, [[one] for one in samplers], [[one] for one in learners], changes)
+    return list(measure_mismatch(config, lambda text: None).pairs)
+
+
+def gaps(found: list[Pair]) -> list[float]:
+    return [pair.numbers.gap.value for pair in found]
+
+
+def with_top(rollout: Rollout, ids: list[list[int]]) -> Rollout:
+    return replace(rollout, top_ids=torch.tensor(ids), top_log_probs=torch.zeros(len(ids), len(ids[0])))
+
+
+def test_a_reading_is_the_models_own_softmax_at_every_token(monkeypatch):
+    """In batches and chunks so small that responses and batches are cut."""
+    monkeypatch.setattr(pairs, "_FORWARD_TOKENS", 24)
+    monkeypatch.setattr(scoring, "_CHUNK_ELEMENTS", 3 * 24)
+    model, draw = tiny_model(0).eval(), np.random.default_rng(0)
+    rollouts = []
+    for row, length in enumerate((5, 1, 9, 3)):
+        plain = rollout_of(tiny_prompt(3 + row, row), draw.integers(2, 24, length).tolist())
+        rollouts.append(with_top(plain, [draw.permutation(24)[:6].tolist() for _ in range(length)]))
+    found = list(read(model, rollouts, temperature=0.7))
+    for one, rollout in zip(found, rollouts, strict=True):
+        ids = [*rollout.prompt.token_ids, *rollout.token_ids.tolist()]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, len(rollout.prompt.token_ids) - 1 : -1].double().numpy() / 0.7
+        log_q = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        top = rollout.top_ids.numpy()
+        rows = np.arange(len(top))
+        outside = log_q.copy()
+        np.put_along_axis(outside, top, np.inf, axis=1)
+        near = {"atol": 1e-5}
+        np.testing.assert_allclose(one.log_probs, log_q[rows, rollout.token_ids], **near)
+        np.testing.assert_allclose(one.top_log_probs, np.take_along_axis(log_q, top, 1), **near)
+        np.testing.assert_allclose(one.lowest, outside.min(1), **near)
+        np.testing.assert_allclose(one.entropy, -(np.exp(log_q) * log_q).sum(1), **near)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_learner_reads_what_training_scores(autocast):
+    model = smallest_model(1)
+    items = write(model)
+    learner = make_learner(model, None, autocast=autocast)
+    [batch] = batches(items)[0]
+    scores = learner.score("policy", [batch], Sampling())
+    rollouts = [item.rollout for item in items]
+    readings = list(read(model, rollouts, 1.0, autocast))
+    for rollout, one in zip(rollouts, readings, strict=True):
+        near = 1e-5 if autocast is None else 2e-2  # other batches: bfloat16 rounds elsewhere
+        torch.testing.assert_close(one.log_probs.float(), scores[rollout.uid], atol=near, rtol=0.0)
+    if autocast is not None:
+        plain = list(read(model, rollouts, 1.0))
+        assert any(not a.log_probs.equal(b.log_probs) for a, b in zip(plain, readings, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bf16"}, {"attention": "eager"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8_w8a16"}],
+    ids=str,
+)
+def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
+    """One response at a time: so both read the same batches."""
+    prompts = [tiny_prompt(9, seed=row) for row in range(3)]
+    rollouts = [with_top(rollout_of(one, [5, 9, 2, 7]), [[0]] * 4) for one in prompts]
+    kinds, device = [TransformersEngineConfig(), TransformersEngineConfig(**settings)], torch.device("cpu")
+    with closing(make_engine(kinds[1], POLICY, device, Version(0, 0))) as engine:
+        scores = [engine.score([one], 1.0)[0] for one in rollouts]
+    plain, found = (
+        [next(read(model, [one], 1.0)).log_probs for one in rollouts]
+        for model in (reading_model(kind, POLICY, device) for kind in kinds)
+    )
+    torch.testing.assert_close(torch.cat(found).float(), torch.cat(scores), atol=1e-6, rtol=1e-6)
+    assert not torch.cat(found).equal(torch.cat(plain))
+
+
+SIDES = [
+    {},
+    INT8,
+    {"dtype": "bf16", "attention": "eager", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_equal_sides_that_both_read_are_0_everywhere(side):
+    [pair] = apart(side, samplers=(side,), reread=True)
+    found = pair.numbers
+    assert found.max_gap == found.gap.value == found.gap.error == found.k1.value == found.k3.value == 0.0
+    assert found.kl[0].value == found.kl[1].value == found.variation[1].value == 0.0
+    assert set(found.quantiles.values()) == {1.0} and found.ratio.value == 1.0
+    assert found.tokens > 100 and found.responses == 24 and "equal bit for bit" in pair.verdict
+
+
+def test_writing_and_reading_with_the_same_weights_is_rounding():
+    [pair] = apart({})
+    assert 0.0 < pair.numbers.max_gap < 1e-4 and pair.numbers.kl_is_exact
+    assert pair.top_log_probs == pair.vocabulary == 32
+    assert pair.verdict.endswith("within the 0.001 that training's own check allows (fp32)")
+
+
+def test_the_coarser_the_sampler_the_larger_every_number():
+    found = apart({}, samplers=({}, BFLOAT16, INT8), responses=96)
+    assert [pair.name for pair in found] == ["transformers fp32", "transformers bf16", "transformers fp32 int8_w8a8"]
+    for read_off in (
+        lambda one: one.gap.value,
+        lambda one: one.response_max_gap.value,
+        lambda one: one.k3.value,
+        lambda one: one.kl[0].value,
+        lambda one: one.variation[0].value,
+        lambda one: one.quantiles["0.99"],
+    ):
+        fp32, bf16, int8 = (read_off(pair.numbers) for pair in found)
+        assert fp32 < bf16 < int8
+
+
+def test_the_estimates_agree_with_the_exact_divergence():
+    [pair] = apart({"path": "starter:rollout_model"}, responses=128)
+    found = pair.numbers
+    exact = found.kl[0].value
+    assert exact > 0.05 and "between two models" in pair.verdict
+    for estimate in (found.k1, found.k3):
+        assert abs(estimate.value - exact) < 4.0 * estimate.error
+    assert abs(found.ratio.value - 1.0) < 4.0 * found.ratio.error
+
+
+def test_a_forgotten_temperature_and_stale_weights_are_large_gaps(tmp_path: Path):
+    stale = AutoModelForCausalLM.from_pretrained(starter_path("policy"), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in stale.parameters():
+            parameter.mul_(1.0 + 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    stale.save_pretrained(tmp_path)
+    load_tokenizer(POLICY).save_pretrained(tmp_path)
+    right, cold = apart({}, {"temperature": 1.0}, **{"sampling.temperature": 0.5})
+    assert right.numbers.gap.value < 1e-6
+    assert cold.numbers.gap.value > 0.02 and "training would stop" in cold.verdict
+    assert cold.learner == "transformers fp32 temperature 1"
+    [old] = apart({"path": str(tmp_path)})
+    assert old.numbers.gap.value > 0.02
+
+
+@pytest.mark.parametrize("filters", [{"sampling.top_k": 3}, {"sampling.top_p": 0.7}])
+def test_a_truncated_sampler_is_compared_on_what_it_can_draw(filters):
+    [pair] = apart({}, **filters)
+    assert pair.numbers.max_gap < 1e-5 and pair.numbers.kl_is_exact
+    assert 0.5 < pair.numbers.support.value < 0.999
+    [far] = apart({"path": "starter:rollout_model"}, **filters)
+    assert far.numbers.gap.value > 0.02
+
+
+def test_what_a_truncated_sampler_can_draw_beyond_the_top_k_is_refused():
+    with pytest.raises(EngineError, match="raise top_log_probs"):
+        apart({}, **{"sampling.top_k": 6, "top_log_probs": 4})
+
+
+def test_of_the_top_k_the_divergence_has_bounds():
+    learner = {"path": "starter:rollout_model"}
+    [exact], [bounded] = apart(learner), apart(learner, top_log_probs=8)
+    assert (bounded.top_log_probs, bounded.numbers.kl_is_exact) == (8, False)
+    for name in ("kl", "variation"):
+        low, high = getattr(bounded.numbers, name)
+        assert low.value <= getattr(exact.numbers, name)[0].value <= high.value and low.value < high.value
+    assert bounded.numbers.gap == exact.numbers.gap
+
+
+def test_every_learner_reads_the_same_text_of_every_sampler():
+    found = apart({}, {"autocast": "bf16"}, samplers=({}, BFLOAT16))
+    assert [pair.name for pair in found] == [
+        "transformers fp32 | transformers fp32",
+        "transformers fp32 | transformers fp32 autocast bf16",
+        "transformers bf16 | transformers fp32",
+        "transformers bf16 | transformers fp32 autocast bf16",
+    ]
+    uids = [[one.uid for one in pair.numbers.each] for pair in found]
+    assert uids[0] == uids[1] == uids[2] and len(set(uids[0])) == 24
+    assert found[0].numbers.tokens == found[1].numbers.tokens and found[2].numbers.tokens == found[3].numbers.tokens
+    assert gaps(found)[0] < 1e-6 < gaps(found)[1]
+    again = apart({}, {"autocast": "bf16"}, samplers=({}, BFLOAT16))
+    assert gaps(again) == gaps(found)
+    assert gaps(apart({}, samplers=(BFLOAT16,), seed=1)) != gaps(found)[2:3]
+
+
+def test_short_responses_to_the_same_prompts_are_laid_beside_the_long_ones():
+    [pair] = apart({"autocast": "bf16"}, short=4, **{"sampling.max_new_tokens": 12})
+    names = ["1 of up to 12 tokens", "its first 3 tokens", "1 of up to 3 tokens", "4 of up to 3 tokens"]
+    long, beginning, one, several = pair.lengths
+    assert [row.name for row in pair.lengths] == names and all(len(row.each) == 24 for row in pair.lengths)
+    assert pair.numbers.responses == 24 and long.tokens == pytest.approx(pair.numbers.tokens / 24)
+    assert long.each == tuple(sorted((one.max_gap for one in pair.numbers.each), reverse=True))
+    assert beginning.tokens <= 3.0 and one.tokens <= 3.0 and several.tokens <= 12.0
+    assert several.max_gap.value > one.max_gap.value and long.max_gap.value > beginning.max_gap.value
+    assert apart({"autocast": "bf16"}, **{"sampling.max_new_tokens": 12})[0].numbers.gap == pair.numbers.gap
+
+
+def test_sets_of_problems_take_the_place_of_the_task():
+    [pair] = apart({}, benchmarks=["arithmetic", "tool_arithmetic"], responses=11)
+    assert [one.uid.split("/")[1] for one in pair.numbers.each] == ["0"] * 6 + ["1"] * 5
+
+
+def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_training(tmp_path: Path):
+    short = ("iterations=1", "evaluation.problems=2")
+    run(small_config(*short, "engine.dtype=bf16", "precision=bf16", "sampling.temperature=0.9"), tmp_path)
+    config = mismatch_config(str(tmp_path), [], [[{"dtype": "fp32"}]], [])
+    [sampler], [learner] = config.samplers, config.learners
+    assert (Path(sampler.path).name, Path(learner.path).name) == ("rollout_model", "policy")
+    assert sampler.engine.dtype == "bf16" and learner.autocast == "bf16" and learner.engine.dtype == "fp32"
+    assert (config.sampling.temperature, config.sampling.max_new_tokens) == (0.9, 24)
+    [own] = apart({"path": sampler.path}, model=str(tmp_path))
+    both = mismatch_config(str(tmp_path), [], [], [])
+    assert [Path(one.path).name for one in both.learners] == ["policy", "rollout_model"]
+    assert {one.autocast for one in both.learners} == {"bf16"}
+    [other] = apart({}, model=str(tmp_path))
+    assert own.numbers.gap.value < 0.01 < other.numbers.gap.value
+    assert (other.sampler, other.learner) == (
+        "rollout_model transformers bf16",
+        "policy transformers fp32 autocast bf16",
+    )
+    alone = tmp_path / "alone"
+    run(small_config(*short, arm="on_policy"), alone)
+    config = mismatch_config(str(alone), [], [], [])
+    [learner] = config.learners
+    assert config.samplers[0].path == learner.path and learner.autocast is None
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path):
+    cases = [
+        (dict(samplers=({"dtpye": "bf16"},)), "--sampler: unknown setting .engine.dtpye.; did you mean .engine.dtype"),
+        (dict(samplers=({"autocast": "bf16"},)), "autocast"),
+        (dict(samplers=({}, {"dtype": "fp32"})), "--sampler is given twice as starter:policy transformers fp32"),
+        (dict(reread=True, **{"sampling.top_k": 3}), r"reread.*sampling\.top_k=0"),
+        (dict(responses=0), "responses"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            apart({}, **settings)
+    with pytest.raises(ConfigError, match="vllm has a dtype only"):
+        apart({"name": "vllm", "autocast": "bf16"})
+    with pytest.raises(DataError, match="did you mean 'arithmetic'"):
+        apart({}, benchmarks=["aritmetic"])
+    save_tiny_model(tmp_path, seed=0, vocab_size=40)
+    load_tokenizer(POLICY).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="differ in size"):
+        apart({"path": str(tmp_path)})
+    with pytest.raises(ModelError, match="nowhere"):
+        apart({}, model="nowhere")
+
+
+def test_sides_are_told_apart_by_their_names():
+    servers = VLLMServerEngineConfig(urls=("http://127.0.0.1:8000",), weights_folder="w", dtype="bf16")
+    named = [
+        LearnerConfig(path="m"),
+        LearnerConfig(path="m", engine=TransformersEngineConfig(attention="eager", kv_cache_dtype="fp8")),
+        LearnerConfig(path="m", engine=TransformersEngineConfig(dtype="bf16", quantization="fp8"), autocast="bf16"),
+        LearnerConfig(path="m", engine=servers, temperature=0.5),
+    ]
+    assert [side_name(one) for one in named] == [
+        "m transformers fp32",
+        "m transformers fp32 eager kv fp8",
+        "m transformers bf16 fp8 autocast bf16",
+        "m vllm_server bf16 http://127.0.0.1:8000 temperature 0.5",
+    ]

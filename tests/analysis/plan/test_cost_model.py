@@ -1,0 +1,212 @@
+"""The cost model (docs/cost.md). Expectations: sums by hand, numeric integrals, torch's own count, published speeds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jackpot.analysis.plan.cost_model import (
+    BANDWIDTH_SHARE,
+    GPUS,
+    OPTIMIZER_BYTES,
+    STEP_SECONDS,
+    TRAINING_SHARE,
+    WEIGHT_BYTES_PER_SECOND,
+    WRITING_SHARE,
+    Cost,
+    Gpu,
+    Hours,
+    Lengths,
+    Work,
+    Writing,
+    evaluation_hours,
+    mean_response,
+    on_policy,
+    run_hours,
+)
+from jackpot.models.cost import forward_cost, head_cost
+from jackpot.models.forward import backbone, checkpoint_activations
+
+GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)
+FIXED = Lengths(prompt=3, mean=5, limit=5)  # every response is 5 tokens
+MODEL = Cost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6)
+BODY = 10 * 8 + 2 * 8 * 8 / 2  # FLOPs of one sequence of FIXED: 8 tokens, half of all pairs
+HEAD = 4 * 5
+
+
+def writing(**settings: object) -> Writing:
+    known = {"model": MODEL, "number_bytes": 2, "max_batch_size": 256, "cache_bytes": math.inf, "gpus": 1}
+    return Writing(**known | {"peak": GPU.bf16} | settings)
+
+
+@pytest.mark.parametrize(("mean", "limit"), [(2048.0, 8192), (200.0, 256), (700.0, 8192), (30.0, 1_000_000)])
+def test_lengths_have_the_moments_of_a_cut_exponential(mean: float, limit: int) -> None:
+    lengths = Lengths(prompt=10, mean=mean, limit=limit)
+    scale = lengths.scale
+    width = min(limit, 40 * scale) / 40_000
+    times = [width * (step + 0.5) for step in range(40_000)]
+    left = [math.exp(-time / scale) for time in times]  # the share that is longer
+    assert sum(left) * width == pytest.approx(mean, rel=1e-4)
+    assert sum(2 * time * share for time, share in zip(times, left, strict=True)) * width == pytest.approx(
+        lengths.square, rel=1e-4
+    )
+
+
+def test_the_longest_of_some_responses() -> None:
+    free = Lengths(prompt=0, mean=10.0, limit=10**6)
+    assert free.longest(1) == pytest.approx(10, rel=1e-6)
+    assert free.longest(4) == pytest.approx(10 * (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)
+    assert Lengths(prompt=0, mean=2048.0, limit=8192).longest(512) == 8192
+    assert FIXED.longest(7) == 5
+
+
+def test_the_mean_response_is_a_quarter_of_the_longest_but_for_short_ones() -> None:
+    assert [mean_response(limit) for limit in (8192, 20_480, 3072, 256, 100)] == [2048, 5120, 768, 200, 100]
+
+
+@pytest.mark.parametrize(
+    ("settings", "checkpoints", "extra", "expected"),
+    [
+        ({}, False, 0.0, 3 * BODY + 4 * HEAD),  # the head forms its logits again in backward
+        ({}, True, 0.0, 4 * BODY + 4 * HEAD),
+        ({}, False, 1.0, 4 * BODY + 5 * HEAD),
+        ({"trained": 7}, False, 0.0, 2 * BODY + 3 * HEAD),  # an adapter: no gradient of the weights themselves
+        ({"trained": 0}, True, 0.0, BODY + HEAD),  # frozen: only scored
+        ({"trained": 0}, True, 1.0, 2 * BODY + 2 * HEAD),
+    ],
+)
+def test_training_a_sequence_costs_its_passes(
+    settings: dict[str, int], checkpoints: bool, extra: float, expected: float
+) -> None:
+    assert replace(MODEL, **settings).training(FIXED, checkpoints, extra) == expected
+
+
+@pytest.mark.parametrize(("checkpoints", "passes"), [(False, 3), (True, 4)])
+def test_the_passes_are_those_that_torch_counts(checkpoints: bool, passes: int) -> None:
+    """But for the last matrix of each layer, which torch does not multiply again: no gradient asks for its result."""
+    shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=50, num_key_value_heads=2, tie_word_embeddings=False, **shape)
+    config._attn_implementation = "eager"  # computes every pair, the masked ones too
+    model, tokens = LlamaForCausalLM(config).eval(), 13
+    if checkpoints:
+        checkpoint_activations(model)
+    with FlopCounterMode(display=False) as counter:
+        backbone(model)(torch.arange(tokens)[None], use_cache=False).last_hidden_state.sum().backward()
+    forward = forward_cost(model)
+    body = forward.per_token - head_cost(model)
+    assert head_cost(model) == 2 * 24 * 50
+    spared = 3 * 2 * 24 * 40 * tokens if checkpoints else 0
+    assert counter.get_total_flops() == passes * (body * tokens + forward.per_pair * tokens**2) - spared
+
+
+def test_decoding_reads_the_weights_at_every_step_and_the_cache_of_every_token() -> None:
+    slow = GPU._replace(bf16=1e12)
+    pairs = 3 * 5 + 5 * 5 / 2
+    moved = 2 * (5 * 100 + 4 * pairs * 6)
+    seconds = moved / (50 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS
+    assert writing(peak=slow.bf16).seconds(4, FIXED, slow) == pytest.approx(seconds, rel=1e-6)
+    assert writing(peak=slow.bf16, gpus=2).seconds(4, FIXED, slow) == pytest.approx(
+        moved / (100 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS, rel=1e-6
+    )
+    in_turns = 2 * (10 * 100 + 4 * pairs * 6) / (50 * BANDWIDTH_SHARE) + 10 * STEP_SECONDS  # two, then two
+    assert writing(peak=slow.bf16, max_batch_size=2).seconds(4, FIXED, slow) == pytest.approx(in_turns, rel=1e-6)
+
+
+def test_an_engine_is_done_when_its_last_response_is() -> None:
+    fast = GPU._replace(bandwidth=1e15)
+    lengths = Lengths(prompt=0, mean=10.0, limit=10**6)
+    longest = 10 * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert writing(peak=1e15).seconds(4, lengths, fast) == pytest.approx(longest * STEP_SECONDS, rel=0.01)
+    in_turns = writing(peak=1e15, max_batch_size=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
+    assert in_turns == pytest.approx((20 + longest) * STEP_SECONDS, rel=0.01)
+
+
+def test_decoding_takes_its_operations_where_those_take_longer() -> None:
+    fast = GPU._replace(bandwidth=1e12)
+    decoding = 4 * (14 * 5 + 2 * (3 * 5 + 5 * 5 / 2))
+    prefill = 4 * (10 * 3 + 2 * 3 * 3 / 2 + 4)
+    expected = (decoding + prefill) / (1000 * WRITING_SHARE) + 5 * STEP_SECONDS
+    assert writing().seconds(4, FIXED, fast) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_engine_holds_what_its_batch_and_its_cache_allow() -> None:
+    halfway = 3 + 5 / 2  # tokens of a sequence in the mean of its time
+    assert writing().held(4, FIXED) == 4
+    assert writing(max_batch_size=3).held(4, FIXED) == 3
+    assert writing(cache_bytes=2 * halfway * 6 * 2).held(4, FIXED) == pytest.approx(2)
+    assert writing(cache_bytes=1.0).held(4, FIXED) == 1
+
+
+WORK = Work(sequences=8, steps=4, epochs=2, written=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
+
+
+def test_an_iteration_is_writing_training_and_sending() -> None:
+    hours = run_hours(WORK, writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
+    # Twice over 8 sequences; the anchors' forward pass once.
+    flops = 8 * (2 * (3 * BODY + 4 * HEAD + 11) + BODY + HEAD)
+    steps = OPTIMIZER_BYTES * 100 * 4 / (2 * 50 * BANDWIDTH_SHARE)
+    assert hours.training == pytest.approx(flops / (2 * 1000 * TRAINING_SHARE) + steps)
+    assert hours.writing == writing().seconds(4, FIXED, GPU)  # on each of two GPUs
+    assert hours.sending == 200 / WEIGHT_BYTES_PER_SECOND
+    assert hours.rollout_share == hours.writing / (hours.writing + hours.training + hours.sending)
+    two = run_hours(replace(WORK, written=2.0), writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
+    assert two.writing == writing().seconds(8, FIXED, GPU) and two.training == hours.training
+
+
+def test_evaluations_are_beside_the_iterations() -> None:
+    hours = Hours(writing=6.0, training=3.0, sending=1.0, evaluating=5.0)
+    assert (hours.all, hours.iterations, hours.rollout_share) == (15, 10, 0.6)
+    engine = writing(gpus=2)
+    expected = 10 * (engine.seconds(8, FIXED, GPU) + engine.seconds(4, FIXED, GPU)) / 3600
+    assert evaluation_hours([(engine, 16), (engine, 8)], 10, FIXED, GPU, 4) == pytest.approx(expected)
+
+
+def test_on_policy_the_same_responses_are_written_in_smaller_batches() -> None:
+    alone, times = on_policy(WORK)  # 2 steps an epoch
+    assert (alone.sequences, alone.steps, alone.epochs, alone.extra, times) == (4, 1, 1, 0.0, 2)
+
+
+def llama(parameters: float, hidden: int, layers: int) -> Cost:
+    """Of Llama 2, with its vocabulary of 32,000; attention as in models/cost.py."""
+    head = 32_000 * hidden
+    body = 2 * int(parameters - 2 * head)
+    return Cost(
+        parameters=int(parameters),
+        trained=int(parameters),
+        body=body,
+        head=2 * head,
+        pair=4 * layers * hidden,
+        cache=2 * layers * hidden,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoints", "published"),
+    [
+        (llama(6.74e9, 4096, 32), False, 7500),
+        (llama(13.0e9, 5120, 40), False, 3800),  # checkpointed in part, there
+    ],
+)
+def test_training_is_as_fast_as_published_for_fsdp_on_h100(model: Cost, checkpoints: bool, published: int) -> None:
+    whole = Lengths(prompt=0, mean=4096, limit=4096)
+    body = model.training(whole, checkpoints, 0.0) - whole.mean * model.head  # their head computes nothing twice
+    assert GPUS["H100"].bf16 * TRAINING_SHARE * 4096 / body == pytest.approx(published, rel=0.1)
+
+
+def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
+    """Llama 3.1 8B on an A100 of 40 GB, 1,024 tokens read and 128 written: 75 tokens/s."""
+    model = Cost(
+        parameters=8_030_261_248,
+        trained=0,
+        body=2 * 6_979_321_856,
+        head=2 * 128_256 * 4096,
+        pair=4 * 32 * 4096,
+        cache=2 * 32 * 8 * 128,
+    )
+    gpu = Gpu(bf16=312e12, fp32=19.5e12, bandwidth=1.555e12, memory=40e9)
+    lengths = Lengths(prompt=1024, mean=128, limit=128)
+    engine = Writing(model=model, number_bytes=2, max_batch_size=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
+    assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)

@@ -1,0 +1,310 @@
+"""`--tiny`: what it changes of a recipe, what it leaves, and that every family trains that way."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.runs import run, weights
+from helpers.trainable import learned
+from jackpot.analysis.plan.tiny import Tiny, known_models, tiny, tiny_run
+from jackpot.config.build import build_config
+from jackpot.config.recipes import load_recipe, recipe_names, resolve
+from jackpot.config.run import Config
+from jackpot.core.errors import CheckpointError, DataError, ModelError
+from jackpot.models.families import FAMILIES
+from jackpot.models.load import load_tokenizer
+from jackpot.rollout.tasks.data import DATA_FOLDER
+
+ARMS = [(recipe, arm) for recipe in recipe_names() for arm in load_recipe(recipe)["arms"]]
+MAY_CHANGE = {
+    "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
+    "objective.overlong.buffer",
+    "task.train.source", "task.train.subset", "task.train.split", "task.train.limit", "task.test.limit",
+    "task.max_prompt_tokens", "task.workers", "sampling.max_new_tokens", "sampling.stop_token_ids", "batch.prompts",
+    "batch.group_size", "batch.step_size", "batch.micro_batch_tokens", "evaluation.problems", "evaluation.k",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_data() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(DATA_FOLDER, raising=False)
+        yield
+
+
+def flat(value: object, key: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {key: value}
+    return {name: item for part in value for name, item in flat(value[part], f"{key}.{part}".strip(".")).items()}
+
+
+def small(config: Config) -> Config:
+    return tiny(config, known_models(config), Path("folder"))
+
+
+def own(**settings: object) -> Config:
+    """What somebody's own recipe says."""
+    recipe = {
+        "iterations": 100,
+        "task": {"name": "math", "train": "gsm8k", "test": "gsm8k"},
+        "policy": {"path": "Qwen/Qwen2.5-3B-Instruct", "optimizer": {"learning_rate": 1.0e-3}},
+        "rollout_model": None,
+        "batch": {"prompts": 64, "group_size": 8},
+        "engine": "vllm",
+    }
+    changes = [{key: value} for key, value in settings.items()]
+    return build_config(recipe, None, changes)
+
+
+# What changes
+
+ENGINES = ("engine.", "evaluation.engine.")  # another engine has other settings
+
+
+@pytest.mark.parametrize(("recipe", "arm"), ARMS)
+def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
+    config = resolve(recipe, arm, [])
+    result = small(config)
+    before, after = flat(config.model_dump()), flat(result.model_dump())
+    changed = {key for key in before if before[key] != after.get(key) and not key.startswith(ENGINES)}
+    assert (
+        changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)} == set()
+    )
+    kernels = ("engine.attention", "engine.quantization", "engine.kv_cache_dtype")
+    assert all(after[key] == before[key] for key in kernels if key in before)
+    assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
+    assert result.batch.rollouts <= max(32, 2 * config.batch.steps_per_iteration)
+    assert min(config.batch.group_size, 2) <= result.batch.group_size <= 4
+    assert result.iterations == 2 and result.sampling.max_new_tokens == 32
+    assert result.engine.name == "transformers" and result.engine.dtype == config.engine.dtype
+    assert (result.evaluation.engine is None) == (config.evaluation.engine is None)
+    assert result.evaluation.engine is None or result.evaluation.engine.name == "transformers"
+    assert result.evaluation.problems <= 4 and min(config.evaluation.k, 2) == result.evaluation.k
+    if config.task.name == "math":
+        assert result.task.train.limit == result.task.test.limit == 4
+        assert result.batch.micro_batch_tokens < 600 < config.batch.micro_batch_tokens
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"prompts": 512, "group_size": 8, "step_size": 64}, (32, 4, 2)),  # 64 steps of 2
+        ({"prompts": 64, "group_size": 8}, (8, 4, None)),  # 1 step of 32
+        ({"prompts": 21, "group_size": 6, "step_size": 18}, (14, 4, 8)),  # 7 steps: 56 is the least above 32
+        ({"prompts": 21, "group_size": 6, "step_size": 18, "epochs": 3}, (14, 4, 8)),
+        ({"prompts": 2, "group_size": 8, "step_size": 4}, (2, 8, 4)),  # is small
+        ({"prompts": 300, "group_size": 2, "step_size": 200}, (18, 2, 12)),  # 3 steps
+    ],
+)
+def test_a_batch_keeps_its_optimizer_steps(batch: dict, expected: tuple) -> None:
+    config = own(batch=batch)
+    result = small(config).batch
+    assert (result.prompts, result.group_size, result.step_size) == expected
+    assert result.steps_per_iteration == config.batch.steps_per_iteration
+
+
+def test_lengths_keep_their_proportion_and_stop_tokens_their_meaning() -> None:
+    overlong = {"buffer": 1024, "penalty": 1.0}
+    result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong": overlong}))
+    assert result.objective.overlong.buffer == 4 and result.objective.overlong.penalty == 1.0
+    assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (512 + 2,)  # 151643 + 2 is <|im_end|>
+    result = small(own(sampling={"stop_token_ids": [198, 151_644, 999_999]}))  # a line break, <|im_start|>, none
+    assert result.sampling.stop_token_ids == (512 + 1,)
+    assert small(own(sampling={"num_top_log_probs": 1000})).sampling.num_top_log_probs == 128
+
+
+def test_each_path_becomes_a_model_of_its_own_and_equal_paths_the_same() -> None:
+    reference = {"path": "Qwen/Qwen2.5-3B-Instruct"}
+    critic = {"path": "a/Qwen2.5-7B", "optimizer": {"learning_rate": 1.0e-3}}
+    result = small(
+        own(
+            objective={"reference": reference, "advantage": "gae"},
+            critic=critic,
+            rollout_model={"path": "b/Qwen2.5-7B", "optimizer": None},
+        )
+    )
+    assert result.policy.path == result.objective.reference.path == "folder/models/Qwen--Qwen2.5-3B-Instruct"
+    assert result.critic.path == "folder/models/a--Qwen2.5-7B"
+    assert result.rollout_model.path == "folder/models/b--Qwen2.5-7B"
+
+
+def test_a_gpu_is_not_needed() -> None:
+    assert small(own(device="cuda")).device == "auto" and small(own(device="cpu")).device == "cpu"
+
+
+def test_servers_and_the_evaluations_engine_become_transformers_too() -> None:
+    server = {"name": "vllm_server", "urls": ["http://a:1"], "weights_folder": "/w", "dtype": "bf16"}
+    result = small(own(engine=server, evaluation={"engine": {"name": "vllm", "dtype": "bf16"}}))
+    assert {(one.name, one.dtype) for one in (result.engine, result.evaluation.engine)} == {("transformers", "bf16")}
+
+
+def test_starters_and_small_models_of_ones_own_stay(tmp_path: Path) -> None:
+    config = resolve("quickstart", None, [])
+    assert (small(config).policy, small(config).rollout_model) == (config.policy, config.rollout_model)
+    with tiny_run(own(), tmp_path) as made:
+        folder = made.config.policy.path
+    config = own(policy={"path": folder})
+    assert small(config).policy.path == folder
+
+
+def test_a_large_folder_is_replaced_by_its_architecture(tmp_path: Path) -> None:
+    family = FAMILIES[1]
+    settings = family.config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    settings.save_pretrained(tmp_path / "mine")
+    config = own(policy={"path": str(tmp_path / "mine")})
+    known = known_models(config)[config.policy.path]
+    assert known.family is family and known.tied == settings.tie_word_embeddings
+    assert small(config).policy.path.endswith("--mine")
+
+
+def test_an_unknown_family_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ModelError, match=r"'my/model' is of no family .* Qwen3 .* Llama 3"):
+        small(own(policy={"path": "my/model"}))
+
+
+# Runs
+
+
+def lines_of(made: Tiny, folder: Path) -> list[dict]:
+    """A whole run; in every iteration, text was written, judged and learned from."""
+    lines = run(made.config, folder)
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        learned(line)
+    return lines
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_loads_writes_and_trains(family, tmp_path: Path) -> None:
+    writer = {"path": f"other/{Path(family.example).name}", "optimizer": {"learning_rate": 1.0e-3}}
+    template = "chat" if family.base_has_template else "base"
+    config = own(policy={"path": family.example}, rollout_model=writer, task={"template": template})
+    with tiny_run(config, tmp_path / "tiny") as made:
+        before = AutoModelForCausalLM.from_pretrained(made.config.policy.path)
+        small_one = AutoModelForCausalLM.from_pretrained(made.config.rollout_model.path)
+        assert type(before) is type(small_one) is family.model and family.model.config_class is family.config
+        assert small_one.num_parameters() < before.num_parameters() / 2
+        lines = lines_of(made, tmp_path / "run")
+    assert lines[1]["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < lines[1]["obrs/acceptance"] < 0.99
+    after = weights(tmp_path / "run", "policy")
+    moved = [not torch.equal(after[name], value) for name, value in before.state_dict().items() if name in after]
+    assert len(moved) == len(after) and all(moved)
+    saved = load_tokenizer(tmp_path / "run" / "checkpoints" / "last" / "policy")
+    assert saved.convert_tokens_to_ids(family.tokens[-1]) == 512 + len(family.tokens) - 1
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Tiny, list[dict]]:
+    folder = tmp_path_factory.mktemp("joint")
+    config = resolve("joint_3b", "jackpot", ["policy.optimizer.learning_rate=1e-3"])
+    with tiny_run(config, folder / "tiny") as made:
+        return folder, config, made, lines_of(made, folder)
+
+
+def test_a_recipe_runs_without_hub_or_data_and_measures_its_benchmarks(joint) -> None:
+    folder, config, made, lines = joint
+    for benchmark in config.evaluation.benchmarks:
+        assert math.isfinite(lines[2][f"eval/{benchmark}/mean_at_k"])
+        rows = (folder / "eval" / f"iteration-000002-{benchmark}.jsonl").read_text().splitlines()
+        assert len(rows) == 4 * 2
+    assert len(made.data) == 7 and all("made up in place of" in line for line in made.data)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    told = {(one["split"], one["source"], one["rows"]) for one in events if one["event"] == "data"}
+    assert told >= {("train", "math", 4), ("test", "math500", 4)}
+
+
+def test_what_is_told_is_what_differs(joint) -> None:
+    _, config, made, _ = joint
+    told = {key: (old, new) for key, old, new in made.changes}
+    assert told["engine"] == ("vllm", "transformers") and told["iterations"] == (218, 2)
+    before, after = flat(config.model_dump()), flat(made.config.model_dump())
+    differing = {key for key in before if before[key] != after.get(key)}
+    engines = {"engine", "evaluation.engine"}
+    assert told.keys() == {key for key in differing if not key.startswith(ENGINES)} | engines
+    assert all((before[key], after[key]) == told[key] for key in told if key not in engines)
+
+
+def test_the_same_again_finds_the_run_and_its_models(joint) -> None:
+    folder, config, made, _ = joint
+    stamps = {path: path.stat().st_mtime_ns for path in (folder / "tiny").rglob("*")}
+    with tiny_run(config, folder / "tiny") as again:
+        assert again.config == made.config and run(again.config, folder) == []
+    assert {path: path.stat().st_mtime_ns for path in (folder / "tiny").rglob("*")} == stamps
+
+
+def test_the_environment_is_as_before_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in (None, str(tmp_path)):
+        if before:
+            monkeypatch.setenv(DATA_FOLDER, before)
+        with pytest.raises(KeyError), tiny_run(own(), tmp_path / "tiny"):
+            assert os.environ[DATA_FOLDER] == str(tmp_path / "tiny" / "data")
+            raise KeyError
+        assert os.environ.get(DATA_FOLDER) == before
+
+
+# Data
+
+
+def rows_of(made: Tiny, file: str) -> list[dict]:
+    path = Path(made.config.policy.path).parents[1] / "data" / file
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_benchmarks_that_are_here_give_their_first_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    real = [{"question": f"{number} " + "é" * 300, "answer": f"so\n#### 1{number}"} for number in range(9)]
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in real))
+    with tiny_run(own(), tmp_path / "tiny") as made:
+        tokenizer = load_tokenizer(made.config.policy.path)
+    assert "gsm8k_train.jsonl: the first problems of gsm8k" in made.data
+    assert "gsm8k_test.jsonl: made up in place of the problems of gsm8k" in made.data
+    rows = rows_of(made, "gsm8k_train.jsonl")
+    assert [row["answer"] for row in rows] == [row["answer"] for row in real[:4]]
+    assert [row["question"] for row in rows] == [f"{number} " + "é" * 149 for number in range(4)]  # 300 bytes
+    ids = tokenizer.encode(r"\boxed{10}\boxed{13}\boxed{14}", add_special_tokens=False)
+    assert len(ids) > 3 and sum(token_id >= 512 + 22 for token_id in ids) == 2  # 14 is of the fifth
+
+
+def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps([{"q": f"what is {number}?", "a": number + 0.0, "when": "now"} for number in range(9)]))
+    data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}}
+    with tiny_run(own(task={"train": data, "test": data}), tmp_path / "tiny") as made:
+        lines_of(made, tmp_path / "run")
+    assert rows_of(made, "train-mine.jsonl") == rows_of(made, "test-mine.jsonl")
+    assert rows_of(made, "train-mine.jsonl")[3] == {"q": "what is 3?", "a": 3.0, "when": "now"}
+
+
+@pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])
+def test_what_is_not_here_is_made_up_in_its_columns(source: str, tmp_path: Path) -> None:
+    train = {"source": source, "columns": {"problem": "q", "answer": "a", "uid": "key"}, "answers": "boxed"}
+    parts = {"subset": "all", "split": "part"}  # of the hub; a file has neither
+    with tiny_run(own(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny") as made:
+        assert made.config.task.train.answers == "boxed"
+    rows = rows_of(made, Path(made.config.task.train.source).name)
+    assert len(rows) == 4 and all(row.keys() == {"q", "a", "key"} and r"\boxed{" in row["a"] for row in rows)
+
+
+def test_what_is_wrong_with_the_data_is_told_as_in_any_run(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match="unknown benchmark 'gsm8kk'"),
+        tiny_run(own(task={"train": "gsm8kk"}), tmp_path),
+    ):
+        pass
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    config = own(task={"train": str(tmp_path / "bad.jsonl")})
+    with pytest.raises(DataError, match="no column 'problem'"), tiny_run(config, tmp_path / "tiny"):
+        pass
+
+
+def test_another_recipe_in_the_folder_of_a_run_is_refused(joint) -> None:
+    folder = joint[0]
+    config = resolve("joint_4b", "jackpot", [])
+    with pytest.raises(CheckpointError, match="other settings"), tiny_run(config, folder / "tiny") as made:
+        run(made.config, folder)

@@ -1,0 +1,374 @@
+"""Rollouts as verl, TRL, OpenRLHF and slime write them once they are told to, and what they say without."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from helpers.made_up_rollouts import noise, records, write
+from helpers.paths import ROOT
+from jackpot.analysis import scoring
+from jackpot.analysis.replay.formats import FORMATS, find_format
+from jackpot.analysis.replay.formats.base import read_files, torch_file
+from jackpot.analysis.replay.replay import replay
+from jackpot.analysis.responses import Response
+from jackpot.core.errors import DataError
+
+PAD = 99
+PROMPTS = [[7, 8], [9]]
+RESPONSES = [[1, 2, 3], [4, 5]]
+MASKS = [[1, 0, 1], [1, 1]]  # a tool wrote the token in the middle
+ROLLOUT = [[-0.5, 0.0, -0.25], [-1.0, -2.0]]
+OLD = [[-0.75, 0.0, -0.5], [-1.5, -2.5]]
+ADVANTAGES = [[0.5, 0.0, 0.5], [-0.5, -0.5]]
+
+
+def padded(rows, value, left=False):
+    width = max(map(len, rows))
+    fill = [[value] * (width - len(row)) for row in rows]
+    return [[*gap, *row] if left else [*row, *gap] for row, gap in zip(rows, fill, strict=True)]
+
+
+def verl(folder: Path, **left_out) -> Path:
+    """`_write_generations` with the tensors of the hint beside what it writes anyway."""
+    folder.mkdir(exist_ok=True)
+    prompts, responses = padded(PROMPTS, PAD, left=True), padded(RESPONSES, PAD)
+    exists = [
+        [int(token != PAD) for token in [*prompt, *response]]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    columns = {
+        "input": ["a", "b"],
+        "output": ["c", "d"],
+        "gts": [None, None],
+        "score": [1.0, 0.0],
+        "step": [3, 3],
+        "prompts": prompts,
+        "responses": responses,
+        "attention_mask": exists,
+        "response_mask": padded(MASKS, 0),
+        "rollout_log_probs": padded(ROLLOUT, 0.0),
+        "old_log_probs": padded(OLD, 0.0),
+        "advantages": padded(ADVANTAGES, 0.0),
+    }
+    lines = [{name: column[row] for name, column in columns.items() if name not in left_out} for row in range(2)]
+    (folder / "3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def trl(folder: Path, **left_out) -> Path:
+    """`completions_STEP.parquet` with the columns of the hint; TRL has one advantage for a response."""
+    (folder / "completions").mkdir(parents=True, exist_ok=True)
+    columns = {
+        "step": [3, 3],
+        "prompt": ["a", "b"],
+        "completion": ["c", "d"],
+        "accuracy": [1.0, 0.0],
+        "prompt_ids": padded(PROMPTS, PAD, left=True),
+        "prompt_mask": padded([[1] * len(row) for row in PROMPTS], 0, left=True),
+        "completion_ids": padded(RESPONSES, PAD),
+        "completion_mask": padded([[1] * len(row) for row in RESPONSES], 0),
+        "tool_mask": padded(MASKS, 1),
+        "sampling_per_token_logps": padded(ROLLOUT, 0.0),
+        "old_per_token_logps": padded(OLD, 0.0),
+        "advantage": [0.5, -0.5],
+    }
+    table = pa.table({name: column for name, column in columns.items() if name not in left_out})
+    pq.write_table(table, folder / "completions" / "completions_00003.parquet")
+    return folder
+
+
+def openrlhf(folder: Path, **left_out) -> Path:
+    """A list of experiences; `sequences` are one longer than the columns, which begin at the second token."""
+    folder.mkdir(exist_ok=True)
+    width = max(len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True))
+
+    def spread(rows, value):
+        placed = [[value] * (len(prompt) - 1) + row for prompt, row in zip(PROMPTS, rows, strict=True)]
+        return torch.tensor([row + [value] * (width - 1 - len(row)) for row in placed])
+
+    sequences = padded([prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)], PAD)
+    columns = {
+        "sequences": torch.tensor(sequences),
+        "action_mask": spread(MASKS, 0).bool(),
+        "rollout_log_probs": spread(ROLLOUT, 0.0),
+        "action_log_probs": spread(OLD, 0.0),
+        "advantages": spread(ADVANTAGES, 0.0),
+    }
+    torch.save([{k: v for k, v in columns.items() if k not in left_out}], folder / "experience_3.pt")
+    return folder
+
+
+def slime(folder: Path, **left_out) -> Path:
+    """The dump of training: tensors, lengths and masks of every sample."""
+    folder.mkdir(exist_ok=True)
+    samples = [
+        {
+            "data_parallel_rank": 0,
+            "sample_index": row,
+            "rollout_ids": row,
+            "tokens": torch.tensor(PROMPTS[row] + RESPONSES[row]),
+            "response_lengths": len(RESPONSES[row]),
+            "loss_masks": torch.tensor(MASKS[row]),
+            "rollout_log_probs": torch.tensor(ROLLOUT[row]),
+            "log_probs": torch.tensor(OLD[row]),
+            "advantages": torch.tensor(ADVANTAGES[row]),
+        }
+        for row in range(2)
+    ]
+    samples = [{name: value for name, value in one.items() if name not in left_out} for one in samples]
+    torch.save({"format_version": 2, "rollout_id": 3, "samples": samples}, folder / "3.pt")
+    return folder
+
+
+WRITERS = {"verl": verl, "trl": trl, "openrlhf": openrlhf, "slime": slime}
+SAMPLER = {  # its log-probs, as each calls them
+    "verl": "rollout_log_probs",
+    "trl": "sampling_per_token_logps",
+    "openrlhf": "rollout_log_probs",
+    "slime": "rollout_log_probs",
+}
+OF_POLICY = {
+    "verl": "old_log_probs",
+    "trl": "old_per_token_logps",
+    "openrlhf": "action_log_probs",
+    "slime": "log_probs",
+}
+
+
+def read(path: Path) -> tuple[str, list[Response], list[str]]:
+    told: list[str] = []
+    found, files = find_format(path, "auto")
+    return found.name, list(read_files(found, files, told.append)), told
+
+
+def sampled(response: Response, column: torch.Tensor) -> list[float]:
+    return column[response.sampled_mask].tolist()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_dump_is_recognised_and_read_token_by_token(name, tmp_path):
+    found, responses, told = read(WRITERS[name](tmp_path / name))
+    assert (found, told) == (name, []) and len(responses) == 2
+    for row, one in enumerate(responses):
+        kept = [place for place, mask in enumerate(MASKS[row]) if mask]
+        assert one.prompt_ids.tolist() == PROMPTS[row]
+        assert one.token_ids.tolist() == RESPONSES[row]
+        assert one.sampled_mask.tolist() == [bool(mask) for mask in MASKS[row]]
+        assert sampled(one, one.rollout_log_probs) == pytest.approx([ROLLOUT[row][place] for place in kept])
+        assert sampled(one, one.old_log_probs) == pytest.approx([OLD[row][place] for place in kept])
+        assert sampled(one, one.advantages) == pytest.approx([ADVANTAGES[row][place] for place in kept])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_dump_without_the_samplers_log_probs_says_what_is_missing_and_how_to_log_it(name, tmp_path):
+    path = WRITERS[name](tmp_path / name, **{SAMPLER[name]: True})
+    with pytest.raises(DataError) as error:
+        replay(path)
+    assert f"lacks {SAMPLER[name]}" in str(error.value)
+    assert str(error.value).endswith(FORMATS[name].how)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_dump_without_the_policys_log_probs_asks_for_a_model(name, tmp_path):
+    with pytest.raises(DataError, match="give --model PATH"):
+        replay(WRITERS[name](tmp_path / name, **{OF_POLICY[name]: True}))
+
+
+def test_what_verl_and_trl_write_by_themselves_is_recognised_and_refused_by_name(tmp_path):
+    columns = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs", "old_log_probs")
+    with pytest.raises(DataError, match=r"lacks responses, response_mask, rollout_log_probs; it has .*input"):
+        replay(verl(tmp_path / "verl", **dict.fromkeys((*columns, "advantages"))))
+    columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
+    with pytest.raises(DataError, match="lacks completion_ids, completion_mask, sampling_per_token_logps"):
+        replay(trl(tmp_path / "trl", **dict.fromkeys((*columns, "old_per_token_logps"))))
+
+
+def test_slimes_dump_of_rollouts_is_read_as_far_as_it_goes(tmp_path):
+    """`Sample.to_dict`: lists, a status in words, no log-probs of the policy."""
+    sample = {
+        "index": 0,
+        "rollout_id": None,
+        "prompt": "a",
+        "tokens": PROMPTS[0] + RESPONSES[0],
+        "response_length": 3,
+        "loss_mask": None,
+        "rollout_log_probs": ROLLOUT[0],
+        "status": "completed",
+        "metadata": {},
+        "spec_info": {"spec_verify_ct": 0},
+    }
+    torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "3.pt")
+    torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "eval_3.pt")
+    name, responses, _ = read(tmp_path)
+    assert name == "slime" and len(responses) == 1  # what was evaluated is not trained on
+    assert responses[0].token_ids.tolist() == RESPONSES[0] and responses[0].sampled_mask.all()
+    assert responses[0].old_log_probs is None
+
+
+def test_a_batch_that_trl_wrote_again_at_the_next_step_is_read_once(tmp_path):
+    folder = trl(tmp_path / "trl") / "completions"
+    table = pq.read_table(folder / "completions_00003.parquet")
+    again = table.set_column(0, "step", pa.array([4, 4]))
+    pq.write_table(again, folder / "completions_00004.parquet")
+    other = again.set_column(again.column_names.index("advantage"), "advantage", pa.array([0.25, -0.25]))
+    pq.write_table(other, folder / "completions_00005.parquet")
+    _, responses, told = read(tmp_path / "trl")
+    assert [one.advantages[0].item() for one in responses] == [0.5, -0.5, 0.25, -0.25] and told == []
+
+
+def test_a_repeated_batch_is_read_where_it_is_given_alone(tmp_path):
+    folder = trl(tmp_path / "trl") / "completions"
+    path = folder / "completions_00004.parquet"
+    path.write_bytes((folder / "completions_00003.parquet").read_bytes())
+    _, responses, _ = read(path)
+    assert len(responses) == 2
+
+
+def test_trls_completions_without_tools_have_no_mask_of_them(tmp_path):
+    _, responses, told = read(trl(tmp_path / "trl", tool_mask=True))
+    assert told == [] and all(one.sampled_mask.all() for one in responses)
+
+
+def test_a_file_from_before_the_hint_is_told_and_the_others_are_replayed(tmp_path):
+    for name, writer in WRITERS.items():
+        folder = writer(tmp_path / name)
+        file = next(path for path in folder.rglob("*.*") if path.is_file())
+        bare = writer(tmp_path / f"{name} bare", **{SAMPLER[name]: True})
+        old = next(path for path in bare.rglob("*.*") if path.is_file())
+        shutil.copy(old, file.with_name(file.name.replace("3", "1")))
+        found = replay(folder)
+        assert float(found.run["responses"].value) == 2, name
+        assert found.unreadable == 1 and "; the file is left out" in found.problems[0], name
+        assert f"lacks {SAMPLER[name]}" in found.problems[0], name
+
+
+def test_a_stray_file_among_a_dump_is_told(tmp_path):
+    for name, stray in (("openrlhf", torch.ones(2)), ("slime", {"weight": torch.ones(2)})):
+        folder = WRITERS[name](tmp_path / name)
+        torch.save(stray, folder / "stray.pt")
+        _, responses, told = read(folder)
+        assert len(responses) == 2 and len(told) == 1 and "stray.pt has no" in told[0], name
+
+
+def test_responses_without_a_policy_among_others_are_left_out_and_told(tmp_path):
+    lines = list(records(noise(0.3), responses=60))
+    for name in ("old_log_probs", "log_probs"):
+        del lines[4][name]
+    found = replay(write(tmp_path / "a.jsonl", iter(lines)))
+    assert float(found.run["responses"].value) == 59 and found.unreadable == 1
+    assert "no log-probs of the policy" in found.problems[0] and "response 4" in found.problems[0]
+
+
+def test_a_look_at_a_checkpoint_reads_none_of_its_tensors(tmp_path):
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.pt")
+    content = torch_file(tmp_path / "optimizer.pt", print)
+    with (tmp_path / "optimizer.pt").open("r+b") as file:  # what is not read yet is what stands there now
+        place = file.read().index(torch.ones(1000).numpy().tobytes())
+        file.seek(place)
+        file.write(torch.full((1000,), 2.0).numpy().tobytes())
+    assert content["weight"].eq(2.0).all()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch_file(tmp_path / "old.pt", print)["weight"].eq(1.0).all()
+
+
+def test_files_are_read_in_the_order_of_their_steps(tmp_path):
+    for step in (10, 9, 100):
+        write(tmp_path / f"{step}.jsonl", records(noise(0.1), responses=1))
+    found, files = find_format(tmp_path, "auto")
+    assert found.name == "jsonl" and [file.stem for file in files] == ["9", "10", "100"]
+
+
+def test_damaged_lines_and_files_are_named_and_counted_and_the_rest_is_replayed(tmp_path):
+    lines = [json.dumps(line) for line in records(noise(0.3), responses=60)]
+    short = json.loads(lines[1]) | {"rollout_log_probs": [-1.0]}
+    nan = json.loads(lines[2]) | {"old_log_probs": [float("nan")] * 20}
+    above = json.loads(lines[3]) | {"rollout_log_probs": [0.5] * 20}
+    broken = [json.dumps(short), json.dumps(nan), json.dumps(above), lines[4][:100]]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[10:], *broken]))
+    found = replay(tmp_path)
+    assert found.unreadable == 4 and float(found.run["responses"].value) == 50
+    text = "\n".join(found.problems)
+    assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has nan at" in text
+    assert "a log-probability is at most 0" in text and "a.jsonl line 54 is no JSON" in text
+
+
+def test_a_response_that_lacks_what_the_others_have_is_left_out_and_named(tmp_path):
+    folder = slime(tmp_path / "slime")
+    content = torch.load(folder / "3.pt")
+    aborted = {"tokens": [1], "response_length": 0, "rollout_log_probs": None}
+    torn = content["samples"][0] | {"response_lengths": None}
+    torch.save(content | {"samples": [aborted, *content["samples"], torn]}, folder / "3.pt")
+    _, responses, told = read(folder)
+    assert len(responses) == 2 and len(told) == 2
+    assert "response 3: TypeError" in told[0] and "response 0 lacks rollout_log_probs" in told[1]
+
+
+def test_a_damaged_torch_or_parquet_file_is_named_and_code_in_a_pickle_is_never_run(tmp_path):
+    slime(tmp_path / "slime")
+    (tmp_path / "slime" / "4.pt").write_bytes(b"nothing")
+    torch.save({"samples": [Path("/")]}, tmp_path / "slime" / "5.pt")
+    _, responses, told = read(tmp_path / "slime")
+    assert len(responses) == 2 and len(told) == 2 and "4.pt" in told[0] and "5.pt" in told[1]
+    trl(tmp_path / "trl")
+    (tmp_path / "trl" / "completions" / "completions_00004.parquet").write_bytes(b"PAR1 nothing")
+    _, responses, told = read(tmp_path / "trl")
+    assert len(responses) == 2 and "completions_00004.parquet" in told[0]
+
+
+def test_what_no_format_recognises_is_refused_with_the_columns_of_bare_jsonl(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
+    with pytest.raises(DataError, match=r"token_ids .*of the response"):
+        replay(tmp_path)
+    with pytest.raises(DataError, match="lacks token_ids, rollout_log_probs; it has text"):
+        replay(tmp_path, "jsonl")
+    with pytest.raises(DataError, match="has no saved rollouts of trl"):
+        replay(tmp_path, "trl")
+
+
+def test_what_a_model_cannot_read_is_refused(tmp_path):
+    bare = write(tmp_path / "bare.jsonl", records(noise(0.3), responses=1))
+    with pytest.raises(DataError, match="has no prompt_ids"):
+        replay(bare, model="starter:policy")
+    line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [99]}
+    with pytest.raises(DataError, match="token id 99 in response 0 or its lists, but --model has 32 tokens"):
+        replay(write(tmp_path / "other.jsonl", iter([line])), model="starter:policy")
+    for outside in (32, -1):
+        line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [9]}
+        line["rollout_top_ids"][3][5] = outside
+        with pytest.raises(DataError, match=f"token id {outside} in response 0 or its lists"):
+            replay(write(tmp_path / "lists.jsonl", iter([line])), model="starter:policy")
+
+
+def test_long_prompts_are_read_a_few_at_a_time_and_the_same(tmp_path, monkeypatch):
+    lines = list(records(noise(0.3), responses=8))
+    for number, line in enumerate(lines):
+        line["prompt_ids"] = [4 + number % 3] * (30 + number)
+    path = write(tmp_path / "a.jsonl", iter(lines))
+    whole = replay(path, model="starter:policy", names=["none"])
+    held = []
+    forward = scoring.predicting_hidden
+
+    def watched(model, prompts, prompt_mask, index, ids, mask):
+        held.append(len(ids) * (prompts.shape[1] + ids.shape[1]))
+        return forward(model, prompts, prompt_mask, index, ids, mask)
+
+    monkeypatch.setattr(scoring, "predicting_hidden", watched)
+    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 160)
+    parts = replay(path, model="starter:policy", names=["none"])
+    assert len(held) == 4 and max(held) <= 160  # and not 8 responses of 20 tokens at once, with prompts of 37
+    assert float(parts.run["ratio"].value) == pytest.approx(float(whole.run["ratio"].value), rel=1e-4)
+
+
+def test_every_format_has_its_section_in_the_documentation():
+    text = (ROOT / "docs" / "replay.md").read_text()
+    for name, found in FORMATS.items():
+        assert f"`{name}`" in text, name
+        if name in WRITERS:  # the code to add is the same, however its lines are broken
+            code = "\n".join(line for line in found.how.splitlines() if line.startswith("    "))
+            assert " ".join(re.findall(r"\w+", code)) in " ".join(re.findall(r"\w+", text)), name

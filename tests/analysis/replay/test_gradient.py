@@ -1,0 +1,132 @@
+"""The factors, the bias and the variance of `jackpot replay` against sums over every token, coin and sign."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jackpot.analysis.replay.factors import factors, inputs_of
+from jackpot.analysis.replay.gradient import state_sums
+from jackpot.analysis.replay.settings import Setting, settings_of
+from jackpot.analysis.replay.states import States
+from jackpot.objectives.losses import clipped_surrogate
+from jackpot.objectives.obrs import exact_z, known_z
+
+STATES, VOCABULARY = 3, 4
+SIGNS = [torch.tensor(signs, dtype=torch.float64) for signs in itertools.product((-1.0, 1.0), repeat=VOCABULARY)]
+SETTINGS = {one.label: one for one in settings_of(None, []) if not one.is_of_whole_responses}
+LABELS = ["none", "is", "tis", "icepop", "drop", "obrs", "obrs expected", "mask_only", "reweight_only", "z_only"]
+
+
+@pytest.fixture(scope="module")
+def states() -> States:
+    """At the first step on a batch: old and new policy are one."""
+    generator = torch.Generator().manual_seed(5)
+    rollout, new = (
+        (2.0 * torch.randn(STATES, VOCABULARY, generator=generator, dtype=torch.float64)).log_softmax(-1)
+        for _ in range(2)
+    )
+    advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    return States(at=torch.ones(1, STATES, dtype=torch.bool), rollout=rollout, new=new, old=new, advantages=advantages)
+
+
+def inputs(setting: Setting, states: States, uniforms: float):
+    z = exact_z(states.rollout, states.new, setting.objective.correction.lam).unsqueeze(-1).expand_as(states.new)
+    mask, coins = torch.ones_like(states.new, dtype=torch.bool), torch.full_like(states.new, uniforms)
+    return replace(inputs_of(setting, states.rollout, states.new, states.new, mask, known_z(z)), uniforms=coins)
+
+
+def loss_gradient(setting: Setting, states: States, state: int, token: int, coin: float, advantage: float):
+    """d loss / d logits of one state, by autograd through the loss that training has; the ascent direction."""
+    given = inputs(setting, states, coin)
+    correction = setting.objective.correction.apply(given, {})
+    logits = states.new[state].clone().requires_grad_()
+    log_prob = logits.log_softmax(-1)[token]
+    clips = (setting.objective.clip_low, setting.objective.clip_high)
+    proximal = given.proximal_log_probs[state, token]
+    surrogate = clipped_surrogate(log_prob, proximal, torch.tensor(advantage, dtype=torch.float64), *clips)
+    (correction.accept_mask * correction.weights)[state, token].mul(surrogate).backward()
+    return logits.grad
+
+
+def by_hand(setting: Setting, states: States):
+    """Squared norms summed over states, by enumeration of tokens, coins and the signs of every token's advantage."""
+    coins = [(number + 0.5) / 200 for number in range(200)]
+    estimator = both = exact = noise = 0.0
+    for state in range(STATES):
+        p_inf, p_new, size = states.rollout[state].exp(), states.new[state].exp(), states.advantages[state].abs().item()
+        seen = [  # of an advantage of 1, for every coin
+            torch.stack([loss_gradient(setting, states, state, token, coin, 1.0) for coin in coins])
+            for token in range(VOCABULARY)
+        ]
+        ideal = torch.eye(VOCABULARY, dtype=torch.float64) - p_new
+        for signs in SIGNS:
+            advantages = size * signs
+            mean = sum(p_inf[x] * advantages[x] * seen[x].mean(0) for x in range(VOCABULARY))
+            second = sum(p_inf[x] * advantages[x] ** 2 * seen[x].square().sum(-1).mean() for x in range(VOCABULARY))
+            target = sum(p_new[x] * advantages[x] * ideal[x] for x in range(VOCABULARY))
+            estimator += mean.square().sum() / len(SIGNS)
+            both += (mean * target).sum() / len(SIGNS)
+            exact += target.square().sum() / len(SIGNS)
+            noise += (second - mean.square().sum()) / len(SIGNS)
+    return estimator, both, exact, noise
+
+
+def of_states(setting: Setting, states: States):
+    return state_sums(factors(setting, inputs(setting, states, 0.5), states.new, None, {}), states)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_sums_are_those_of_training_loss_over_every_token_coin_and_sign(label, states):
+    found = of_states(SETTINGS[label], states).gradient
+    estimator, both, exact, noise = by_hand(SETTINGS[label], states)
+    within = {"rel": 0.02 if label in ("obrs", "mask_only") else 1e-9}  # 200 coins are not all coins
+    assert float(found.exact) == pytest.approx(float(exact), rel=1e-9)
+    assert float(found.estimator) == pytest.approx(float(estimator), **within)
+    assert float(found.both) == pytest.approx(float(both), **within)
+    assert float(found.noise) == pytest.approx(float(noise), **within)
+    assert found.bias == pytest.approx(float((1 - both**2 / (estimator * exact)).clamp(min=0).sqrt()), abs=0.02)
+
+
+def test_importance_sampling_has_no_bias_and_no_drift_and_the_policys_own_text_no_variance_more(states):
+    found = of_states(SETTINGS["is"], states)
+    assert found.gradient.bias == pytest.approx(0.0, abs=1e-7) and found.gradient.scale == pytest.approx(1.0)
+    assert found.gradient.drift_size == pytest.approx(0.0, abs=1e-7)
+    own = States(at=states.at, rollout=states.new, new=states.new, old=states.new, advantages=states.advantages)
+    assert of_states(SETTINGS["is"], own).gradient.variance == pytest.approx(1.0)
+
+
+def test_without_a_correction_drift_is_the_pull_of_an_equal_advantage_towards_the_writer(states):
+    """A (p_inf - p_new), the gradient of a constant advantage, for which the exact one is 0."""
+    found = of_states(SETTINGS["none"], states)
+    squares = states.advantages.square()
+    pull = (squares * (states.rollout.exp() - states.new.exp()).square().sum(-1)).sum()
+    scale, exact = found.gradient.scale, float(found.gradient.exact)
+    assert found.gradient.drift_size == pytest.approx(float((pull / (scale**2 * exact)).sqrt()))
+
+
+def test_expected_obrs_is_truncated_importance_sampling_on_z_rho(states):
+    """a min(w, c1) = min(Z rho, c1), DESIGN of the method: the coin adds variance and nothing else."""
+    setting = SETTINGS["obrs expected"]
+    found = factors(setting, inputs(setting, states, 0.5), states.new, None, {})
+    z = exact_z(states.rollout, states.new, 1.0).unsqueeze(-1)
+    expected = (z * (states.new - states.rollout).exp()).clamp(max=3.0)
+    torch.testing.assert_close(found.mean, expected)
+    torch.testing.assert_close(found.square, expected.square())
+    sampled = factors(SETTINGS["obrs"], inputs(SETTINGS["obrs"], states, 0.5), states.new, None, {})
+    torch.testing.assert_close(sampled.mean, expected)
+    assert (sampled.square >= found.square - 1e-12).all() and (sampled.square > found.square + 1e-3).any()
+
+
+def test_ppos_clip_takes_the_gradient_on_the_side_of_the_advantage():
+    setting = SETTINGS["none"]
+    rollout = torch.zeros(1, 4, dtype=torch.float64)
+    new = torch.tensor([[0.5, 0.5, -0.5, -0.5]], dtype=torch.float64)  # ratios 1.65 and 0.61
+    mask = torch.ones_like(new, dtype=torch.bool)
+    given = inputs_of(setting, rollout, rollout, new, mask, known_z(torch.ones_like(new)))
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+    found = factors(setting, given, new, advantages, {})
+    assert found.clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]
+    torch.testing.assert_close(found.mean, new.exp() * (1.0 - found.clipped))
+    assert factors(setting, given, new, None, {}).clipped.tolist() == [[0.5] * 4]

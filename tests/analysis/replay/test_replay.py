@@ -1,0 +1,388 @@
+"""Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot tell."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.made_up_rollouts import discovered, noise, records, write
+from jackpot.analysis.replay.recommend import Judged, choose
+from jackpot.analysis.replay.replay import Replay, replay
+from jackpot.analysis.replay.settings import settings_of
+from jackpot.core.errors import ConfigError, DataError
+from jackpot.objectives.corrections import CORRECTIONS
+from jackpot.ui.views.replay import facts, replay_sections
+
+
+def of(tmp_path: Path, *arguments, **settings) -> Replay:
+    return replay(write(tmp_path / "made_up.jsonl", records(*arguments, **settings)))
+
+
+def judged(found: Replay, label: str):
+    return next(one for one in found.answer.judged if one.setting.label == label)
+
+
+def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
+    found = of(tmp_path, noise(0.02))
+    assert (found.answer.verdict, found.answer.correction) == ("none needed", "none")
+    assert (
+        "No correction is needed" in found.answer.sentence and "total variation, 4,000 tokens" in found.answer.sentence
+    )
+
+
+def test_of_one_distribution_nothing_is_misplaced_and_every_token_counts(tmp_path):
+    found = of(tmp_path, noise(0.0))
+    for one in found.answer.judged:
+        assert one.misplaced == pytest.approx(0.0, abs=1e-9)
+        assert one.effective == pytest.approx(1.0)
+
+
+def test_a_mild_gap_needs_truncated_importance_sampling_and_nothing_more(tmp_path):
+    found = of(tmp_path, noise(0.3))
+    assert found.answer.settings == {"name": "tis"}
+    assert judged(found, "none").misplaced > 0.05 > 100 * judged(found, "tis").misplaced
+    assert found.answer.halves_agree
+
+
+def test_a_heavy_tail_needs_obrs_without_its_coin(tmp_path):
+    found = of(tmp_path, discovered(share=0.1, lift=8.0))
+    assert found.answer.settings == {"name": "obrs", "mask": "expected"}
+    assert judged(found, "tis").misplaced > 2 * judged(found, "obrs expected").misplaced
+    assert judged(found, "is").effective < 0.1  # the weights of a tail eat the batch
+
+
+def test_a_tail_without_top_k_lists_is_not_taken_for_wrong_log_probs_alone(tmp_path):
+    """Without the lists a tail that was not sampled looks like log-probs that do not fit: both are named."""
+    found = of(tmp_path, discovered(share=0.1, lift=8.0), lists=False)
+    assert found.answer.verdict == "cannot tell" and found.answer.correction is None
+    assert "must be 1" in found.answer.sentence and "hardly ever writes" in found.answer.sentence
+
+
+def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
+    found = of(tmp_path, noise(0.3), responses=10, length=600)
+    assert found.answer.settings["name"] == "tis"
+    assert "Nothing that weighs whole responses: over 600 tokens" in found.answer.sentence
+    short = of(tmp_path, noise(0.3), responses=1000, length=1)
+    assert "whole responses" not in short.answer.sentence
+
+
+def test_stale_text_needs_a_correction_towards_the_policy_that_is_updated(tmp_path):
+    found = of(tmp_path, noise(0.4), stale=True)
+    assert found.answer.settings == {"name": "tis_adjusted"}
+    heavy = of(tmp_path, discovered(share=0.1, lift=8.0), stale=True)
+    assert heavy.answer.settings == {"name": "obrs", "mask": "expected", "target": "new", "proximal": "new"}
+    assert judged(found, "none").misplaced > 0.05  # by PPO's clip, for its ratio is p_new / p_old already
+
+
+def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
+    found = of(tmp_path, noise(0.05), stale=True)
+    assert found.answer.verdict == "none needed" and "PPO's clip" in found.answer.sentence
+
+
+def test_no_correction_is_advised_for_models_that_have_little_in_common(tmp_path):
+    found = of(tmp_path, noise(5.0))
+    assert (found.answer.verdict, found.answer.correction) == ("too far", None)
+    assert "closer writer" in found.answer.sentence
+
+
+def test_too_few_tokens_give_no_answer(tmp_path):
+    found = of(tmp_path, noise(0.3), responses=10)
+    assert found.answer.verdict == "cannot tell" and "200 sampled tokens and 1,000" in found.answer.sentence
+
+
+def truncated(lines, lists: bool):
+    """A writer with top-p: what it leaves out has probability 0 in it, and the rest more."""
+    for line in lines:
+        line["rollout_log_probs"] = [value + 0.105 for value in line["old_log_probs"]]  # 10 % were left out
+        line["rollout_log_probs"] = [min(value, 0.0) for value in line["rollout_log_probs"]]
+        if not lists:
+            for name in [name for name in line if "top" in name]:
+                del line[name]
+        yield line
+
+
+def test_log_probs_of_truncated_sampling_are_found_out(tmp_path):
+    found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=False)))
+    assert found.answer.verdict == "cannot tell" and "top-p" in found.answer.sentence
+
+
+def test_lists_that_do_not_fit_the_sampled_tokens_are_found_out(tmp_path):
+    found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=True)))
+    assert found.answer.verdict == "cannot tell" and "than the top-k lists allow" in found.answer.sentence
+
+
+def cut(lines):
+    """The writer's lists end where its top-k sampling ends."""
+    for line in lines:
+        rows = torch.tensor(line["rollout_top_log_probs"])
+        rows.scatter_(1, rows.topk(2, largest=False).indices, -torch.inf)
+        line["rollout_top_log_probs"] = rows.log_softmax(-1).tolist()
+        yield line
+
+
+def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
+    found = replay(write(tmp_path / "a.jsonl", cut(records(discovered(share=1.0, lift=6.0)))))
+    assert found.answer.verdict == "cannot tell" and "could not sample" in found.answer.sentence
+    assert 0.01 < judged(found, "is").misplaced < 1.0  # what cannot be written no weight brings back
+
+
+def test_halves_that_disagree_are_told(tmp_path):
+    def mixed():
+        quiet, loud = records(noise(0.0)), records(discovered(share=0.1, lift=8.0))
+        for number, pair in enumerate(zip(quiet, loud, strict=True)):
+            yield pair[number % 2]
+
+    found = replay(write(tmp_path / "a.jsonl", mixed()))
+    assert not found.answer.halves_agree
+    assert "Not sure: of the two halves" in found.answer.sentence and "none" in found.answer.sentence
+
+
+def test_every_correction_is_replayed_and_what_needs_lists_is_left_out_without_them(tmp_path):
+    found = of(tmp_path, noise(0.3))
+    assert {one.setting.name for one in found.corrections} == set(CORRECTIONS)
+    assert found.left_out == ()
+    bare = of(tmp_path, noise(0.3), lists=False)
+    assert set(CORRECTIONS) - {one.setting.name for one in bare.corrections} == {"obrs", "reweight_only", "z_only"}
+    assert any("obrs" in text and "top-k lists" in text for text in bare.left_out)
+    assert "Sampled, not summed" in bare.answer.sentence
+
+
+def test_sums_over_the_vocabulary_and_over_the_sampled_tokens_agree(tmp_path):
+    found = of(tmp_path, noise(0.3), responses=400)
+    for one in found.corrections:
+        if one.setting.is_of_whole_responses:
+            continue
+        sums, states = one.whole.sums, one.whole.states
+        assert float(sums["factor"].value) == pytest.approx(float(states.mean.value), abs=0.015), one.setting.label
+        assert float(sums["square"].value) == pytest.approx(float(states.square.value), rel=0.05), one.setting.label
+
+
+@pytest.mark.parametrize("size", [0.3, 1.0])
+def test_what_is_misplaced_by_the_sampled_tokens_is_never_far_too_small(tmp_path, size):
+    """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
+    found = of(tmp_path, noise(size), responses=600)
+    for one in found.corrections:
+        if one.setting.is_of_whole_responses or one.setting.name in ("ppo_is", "reweight_only"):  # never advised
+            continue
+        exact, sampled = one.whole.states.misplaced_share, one.whole.apart
+        assert 0.9 * exact - 0.002 <= sampled <= 1.8 * exact + 0.005, one.setting.label
+        if one.setting.name in ("none", "z_only", "mask_only", "is"):
+            assert sampled == pytest.approx(exact, rel=0.05, abs=0.001), one.setting.label
+
+
+def partly_known(lists_hold: float):
+    """`lists_hold` of the states are certain and the same in both models; the others are wide, far apart, and 20 tokens
+    are not nearly all of them."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(100):
+        logits = torch.randn(40, 200, generator=generator, dtype=torch.float64)
+        certain = torch.rand(40, generator=generator) < lists_hold
+        logits[certain, 0] += 16.0
+        policy = logits.clone()
+        policy[~certain] += 0.8 * torch.randn(200, generator=generator, dtype=torch.float64)
+        writer, policy = logits.log_softmax(-1), policy.log_softmax(-1)
+        ids = torch.multinomial(writer.exp(), 1, generator=generator)
+        top, policy_top = writer.topk(20), policy.topk(20)
+        yield (
+            {
+                "uid": str(number),
+                "token_ids": ids[:, 0].tolist(),
+                "rollout_log_probs": writer.gather(1, ids)[:, 0].tolist(),
+                "old_log_probs": policy.gather(1, ids)[:, 0].tolist(),
+                "rollout_top_ids": top.indices.tolist(),
+                "rollout_top_log_probs": top.values.tolist(),
+                "policy_top_ids": policy_top.indices.tolist(),
+                "policy_top_log_probs": policy_top.values.tolist(),
+            },
+            float((writer.exp() - policy.exp()).abs().sum(-1).mean() / 2.0),
+        )
+
+
+def test_tokens_whose_lists_hold_little_count_as_much_as_the_others(tmp_path):
+    lines = list(partly_known(0.6))
+    found = replay(write(tmp_path / "a.jsonl", (line for line, _ in lines)))
+    gap = sum(apart for _, apart in lines) / len(lines)
+    none = judged(found, "none")
+    assert 0.5 < none.known < 0.7
+    assert gap > 0.1 and none.misplaced == pytest.approx(gap, rel=0.08)
+    assert found.answer.verdict == "correct" and "and sampled at the others" in found.answer.sentence
+
+
+def test_wrong_log_probs_are_found_out_where_the_lists_hold_most_of_the_other_tokens(tmp_path):
+    lines = [line for line, _ in partly_known(0.6)]
+    for line in lines:
+        wide = [min(row) > -6.0 for row in line["rollout_top_log_probs"]]
+        pairs = zip(line["rollout_log_probs"], wide, strict=True)
+        line["rollout_log_probs"] = [value / 1.5 if is_wide else value for value, is_wide in pairs]
+    found = replay(write(tmp_path / "a.jsonl", iter(lines)))
+    assert found.answer.verdict == "cannot tell" and "must be 1" in found.answer.sentence
+
+
+def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, monkeypatch):
+    """In half of the responses the policy had moved, and Z of the old policy is not known there."""
+    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 400)
+    fresh = list(records(noise(0.3), responses=100))
+    stale = list(records(noise(0.3), responses=100, seed=1))
+    for line in stale:
+        line["uid"] += " stale"
+        line["old_log_probs"] = [value - 0.05 for value in line["log_probs"]]
+    found = replay(write(tmp_path / "a.jsonl", iter(fresh + stale)))
+    labels = {one.setting.label for one in found.answer.judged}
+    assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
+    assert judged(found, "tis").known == pytest.approx(0.5) and judged(found, "tis_adjusted").known == 1.0
+    assert any("obrs expected" in text and "2,000 of 4,000 tokens" in text for text in found.left_out)
+
+
+def test_a_correction_that_halves_little_is_not_advised_because_another_one_is_worse():
+    settings = {one.label: one for one in settings_of(None, ())}
+
+    def chosen(**misplaced: float):
+        found = [Judged(setting=settings[name], misplaced=m, effective=0.9, known=1.0) for name, m in misplaced.items()]
+        return choose(found, misplaced["none"])
+
+    assert chosen(none=0.04, tis=0.039, icepop=0.09) is None
+    assert chosen(none=0.10, tis=0.05, icepop=0.19).setting.name == "tis"
+    assert chosen(none=0.04, icepop=0.019).setting.name == "icepop"
+
+
+def test_what_is_apart_between_the_old_policy_and_the_new_one_is_a_total_variation(tmp_path):
+    """Of three distributions: text of the first, and |p_old - p_new| / 2 summed over the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    apart, lines = [], []
+    for number in range(300):
+        first, second, third = (torch.randn(3, 20, 12, generator=generator, dtype=torch.float64)).unbind()
+        writer, old = (2.0 * first).log_softmax(-1), (2.0 * first + 1.5 * second).log_softmax(-1)
+        new = (old + 0.5 * third).log_softmax(-1)
+        ids = torch.multinomial(writer.exp(), 1, generator=generator)
+        names = ("rollout_log_probs", "old_log_probs", "log_probs")
+        columns = {
+            name: rows.gather(1, ids)[:, 0].tolist() for name, rows in zip(names, (writer, old, new), strict=True)
+        }
+        lines.append({"uid": str(number), "token_ids": ids[:, 0].tolist(), **columns})
+        apart.append((old.exp() - new.exp()).abs().sum(-1).mean() / 2.0)
+    found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
+    assert float(found.run["apart_stale"].value) == pytest.approx(float(torch.stack(apart).mean()), rel=0.06)
+
+
+def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypatch):
+    path = write(tmp_path / "made_up.jsonl", records(noise(0.3)))
+    whole = replay(path, names=["tis", "icepop", "is"])
+    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 400)
+    small = replay(path, names=["tis", "icepop", "is"])
+    for one, other in zip(whole.answer.judged, small.answer.judged, strict=True):
+        assert other.misplaced == pytest.approx(one.misplaced, abs=1e-9)
+        assert other.effective == pytest.approx(one.effective)
+
+
+def test_the_gap_of_the_first_and_of_the_last_file_stand_beside_each_other(tmp_path):
+    for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
+        write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step))
+    found = dict(replay(tmp_path, names=["none"]).ends)
+    alone = replay(tmp_path / "10.jsonl", names=["none"])
+    assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["apart"].value))}
+    assert len(alone.ends) == 1
+
+
+def replayed(tmp_path: Path, lines, **settings) -> Replay:
+    return replay(write(tmp_path / "made_up.jsonl", iter(lines)), **settings)
+
+
+def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
+    lines = list(records(noise(0.3), lists=False))
+    for line in lines:
+        del line["log_probs"]
+        line["old_log_probs"] = list(line["rollout_log_probs"])
+    found = replayed(tmp_path, lines)
+    assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
+    lines[7]["old_log_probs"][3] -= 1e-6
+    assert replayed(tmp_path, lines).answer.verdict == "none needed"
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("old_log_probs", -math.inf), ("advantages", math.nan), ("rollout_log_probs", -9999.0), ("log_probs", math.nan)],
+)
+def test_one_value_that_is_no_number_decides_nothing(tmp_path, column, value):
+    lines = list(records(noise(0.3), lists=False))
+    lines[3] |= {"advantages": [1.0] * 20, "log_probs": list(lines[3]["log_probs"])}
+    without = replayed(tmp_path, lines[:3] + lines[4:])
+    lines[3][column][5] = value
+    found = replayed(tmp_path, lines)
+    assert found.unreadable == 1 and f"response 4: {column} has {value:g}" in found.problems[0]
+    assert "sampled_mask" in found.problems[0] and found.answer.sentence == without.answer.sentence
+    lines[3]["sampled_mask"] = [place != 5 for place in range(20)]
+    assert replayed(tmp_path, lines).unreadable == 0
+
+
+def test_numbers_that_overflow_give_no_answer(tmp_path):
+    lines = list(records(noise(0.3), lists=False))
+    lines[3]["rollout_log_probs"][5] = -720.0
+    found = replayed(tmp_path, lines)
+    assert found.answer.verdict == "cannot tell" and "not a finite number" in found.answer.sentence
+
+
+def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path):
+    lines = list(records(noise(0.3)))
+    for line in lines[:70]:
+        line["sampled_mask"] = [False] * 20
+    path = write(tmp_path / "made_up.jsonl", iter(lines))
+    path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
+    found = replay(path)
+    assert float(found.run["responses"].value) == 130 and any("70 responses" in text for text in found.left_out)
+    assert found.unreadable == 31 and "line 201 is no JSON object" in found.problems[0]
+    with pytest.raises(DataError, match="70 responses: no token of them was sampled"):
+        replayed(tmp_path, lines[:70])
+
+
+def test_halves_are_every_other_response_however_long_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 300)
+    found = of(tmp_path, noise(0.3), responses=5, length=300)
+    assert [int(half["responses"].value) for half in found.run_halves] == [3, 2]
+    assert "Not checked" not in found.answer.sentence
+    one = of(tmp_path, noise(0.3), responses=1, length=1500)
+    assert one.answer.halves_agree is None and "Not checked on two halves" in one.answer.sentence
+
+
+def test_corrections_that_cannot_be_replayed_leave_the_tables_of_the_run(tmp_path):
+    found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
+    assert found.answer.verdict == "cannot tell" and found.corrections == ()
+    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and replay_sections(found)
+
+
+def test_positions_that_a_correction_was_not_replayed_at_are_empty(tmp_path):
+    long = list(records(noise(0.5), responses=30, length=100, seed=1, lists=False))
+    for line in long:
+        line["uid"] += " long"
+    found = replayed(tmp_path, [*records(noise(0.5)), *long])
+    tables = {item.title: item for item in replay_sections(found)["replay"].items}
+    by_band = tables["Rejected, by position and by the policy's entropy (H, nats)"]
+    place = by_band.columns.index("at 64-255")
+    shown = {row[0].split(",")[0]: row[place] for row in by_band.rows}
+    assert shown["obrs"] == "" and shown["icepop"].endswith("%")
+
+
+def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
+    lines = list(records(noise(0.3)))
+    for name in [name for name in lines[0] if "top" in name]:
+        del lines[0][name]
+    found = replayed(tmp_path, lines)
+    assert judged(found, "tis").known == pytest.approx(199 / 200) and found.answer.correction == "tis"
+    assert any("obrs" in text and "3,980 of 4,000 tokens" in text for text in found.left_out)
+
+
+def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
+    lines = list(records(noise(0.8), lists=False))
+    lines[0]["tokens"] = lines[0]["tokens"][:3]
+    found = replayed(tmp_path, lines)
+    assert found.problems == ("made_up.jsonl, response 1: tokens has 3 entries, there are 20 token_ids; left out",)
+
+
+def test_names_that_do_not_exist_are_refused(tmp_path):
+    path = write(tmp_path / "made_up.jsonl", records(noise(0.3), responses=1))
+    with pytest.raises(ConfigError, match="unknown correction 'tiss'; did you mean 'tis'"):
+        replay(path, names=["tiss"])
+    with pytest.raises(ConfigError, match="unknown format 'verll'"):
+        replay(path, "verll")
+    with pytest.raises(DataError, match="there is no"):
+        replay(tmp_path / "nowhere")

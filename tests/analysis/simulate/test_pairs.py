@@ -1,0 +1,194 @@
+"""Real pairs of models: what `jackpot simulate` says of them, against their own forward pass one response at a time."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
+from helpers.runs import run, small_config
+from jackpot.analysis.simulate import pairs
+from jackpot.analysis.simulate.pairs import Bench, advice, pair_states
+from jackpot.analysis.simulate.runs import simulate_candidates, simulate_run
+from jackpot.config.recipes import resolve
+from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.models.load import load_tokenizer, starter_path
+
+TEMPERATURE = 0.8
+
+
+def log_probs(model, prompt: list[int], response: list[int], temperature: float) -> np.ndarray:
+    """Of every token of the vocabulary at every token of the response: [T, V] float64, in one plain forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].double().numpy()
+    logits = logits / temperature
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+
+
+def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches and chunks so small that responses and batches are cut."""
+    monkeypatch.setattr(pairs, "_FORWARD_TOKENS", 24)
+    monkeypatch.setattr(pairs, "_CHUNK_ELEMENTS", 3 * 24)
+    policy, writer = tiny_model(0).eval(), tiny_model(1).eval()
+    draw = np.random.default_rng(0)
+    responses = [draw.integers(2, 24, length).tolist() for length in (5, 1, 9, 3)]
+    rollouts = [rollout_of(tiny_prompt(3 + row, row), ids) for row, ids in enumerate(responses)]
+    tool = rollouts[2].sampled_mask.clone()
+    tool[2:5] = False
+    rollouts[2] = replace(rollouts[2], sampled_mask=tool)
+    chunks = list(pair_states(policy, writer, rollouts, TEMPERATURE))
+    assert max(map(len, chunks)) == 3 and sum(map(len, chunks)) == 15
+    for model, name in ((writer, "rollout"), (policy, "target")):
+        expected = np.concatenate(
+            [
+                log_probs(model, list(one.prompt.token_ids), one.token_ids.tolist(), TEMPERATURE)[
+                    one.sampled_mask.numpy()
+                ]
+                for one in rollouts
+            ]
+        )
+        found = torch.cat([getattr(chunk, name) for chunk in chunks])
+        assert found.dtype == torch.float64
+        np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
+    written = torch.cat([one.token_ids[one.sampled_mask] for one in rollouts])
+    assert torch.cat([chunk.token_ids for chunk in chunks])[:, 0].equal(written)
+
+
+def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
+    config = small_config()
+    bench = Bench(config, "starter:policy", ["starter:rollout_model"], prompts=20, seed=4)
+    written = bench._answers("starter:rollout_model")
+    found, _ = bench.measure("a", "starter:policy", "starter:rollout_model")
+    models = [
+        AutoModelForCausalLM.from_pretrained(starter_path(role), dtype=torch.float32)
+        for role in ("policy", "rollout_model")
+    ]
+    both = [
+        [log_probs(model, list(one.prompt.token_ids), one.token_ids.tolist(), 1.0) for one in written.rollouts]
+        for model in models
+    ]
+    target, rollout = (np.concatenate(rows) for rows in both)
+    p, q = np.exp(target), np.exp(rollout)
+    kept = np.minimum(p, q)
+    z = kept.sum(1)
+    near = {"rel": 1e-4, "abs": 1e-6}
+    assert found.states == len(z) == written.tokens and found.responses == 20
+    assert found.mean_tokens == pytest.approx(len(z) / 20)
+    assert found.kl_policy_rollout == pytest.approx((p * (target - rollout)).sum(1).mean(), **near)
+    assert found.kl_rollout_policy == pytest.approx((q * (rollout - target)).sum(1).mean(), **near)
+    assert found.kl_after == pytest.approx((p * (target - np.log(kept / z[:, None]))).sum(1).mean(), **near)
+    assert found.acceptance == pytest.approx(z.mean(), **near) and found.low_acceptance == (z < 0.5).mean()
+    assert found.acceptance_spread == pytest.approx(z.std(), **near)
+    ratios = np.array(
+        [
+            (at[range(len(ids)), ids] - by[range(len(ids)), ids]).sum()
+            for at, by, ids in zip(*both, [one.token_ids.tolist() for one in written.rollouts], strict=True)
+        ]
+    )
+    assert found.sequence_log_ratio == pytest.approx(ratios.mean(), **near)
+    assert found.sequence_ess == pytest.approx(np.exp(ratios).sum() ** 2 / (20 * np.exp(2 * ratios).sum()), **near)
+    union = [set(np.argsort(-a)[:20]) | set(np.argsort(-b)[:20]) for a, b in zip(p, q, strict=True)]
+    captured = np.mean([sum(row[list(ids)]) for row, ids in zip(q, union, strict=True)])
+    assert found.k == 20 and found.captured == pytest.approx(captured, **near) and 0.0 <= found.width < 0.01
+    assert found.accuracy == written.accuracy and found.policy_accuracy == bench._answers("starter:policy").accuracy
+    assert (found.parameters, found.policy_parameters) == (88_512, 280_416)
+
+
+def test_a_model_beside_itself_has_no_gap_and_the_closer_candidate_the_smaller_one() -> None:
+    found = simulate_candidates(small_config(), ["starter:policy", "starter:rollout_model"], prompts=12, seed=0)
+    same, other = found.candidates
+    assert (same.name, other.name) == ("starter:policy", "starter:rollout_model") and found.training == ()
+    assert same.kl_policy_rollout < 1e-9 and same.acceptance == pytest.approx(1.0) and same.size_share == 1.0
+    assert same.sequence_ess == pytest.approx(1.0) and same.advice.startswith("a small gap")
+    assert other.kl_policy_rollout > 0.01 and other.acceptance < 0.99 and other.advice.startswith("a gap that OBRS is")
+    assert [source.name for source in found.views.sources] == ["starter:policy", "starter:rollout_model"]
+    assert found.views.theorems.optimality.better == 0
+    assert {row.k for row in found.views.sources[0].topk} == {5, 10, 20, 32}
+
+
+def test_a_model_that_knows_nothing_is_too_far_away(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, seed=0, vocab_size=32)
+    load_tokenizer("starter:policy").save_pretrained(tmp_path)
+    [far] = simulate_candidates(small_config(), [str(tmp_path)], prompts=6, seed=0).candidates
+    assert far.acceptance < 0.5 and far.low_acceptance > 0.5 and far.advice.startswith("a gap that is too large")
+
+
+def test_advice_tells_the_kinds_of_gap_apart() -> None:
+    cases = {
+        (0.995, 0.001, 0.0009): "a small gap",
+        (0.91, 0.1, 0.04): "a gap that OBRS is meant for",
+        (0.91, 0.2, 0.16): "a gap that rejection hardly closes",
+        (0.3, 3.0, 0.5): "a gap that is too large",
+    }
+    for (acceptance, kl, after), kind in cases.items():
+        text = advice(acceptance, kl, after)
+        assert text.startswith(kind) and f"{100 * acceptance:.1f} are kept" in text
+        assert f"{kl:.4f} to {after:.4f}" in text
+
+
+def test_without_candidates_the_recipes_rollout_model_is_measured_and_the_same_seed_gives_the_same() -> None:
+    found = simulate_candidates(small_config(), [], prompts=5, seed=1)
+    assert [one.name for one in found.candidates] == ["starter:rollout_model"]
+    assert found == simulate_candidates(small_config(), [], prompts=5, seed=1)
+    assert found.candidates != simulate_candidates(small_config(), [], prompts=5, seed=2).candidates
+    benches = [Bench(small_config(), "starter:policy", ["starter:rollout_model"], 5, seed) for seed in (1, 2)]
+    first, second = ({prompt.uid for prompt in bench.prompts} for bench in benches)
+    assert len(first) == len(second) == 5 and first != second
+
+
+def test_no_more_than_the_most_states_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "MOST_STATES", 30)
+    [found] = simulate_candidates(small_config(), [], prompts=10, seed=0).candidates
+    assert 10 < found.states <= 30 and found.responses == 10
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--rollout-model PATH"):
+        simulate_candidates(resolve("quickstart", "on_policy", []), [], prompts=2, seed=0)
+    with pytest.raises(ConfigError, match="twice"):
+        simulate_candidates(small_config(), ["starter:policy"] * 2, prompts=2, seed=0)
+    with pytest.raises(ConfigError, match=r"top_p 0\.9.*sampling\.top_p=1\.0"):
+        simulate_candidates(small_config("sampling.top_p=0.9"), [], prompts=2, seed=0)
+
+
+def test_a_run_is_measured_at_its_start_and_at_every_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    config = small_config("checkpoint.every=1", "checkpoint.keep=9", "policy.optimizer.learning_rate=0.003")
+    run(config, tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-3" / "policy" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    found = simulate_run(tmp_path, prompts=6, seed=0)
+    assert [stage.iteration for stage in found.training] == [0, 1, 2, 4]
+    [left_out] = found.left_out
+    assert str(damaged) in left_out and "bytes" in left_out
+    start = simulate_candidates(config, [], prompts=6, seed=0).candidates[0]
+    assert replace(found.training[0].measured, name=start.name) == start
+    gaps = [stage.measured.kl_policy_rollout for stage in found.training]
+    assert len(set(gaps)) == 4 and all(math.isfinite(gap) for gap in gaps)
+    last = tmp_path / "checkpoints" / "step-4"
+    again = Bench(config, str(last / "policy"), [str(last / "rollout_model")], 6, 0)
+    assert (
+        again.measure("iteration 4", str(last / "policy"), str(last / "rollout_model"))[0]
+        == found.training[-1].measured
+    )
+    assert [source.name for source in found.views.sources] == ["iteration 0", "iteration 4"]
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 4  # nothing was set aside
+
+
+def test_a_run_with_corrupt_checkpoints_only_and_one_without_a_rollout_model_are_refused(tmp_path: Path) -> None:
+    run(small_config("iterations=1", "checkpoint.keep=1"), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-1" / "state.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint that can be used \(1 are corrupt"):
+        simulate_run(tmp_path / "run", prompts=2, seed=0)
+    run(small_config("iterations=1", arm="on_policy"), tmp_path / "alone")
+    with pytest.raises(ConfigError, match="writes for itself"):
+        simulate_run(tmp_path / "alone", prompts=2, seed=0)
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        simulate_run(tmp_path, prompts=2, seed=0)

@@ -1,0 +1,486 @@
+"""Settings: what is refused and how it is said, arms, overrides, and defaults."""
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import pydantic
+import pytest
+import torch
+
+import jackpot
+from jackpot.config import build as config_build
+from jackpot.config import corrections as config_corrections
+from jackpot.config import run as config
+from jackpot.config import tasks as config_tasks
+from jackpot.config.build import build_config, merge, nest
+from jackpot.config.run import Config
+from jackpot.core import types
+from jackpot.core.errors import ConfigError
+from jackpot.objectives import advantages, corrections, joint, losses
+from jackpot.rollout.tasks.registry import TASKS
+
+PACKAGE = Path(jackpot.__file__).parent
+RECIPE = {
+    "iterations": 3,
+    "policy": {"path": "p", "optimizer": {"learning_rate": 1e-4}},
+    "rollout_model": {"path": "r", "optimizer": {"learning_rate": 1e-3}},
+    "batch": {"prompts": 6, "group_size": 4},
+}
+OBRS = {"objective": {"correction": "obrs"}}
+
+
+def build(*changes, **options):
+    """The recipe with changes laid over it; dotted keys are nested."""
+    recipe = RECIPE
+    for change in changes:
+        for key, value in change.items():
+            recipe = merge(recipe, nest(key, value))
+    return build_config(recipe, **options)
+
+
+def message(*changes, **options):
+    with pytest.raises(ConfigError) as error:
+        build(*changes, **options)
+    return str(error.value)
+
+
+# Unknown and impossible settings
+
+
+@pytest.mark.parametrize(
+    ("key", "guess"),
+    [
+        ("objektive", "objective"),
+        ("objective.clip_lo", "objective.clip_low"),
+        ("objective.correction.lamb", "objective.correction.lam"),
+        ("rollout_model.correction.kap", "rollout_model.correction.cap"),
+        ("rollout_model.optimiser", "rollout_model.optimizer"),
+        ("policy.optimizer.learning_rat", "policy.optimizer.learning_rate"),
+        ("sampling.tempratur", "sampling.temperature"),
+        ("task.max_operands", "task.max_operand"),
+        ("engine.max_batchsize", "engine.max_batch_size"),
+        ("batch.group", "batch.group_size"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_its_place_a_guess_and_the_valid_ones(key, guess):
+    text = message({key: 1})
+    assert text.startswith(f"unknown setting {key!r}; did you mean {guess!r}? Valid: ")
+    assert guess in text.split("Valid: ")[1].split(", ")
+
+
+def test_the_valid_settings_are_those_of_the_chosen_correction():
+    text = message({"objective.correction": {"name": "tis", "c1": 2.0}})
+    assert text.endswith("Valid: objective.correction.cap, objective.correction.name, objective.correction.proximal")
+
+
+RATIO_CORRECTIONS = corrections.CORRECTIONS.keys() - {
+    "obrs",
+    "mask_only",
+    "reweight_only",
+    "z_only",
+    "target_only",
+    "coin_only",
+}
+UNKNOWN_VALUES = [
+    ("objective.correction", "obsr", "; did you mean 'obrs'?", ", ".join(sorted(corrections.CORRECTIONS))),
+    ("objective.correction.target", "oldd", "; did you mean 'old'?", "new, old"),
+    ("objective.aggregate", "tokens", "; did you mean 'token'?", "constant, sequence, token"),
+    ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
+    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, math, tool_arithmetic"),
+    ("precision", "fp8", ".", "bf16, fp32"),
+]
+WRONG_VALUES = [
+    ("objective.correction.lam", -2, "greater than 0"),
+    ("objective.correction.c1", math.nan, "greater than 0"),
+    ("batch.prompts", 0, "greater than or equal to 1"),
+    ("iterations", 2.5, "a valid integer"),
+    ("iterations", "5", "a valid integer"),
+    ("seed", True, "a valid integer"),
+    ("sampling.top_p", 1.5, "less than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize(("key", "given", "guess", "valid"), UNKNOWN_VALUES)
+def test_an_unknown_value_is_refused_with_its_place_a_guess_and_the_valid_ones(key, given, guess, valid):
+    assert message({key: given}) == f"{key}: unknown value {given!r}{guess} Valid: {valid}"
+
+
+@pytest.mark.parametrize(("key", "given", "allowed"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_its_place_what_was_given_and_what_is_allowed(key, given, allowed):
+    assert message({key: given}) == f"{key}: {given!r} was given. Input should be {allowed}"
+
+
+def test_a_wrong_value_in_a_list_is_refused_with_its_index():
+    text = message({"policy.optimizer.betas": [0.9, -1]})
+    assert text == "policy.optimizer.betas.1: -1 was given. Input should be greater than or equal to 0"
+
+
+def test_what_every_run_must_set_is_named():
+    with pytest.raises(ConfigError) as error:
+        build_config({})
+    named = [line.split(":")[0] for line in str(error.value).splitlines()]
+    assert named == ["iterations", "policy", "rollout_model", "batch"]
+    assert all(line.endswith("is missing; it has no default, so set it") for line in str(error.value).splitlines())
+
+
+def test_several_mistakes_are_all_named():
+    assert len(message({"seeds": 1, "iterations": 0, "objective.clip_low": -1}).splitlines()) == 3
+
+
+# Batches
+
+
+def test_a_step_that_does_not_divide_the_batch_is_refused_with_all_the_numbers():
+    text = message({"batch.step_size": 5})
+    assert text == (
+        "batch: prompts 6 x group_size 4 = 24 sequences do not divide into optimizer steps of step_size 5; choose a "
+        "step_size that divides 24, or other prompts or group_size"
+    )
+    assert "step_size 48" in message({"batch.step_size": 48})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rollouts", "steps"),
+    [
+        ({}, 24, 1),
+        ({"batch.step_size": 24}, 24, 1),
+        ({"batch.step_size": 8}, 24, 3),
+        ({"batch.step_size": 8, "batch.epochs": 2}, 24, 6),
+        ({"batch.epochs": 4}, 24, 4),
+    ],
+)
+def test_the_arithmetic_of_batches(changes, rollouts, steps):
+    batch = build(changes).batch
+    assert (batch.rollouts, batch.steps_per_iteration) == (rollouts, steps)
+
+
+def test_groups_of_one_are_refused():
+    assert "batch.group_size is 1, so every advantage of 'grpo' would be 0" in message({"batch.group_size": 1})
+
+
+@pytest.mark.parametrize("pull", [{"objective.entropy_weight": 0.01}, {"objective.reference": {"weight": 0.1}}])
+def test_what_pulls_on_all_tokens_is_not_divided_by_the_accepted_ones(pull):
+    assert "count: proposed" in message({"objective.count": "accepted"} | pull)
+
+
+def test_a_constant_denominator_with_accepted_counts_is_refused():
+    changes = {"objective.aggregate": "constant", "objective.count": "accepted"}
+    assert "use count: proposed, or aggregate: token or sequence" in message(changes)
+    for one in changes:
+        build({one: changes[one]})
+
+
+# Normalisers
+
+
+def test_topk_without_top_log_probs_is_refused():
+    assert "normalizer 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0})
+    build({"sampling.num_top_log_probs": 0, "objective.correction": "tis"})
+    build({"sampling.num_top_log_probs": 0, "objective.correction.normalizer": "exact"})
+
+
+@pytest.mark.parametrize("truncation", [{"sampling.top_p": 0.9}, {"sampling.top_k": 5}])
+def test_an_exact_normaliser_of_a_truncated_engine_is_refused(truncation):
+    exact = {"objective.correction.normalizer": "exact"}
+    text = message(exact, truncation)
+    assert "the engine samples with top_p" in text and "use top_p 1 and top_k 0, or normalizer: topk" in text
+    build(exact)
+    build(truncation)
+
+
+def test_an_exact_normaliser_whose_weights_will_have_moved_is_refused():
+    exact_new = {"objective.correction": {"name": "obrs", "normalizer": "exact", "target": "new"}}
+    for several, count in (({"batch.step_size": 8}, 3), ({"batch.epochs": 2}, 2)):
+        assert f"with {count} optimizer steps per iteration they have moved on" in message(exact_new, several)
+        build(exact_new, several, {"objective.correction.target": "old"})
+        build(exact_new, several, {"rollout_model.optimizer": None})  # frozen: its weights stay
+        assert "moved on" in message(exact_new, several, {"rollout_model": None})  # the policy itself moves
+    build(exact_new)
+
+
+def test_an_exact_normaliser_of_what_was_written_ahead_is_refused_unless_its_writer_is_frozen():
+    exact, ahead = {"objective.correction.normalizer": "exact"}, {"batch.ahead": 1}
+    for writer in ({}, {"rollout_model.update": "iteration"}, {"rollout_model": None}):
+        assert "with batch.ahead 1 they have moved on" in message(exact, ahead, writer)
+        build(ahead, writer)
+    build(exact, ahead, {"rollout_model.optimizer": None})
+
+
+def test_no_engine_writes_more_than_one_batch_ahead():
+    assert build().batch.ahead == 0 and build({"batch.ahead": 1}).batch.ahead == 1
+    text = message({"batch.ahead": 2})
+    assert "ahead is 2, allowed are 0 and 1" in text and text.endswith("use ahead: 1")
+    assert message({"batch.ahead": -1}).startswith("batch.ahead")
+
+
+# LoRA
+
+
+def test_a_lora_block_has_defaults_and_takes_one_name_or_several():
+    assert build().policy.lora is None and build().rollout_model.lora is None
+    assert build({"policy.lora": {}}).policy.lora == config.LoraConfig(
+        rank=16, alpha=32, target_modules=("all-linear",)
+    )
+    for given, names in (("q_proj", ("q_proj",)), (["q_proj", "v_proj"], ("q_proj", "v_proj"))):
+        assert build({"rollout_model.lora": {"target_modules": given}}).rollout_model.lora.target_modules == names
+
+
+@pytest.mark.parametrize("given", [[], [1], 1])
+def test_target_modules_that_are_no_names_are_refused(given):
+    assert message({"policy.lora": {"target_modules": given}}).startswith("policy.lora.target_modules")
+
+
+def test_a_setting_that_a_lora_block_does_not_have_is_refused_with_the_valid_ones():
+    text = message({"policy.lora": {"dropout": 0.1}})
+    assert text.endswith("Valid: policy.lora.alpha, policy.lora.rank, policy.lora.target_modules")
+
+
+def test_an_adapter_on_a_frozen_rollout_model_is_refused():
+    text = message({"rollout_model.optimizer": None, "rollout_model.lora": {"rank": 4}})
+    assert text == (
+        "rollout_model: lora of rank 4 was given for a frozen rollout model, which trains nothing; give it an "
+        "optimizer, or set lora: null"
+    )
+
+
+# Recipes, arms, overrides
+
+
+def test_a_correction_by_name_has_that_corrections_defaults():
+    assert build({"objective.correction": "tis"}).objective.correction == config.TISCorrection()
+    assert build({"objective.correction": {"cap": 2.0, "name": "tis"}}).objective.correction.cap == 2.0
+    assert build({"objective.correction": {"lam": 2.0}}).objective.correction == config.OBRSCorrection(lam=2.0)
+    assert build({"rollout_model.correction": {"cap": 2.0}}).rollout_model.correction.name == "tis"
+
+
+def test_a_task_by_name_has_that_tasks_settings():
+    assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
+    assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()
+    tool = {"name": "tool_arithmetic", "max_operand": 12}
+    assert build({"task": tool}).task == config_tasks.ToolArithmeticConfig(max_operand=12)
+    assert build({"task.max_operand": 12}).task == config_tasks.ArithmeticConfig(max_operand=12)
+    assert "min_terms 4 is above max_terms 3" in message({"task": tool | {"min_terms": 4}})
+    text = message({"task": tool | {"max_operands": 12}})
+    assert text.startswith("unknown setting 'task.max_operands'; did you mean 'task.max_operand'?")
+
+
+MATH = {"name": "math", "train": "gsm8k", "test": "math500"}
+
+
+def test_data_and_rewards_have_short_forms():
+    task = build({"task": MATH}).task
+    assert (task.train.source, task.test.source) == ("gsm8k", "math500")
+    assert [reward.name for reward in task.rewards] == ["correct"]
+    long = {
+        "train": {"source": "gsm8k", "limit": 5},
+        "rewards": [{"name": "correct"}, {"name": "format", "weight": 0.5}],
+    }
+    changed = build({"task": MATH, "task.train.limit": 5, "task.rewards": ["correct", "format"]}).task
+    assert changed.train == build({"task": MATH | long}).task.train
+    assert [(reward.name, reward.weight) for reward in build({"task": MATH | long}).task.rewards] == [
+        ("correct", 1.0),
+        ("format", 0.5),
+    ]
+    assert [reward.name for reward in changed.rewards] == ["correct", "format"]
+    assert build({"task": MATH, "task.rewards": "format"}).task.rewards == changed.rewards[1:]
+
+
+def test_another_source_of_data_replaces_its_block_and_the_same_one_does_not():
+    block = {"x": {"source": "own.jsonl", "columns": {"answer": "gold"}}}
+    assert merge(block, {"x": "gsm8k"}) == {"x": {"source": "gsm8k"}}
+    assert merge(block, {"x": {"source": "gsm8k"}}) == {"x": {"source": "gsm8k"}}
+    assert merge(block, {"x": "own.jsonl"}) == block
+    assert merge(block, {"x": {"limit": 5}}) == {"x": block["x"] | {"limit": 5}}
+    named = build({"task": MATH, "task.train": "math500"}).task.train
+    assert build({"task": MATH, "task.train.limit": 5, "task.train.source": "math500"}).task.train == named
+
+
+def test_settings_of_data_that_do_not_go_together_are_refused():
+    assert "test.streaming needs test.limit" in message({"task": MATH, "task.test.streaming": True})
+    assert build({"task": MATH, "task.test": {"streaming": True, "limit": 9}}).task.test.limit == 9
+    uid = {"task": MATH, "task.train": {"streaming": True, "columns": {"uid": "key"}}}
+    assert "columns.uid is 'key', but streaming cannot see whether ids are unique" in message(uid)
+    assert "rewards: format is given more than once" in message({"task": MATH, "task.rewards": ["format", "format"]})
+    assert message({"task": MATH, "task.train.lmit": 5}).startswith(
+        "unknown setting 'task.train.lmit'; did you mean 'task.train.limit'?"
+    )
+    assert (
+        message({"task": {"name": "math", "train": "gsm8k"}}) == "task.test: is missing; it has no default, so set it"
+    )
+    assert message({"task": MATH, "task.train.limit": 0}).startswith("task.train.limit: 0 was given.")
+    assert message({"task": MATH, "task.train": 3}).startswith("task.train: 3 was given.")
+    assert "did you mean 'plain'" in message({"task": MATH, "task.train.answers": "plane"})
+
+
+def test_merge_goes_down_key_by_key_and_leaves_its_arguments_alone():
+    base = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
+    changes = {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
+    merged = merge(base, changes)
+    assert merged == {"a": {"b": 1, "c": {"d": 3, "f": 4}}, "e": [3], "g": None}
+    assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
+    assert changes == {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
+
+
+def test_another_name_replaces_its_block_and_the_same_name_does_not():
+    base = {"x": {"name": "obrs", "lam": 2.0}}
+    assert merge(base, {"x": {"name": "tis"}}) == {"x": {"name": "tis"}}
+    assert merge(base, {"x": "tis"}) == {"x": {"name": "tis"}}
+    assert merge(base, {"x": {"name": "obrs", "c1": 1.0}}) == {"x": {"name": "obrs", "lam": 2.0, "c1": 1.0}}
+    assert merge(base, {"x": "obrs"}) == base
+    assert merge(base, {"x": {"c1": 1.0}}) == {"x": {"name": "obrs", "lam": 2.0, "c1": 1.0}}
+
+
+def test_a_change_inside_a_block_that_was_named_in_short_keeps_its_name():
+    recipe = {"objective": {"correction": "tis"}}
+    assert merge(recipe, nest("objective.correction.cap", 7.0))["objective"]["correction"] == {
+        "name": "tis",
+        "cap": 7.0,
+    }
+
+
+def test_nest_unfolds_dots():
+    assert nest("a.b.c", 1) == {"a": {"b": {"c": 1}}} and nest("a", {"b": 1}) == {"a": {"b": 1}}
+
+
+def test_overrides_are_stronger_than_the_arm_and_the_arm_than_the_recipe():
+    recipe = RECIPE | {
+        "seed": 1,
+        "description": "recipe",
+        "arms": {"b": {"seed": 2, "description": "arm"}, "empty": None},
+    }
+    assert build_config(recipe).seed == 1
+    assert build_config(recipe, "empty").seed == 1
+    assert build_config(recipe, "b").seed == 2
+    both = build_config(recipe, "b", [nest("seed", 3), nest("iterations", 9), nest("seed", 4)])
+    assert (both.seed, both.description, both.iterations) == (4, "arm", 9)
+
+
+def test_an_arm_may_exchange_the_correction():
+    recipe = RECIPE | {
+        "objective": {"correction": {"name": "obrs", "lam": 2.0}},
+        "arms": {"tis": {"objective": {"correction": {"name": "tis", "cap": 2.0}}}, "obrs": {}},
+    }
+    assert build_config(recipe, "tis").objective.correction == config.TISCorrection(cap=2.0)
+    assert build_config(recipe, "obrs").objective.correction == config.OBRSCorrection(lam=2.0)
+
+
+def test_an_unknown_arm_lists_the_known_ones():
+    recipe = RECIPE | {"arms": {"obrs": {}, "tis": {}}}
+    with pytest.raises(ConfigError, match=r"unknown arm 'obsr'; did you mean 'obrs'\? Valid: obrs, tis"):
+        build_config(recipe, "obsr")
+    with pytest.raises(ConfigError, match=r"unknown arm 'obrs'\. Valid: \(none\)"):
+        build_config(RECIPE, "obrs")
+
+
+def test_a_mistake_in_an_arm_is_found_when_the_arm_is_used():
+    recipe = RECIPE | {"arms": {"bad": {"objectiv": {}}}}
+    build_config(recipe)
+    with pytest.raises(ConfigError, match=r"unknown setting 'objectiv'"):
+        build_config(recipe, "bad")
+
+
+def test_a_resolved_config_is_a_recipe_for_itself():
+    for changes in ({}, {"objective.correction": "tis", "rollout_model": None}, {"rollout_model.optimizer": None}):
+        resolved = build(changes)
+        assert build_config(resolved.model_dump(mode="json")) == resolved
+
+
+# The classes themselves
+
+
+def blocks():
+    found = [Config]
+    for block in found:
+        for field in block.model_fields.values():
+            found += [cls for cls in config_build._model_classes(field.annotation) if cls not in found]
+    return found
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.__name__)
+def test_every_block_is_frozen_and_refuses_unknown_keys(block):
+    assert block.model_config["frozen"] and block.model_config["extra"] == "forbid"
+
+
+def test_settings_cannot_be_changed_after_they_are_read():
+    resolved = build()
+    for target in (resolved, resolved.objective, resolved.objective.correction, resolved.sampling):
+        with pytest.raises(pydantic.ValidationError, match="frozen"):
+            setattr(target, next(iter(type(target).model_fields)), 1)
+
+
+def test_the_defaults_are_those_of_the_paper():
+    correction = build(OBRS).objective.correction
+    assert (correction.lam, correction.c1, correction.c2) == (1.0, 3.0, 3.0)
+    assert (correction.mask, correction.target, correction.kappa) == ("sampled", "old", "auto")
+    assert build().sampling.num_top_log_probs == 20
+    assert build().objective.count == "proposed"
+    assert build().rollout_model.distill == "forward"
+
+
+def test_every_name_that_a_setting_allows_exists_in_the_code():
+    """And the other way round: what is registered can be chosen."""
+
+    def allowed(block, field):
+        return set(re.findall(r"'(\w+)'", str(block.model_fields[field].annotation)))
+
+    assert allowed(config.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys() | {"gae"}
+    assert allowed(config.ReferenceConfig, "estimate") == losses.SAMPLED_KL.keys() | {"exact"}
+    assert allowed(config.ObjectiveConfig, "aggregate") == losses.AGGREGATES.keys()
+    assert allowed(config.ObjectiveConfig, "count") == joint.COUNTS.keys()
+    assert allowed(config.OBRSCorrection, "mask") == corrections.MASKS.keys()
+    assert allowed(config.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
+    assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
+    assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
+    names = {block.model_fields["name"].default for block in blocks() if block.__name__.endswith("Correction")}
+    assert names == corrections.CORRECTIONS.keys()
+    tasks = config_build._model_classes(Config.model_fields["task"].annotation)
+    assert {task.model_fields["name"].default for task in tasks} == TASKS.keys()
+
+
+def test_a_default_is_written_once():
+    """No function or class elsewhere gives a parameter the name and the default of a setting."""
+    defaults = {
+        (name, repr(field.default))
+        for module in (config, config_corrections, types)
+        for block in vars(module).values()
+        if isinstance(block, type) and issubclass(block, pydantic.BaseModel)
+        for name, field in block.model_fields.items()
+        if isinstance(field.default, int | float | str | bool) and name not in ("name", "seed")
+    }
+    repeated = [
+        f"{path.relative_to(PACKAGE)}:{line} {name} = {value}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "types.py" and not path.name.startswith("config")
+        for line, name, value in parameter_defaults(ast.parse(path.read_text()))
+        if (name, value) in defaults
+    ]
+    assert repeated == []
+
+
+def parameter_defaults(tree):
+    """(line, name, source of the default) of every parameter that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            positional = [*node.args.posonlyargs, *node.args.args]
+            given = zip(positional[::-1], node.args.defaults[::-1], strict=False)
+            named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            for parameter, default in [*given, *named]:
+                if default is not None:
+                    yield node.lineno, parameter.arg, ast.unparse(default)
+
+
+@pytest.mark.parametrize("arms", [["x"], {"x": "none"}, 3])
+def test_arms_that_are_no_mapping_of_mappings_are_refused(arms):
+    with pytest.raises(ConfigError, match="arms"):
+        build_config(RECIPE | {"arms": arms}, "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("betas", [0.9]), ("betas", [0.9, 1.0]), ("learning_rate", math.inf), ("learning_rate", math.nan)],
+)
+def test_numbers_that_the_optimizer_cannot_use_are_refused_with_their_key(key, value):
+    with pytest.raises(ConfigError, match=f"policy.optimizer.{key}"):
+        build_config(RECIPE, None, [nest(f"policy.optimizer.{key}", value)])

@@ -1,0 +1,250 @@
+"""The papers' recipes: every row of every table, settings with their sources, and the regime that each row is about."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from decimal import Decimal
+
+import pytest
+import yaml
+
+from helpers.paths import ROOT
+from jackpot.config.recipes import load_recipe, recipe_files, recipe_names, resolve
+from jackpot.config.recipes.listing import listed
+from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.run import Config
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+
+PAPERS = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]
+RUNNABLE = [(name, arm) for name in PAPERS for arm in listed(name).arms]
+PAGE = (ROOT / "docs" / "reproducing.md").read_text()
+
+# Rows of each table, its numbers and their sum in percent, counted in the papers.
+TABLES = {
+    ("Jackpot", "Table 1"): (4 + 4 + 3, 72, "3267.7600"),
+    ("Jackpot", "Table 2"): (2 + 2, 32, "1624.07"),
+    ("Jackpot", "Table 3"): (4 + 3 + 4, 88, "3635.82"),
+    ("submission", "Table 1"): (5 + 3 + 4, 96, "3889.90"),
+    ("submission", "Table 2"): (3 + 3, 80, "2704.4"),
+    ("submission", "Table 3"): (5 + 3 + 4, 72, "5216.711"),
+    ("submission", "Table 4"): (5 + 3 + 4, 72, "2080.260"),
+    ("submission", "Table 5"): (3, 12, "783.334"),
+    ("submission", "Table 6"): (2, 8, "505.089"),
+    ("submission", "Table 7"): (4, 16, "1064.731"),
+    ("submission", "Table 8"): (5, 20, "1137.6"),
+    ("submission", "Table 9"): (3, 12, "795.792"),
+}
+
+
+def published() -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Recipe, paper, table, row, column and the number as it is written there."""
+    for name in PAPERS:
+        for table in yaml.load(recipe_files(name)[0].read_text(), yaml.BaseLoader)["published"]:
+            for row in table["rows"]:
+                for column, number in zip(table.get("columns", ()), row.get("numbers", ()), strict=False):
+                    yield name, table["paper"], table["table"], row["row"], column, number
+
+
+def test_every_row_of_every_table_is_there_once() -> None:
+    rows = [
+        (table.paper, table.table, row.row) for name in PAPERS for table in listed(name).published for row in table.rows
+    ]
+    assert Counter(rows).most_common(1)[0][1] == 1
+    counts = Counter((paper, re.match(r"(Table \d+)?", table)[0]) for paper, table, _ in rows)
+    assert {key: counts[key] for key in TABLES} == {key: rows for key, (rows, _, _) in TABLES.items()}
+    assert {paper for paper, _, _ in rows} == {"Jackpot", "submission", "Jet-RL", "TIS post"}
+
+
+@pytest.mark.parametrize(("paper", "table"), TABLES)
+def test_the_numbers_of_a_table_are_those_of_the_paper(paper: str, table: str) -> None:
+    numbers = [
+        Decimal(number)
+        for _, its_paper, its_table, _, _, number in published()
+        if (its_paper, its_table.partition(",")[0]) == (paper, table) and number != "null"
+    ]
+    _, count, total = TABLES[paper, table]
+    assert len(numbers) == count and sum(numbers) == Decimal(total)
+
+
+def test_what_cannot_run_is_what_trains_in_fp8() -> None:
+    reasons = {row.not_runnable for name in PAPERS for table in listed(name).published for row in table.rows}
+    assert all("FP8" in reason and "learner" in reason for reason in reasons - {""})
+    waiting = Counter(
+        (name, row.arm) for name in PAPERS for table in listed(name).published for row in table.rows if row.not_runnable
+    )
+    assert waiting == {("jet_rl", f"jet_rl_{size}"): 1 for size in ("7b", "8b", "32b")}
+
+
+SOURCE = re.compile(
+    r"source: (Jackpot|submission|Jet-RL|TIS post|verl's (default|quickstart|DAPO script))[ ,:;]"
+    r"|source: verl's (default|quickstart|DAPO script)$"
+    r"|not published\b[^:]*: \S"
+)
+
+
+def leaves(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from leaves(item)
+    else:
+        for _, value in node.value:
+            yield from leaves(value)
+
+
+def unsourced(text: str) -> list[str]:
+    """Lines with a setting but without a word on where its value is from."""
+    lines = text.splitlines()
+    keys = [(key.value, value) for key, value in yaml.compose(text).value]
+    settings = [value for key, value in keys if key not in ("description", "base", "published")]
+    numbers = sorted({leaf.start_mark.line for value in settings for leaf in leaves(value)})
+    return [lines[number] for number in numbers if not SOURCE.match(lines[number].partition("  # ")[2])]
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_setting_says_where_its_value_is_from(name: str) -> None:
+    assert unsourced(recipe_files(name)[0].read_text()) == []
+
+
+def test_a_setting_without_a_source_or_a_reason_is_seen() -> None:
+    text = (
+        "description: x\na: 1  # source: Jackpot Table 1\nb: {c: 2}\nd: 3  # not published\ne: 4  # source: somebody\n"
+    )
+    assert unsourced(text) == ["b: {c: 2}", "d: 3  # not published", "e: 4  # source: somebody"]
+
+
+@pytest.mark.parametrize(("name", "figures"), [("tis_dapo_32b", {"1"}), ("tis_dapo_distill", {"3"})])
+def test_a_recipe_of_the_post_cites_the_figures_of_its_own_model(name: str, figures: set[str]) -> None:
+    """Figure 1 is of 32B, and so is "the first 250 steps"; Figure 3 is of 1.5B."""
+    text = recipe_files(name)[0].read_text()
+    assert set(re.findall(r"source: TIS post, Figure (\d)", text)) <= figures
+    source = next(line for line in text.splitlines() if line.startswith("iterations: "))
+    assert ("not published for this model" in source) == (name == "tis_dapo_distill")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_page_names_the_recipe_and_its_ambiguities(name: str) -> None:
+    assert f"`{name}`" in PAGE
+
+
+def test_every_published_mean_can_occur_but_for_those_that_the_page_lists() -> None:
+    """A mean of n answers to P problems is a multiple of 1 / (nP): 16 answers for AIME, 4 for the rest."""
+    impossible, checked = set(), 0
+    for name, paper, table, row, column, number in published():
+        benchmark, _, measure = column.partition(" ")
+        repeats = paper == "submission" and re.match(r"Table [134],", table)  # of Jackpot's numbers
+        if name == "threshold_4b" or repeats or benchmark not in BENCHMARKS or number == "null":
+            continue  # Table 8 has one decimal
+        if measure.startswith("mean@") or measure == "pass@1":
+            answers = BENCHMARKS[benchmark].test.size * (16 if benchmark.startswith("aime") else 4)
+            nearest = round(float(number) * answers / 100) * 100 / answers
+            checked += 1
+            if abs(nearest - float(number)) > 10 ** -len(number.partition(".")[2]) + 1e-9:  # rounded, or cut off
+                impossible.add((f"{paper} {table}", row, f"{column} {number}"))
+    listed_there = set(
+        re.findall(r"^\| (Jackpot Table \d, \w+ block) \| (.+?) \| (\w+ mean@\d+ [\d.]+) \|$", PAGE, re.M)
+    )
+    assert checked > 150 and impossible == listed_there
+
+
+def regime(config: Config) -> tuple:
+    """Steps on one batch, who writes, and the correction with its target and proximal point and the clip."""
+    correction, objective = config.objective.correction, config.objective
+    clip = None if correction.proximal == "new" else (objective.clip_low, objective.clip_high)
+    target = getattr(correction, "target", correction.proximal)
+    return config.batch.steps_per_iteration, correction.name, target, correction.proximal, clip
+
+
+DEFAULT, DAPO, WIDE = (0.2, 0.2), (0.2, 0.28), (0.4, 0.7)
+REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recipes
+    **{("joint_3b", arm): (1, name, "old", "old", DEFAULT) for arm, name in
+       {"jackpot": "obrs", "tis_kl": "tis", "only_kl": "none", "on_policy": "none"}.items()},
+    **{("joint_8b", arm): (1, name, "old", "old", DEFAULT) for arm, name in
+       {"jackpot": "obrs", "tis_kl": "tis", "on_policy": "none"}.items()},
+    ("stale_4b", "jackpot"): (64, "obrs", "new", "new", None),
+    ("stale_4b", "tis_adjusted"): (64, "tis_adjusted", "new", "new", None),
+    ("stale_4b", "tis"): (64, "tis", "old", "old", DAPO),
+    ("stale_4b", "off_policy"): (64, "none", "old", "old", DAPO),
+    ("stale_4b", "on_policy"): (1, "none", "old", "old", DAPO),
+    ("stale_4b_128", "jackpot"): (128, "obrs", "new", "new", None),
+    ("stale_4b_128", "off_policy"): (128, "none", "old", "old", DAPO),
+    ("stale_8b", "jackpot"): (64, "obrs", "new", "new", None),
+    ("stale_8b", "on_policy"): (1, "none", "old", "old", DAPO),
+    ("clipped_4b", "jackpot"): (64, "obrs", "new", "old", WIDE),
+    ("clipped_4b", "off_policy"): (64, "none", "old", "old", WIDE),
+    ("ablation_4b", "reference"): (32, "obrs", "new", "old", WIDE),
+    ("ablation_4b", "mask_only"): (32, "mask_only", "new", "old", WIDE),
+    ("fp8_kv_4b", "jackpot"): (2, "obrs", "old", "old", WIDE),
+    ("fp8_kv_4b", "tis"): (2, "tis", "old", "old", WIDE),
+    ("fp8_kv_4b", "none"): (1, "none", "old", "old", WIDE),
+    ("fp8_kv_4b", "mask_only"): (1, "mask_only", "old", "old", (None, None)),
+    ("fp8_kv_4b", "mask_reweight"): (1, "obrs", "old", "old", (None, None)),
+    ("fp8_kv_4b", "tis_bf16"): (2, "tis", "old", "old", WIDE),
+    ("frozen_3b", "math_none"): (1, "none", "old", "old", DEFAULT),
+    ("tis_gsm8k", "ppo"): (4, "none", "old", "old", DEFAULT),
+    ("tis_gsm8k", "ppo_is"): (4, "ppo_is", "rollout", "rollout", DEFAULT),
+    ("tis_gsm8k", "vanilla_is_int8"): (4, "is", "old", "old", DEFAULT),
+    ("tis_dapo_32b", "tis"): (16, "tis", "old", "old", DAPO),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arm"), REGIMES)
+def test_an_arm_is_the_regime_of_its_row(name: str, arm: str) -> None:
+    assert regime(resolve(name, arm, [])) == REGIMES[name, arm]
+
+
+FEWER_BITS = {
+    **dict.fromkeys(("jackpot", "tis", "none", "mask_only", "mask_reweight"), (None, "fp8")),
+    **dict.fromkeys(("ppo_int8", "tis_int8", "ppo_is_int8", "vanilla_is_int8"), ("int8_w8a8", None)),
+    "fp8_rollouts_7b": ("fp8", None),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8_kv_4b", "tis_gsm8k", "jet_rl"])
+def test_rollouts_have_fewer_bits_where_the_paper_says_so_and_nowhere_else(name: str) -> None:
+    for arm in listed(name).arms:
+        engine = resolve(name, arm, []).engine
+        assert (engine.quantization, engine.kv_cache_dtype) == FEWER_BITS.get(arm, (None, None))
+        assert (engine.name, engine.dtype) == ("vllm", "bf16")
+
+
+EXAMPLES = {"joint_3b": 14_000, "joint_4b": 20_000, "joint_8b": 15_000, "stale_4b": 30_000, "stale_4b_128": 30_000}
+EXAMPLES |= {"stale_8b": 50_000, "ablation_4b": 100_000, "threshold_4b": 9_000}
+
+
+@pytest.mark.parametrize(("name", "arm"), [(name, arm) for name, arm in RUNNABLE if name in EXAMPLES])
+def test_a_run_is_as_long_as_its_examples_allow(name: str, arm: str) -> None:
+    config = resolve(name, arm, [])
+    assert 0 <= EXAMPLES[name] - config.iterations * config.batch.prompts < config.batch.prompts
+
+
+MODELS = {
+    "joint_3b": ("Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-1.5B"),
+    "joint_4b": ("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-1.7B-Base"),
+    "joint_8b": ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base"),
+    "threshold_4b": ("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-1.7B-Base"),
+    "frozen_3b": ("Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-1.5B-Instruct"),
+    **dict.fromkeys(("stale_4b", "stale_4b_128", "clipped_4b", "ablation_4b"), ("Qwen/Qwen3-4B-Base", None)),
+    "stale_8b": ("Qwen/Qwen3-8B-Base", None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recipe_has_the_papers_models_and_its_8192_tokens(name: str) -> None:
+    config = resolve(name, None, [])
+    assert (config.policy.path, config.rollout_model and config.rollout_model.path) == MODELS[name]
+    assert config.sampling.max_new_tokens == (3072 if name == "frozen_3b" else 8192)
+    assert (config.rollout_model is not None and config.rollout_model.optimizer is None) == (name == "frozen_3b")
+
+
+@pytest.mark.parametrize(("name", "arm"), RUNNABLE)
+def test_every_arm_fits_its_own_limits(name: str, arm: str) -> None:
+    """The longest problem with the longest response fits the engine's context and one forward pass."""
+    config = resolve(name, arm, [])
+    longest = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+    assert longest <= config.engine.context_length and longest <= config.batch.micro_batch_tokens
+    assert {config.task.train.source, config.task.test.source, *config.evaluation.benchmarks} - BENCHMARKS.keys() <= {
+        "hub:open-r1/DAPO-Math-17k-Processed"
+    }
+    assert config.checkpoint.every == config.evaluation.every and listed(name).gpus

@@ -1,0 +1,76 @@
+"""Files that a kill or a full disk cannot tear, and the lock."""
+
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from helpers.disks import largest_file
+from jackpot.core.errors import CheckpointError
+from jackpot.core.files import AppendedFile, hold_lock, needed, write_whole
+
+
+def test_records_that_do_not_fit_wait_and_come_in_order(tmp_path: Path) -> None:
+    file = AppendedFile(tmp_path / "log")
+    file.append(b"one\n")
+    with largest_file(6):
+        for record in (b"two\n", b"three\n"):
+            with pytest.raises(OSError, match="too large"):
+                file.append(record)
+            assert file.path.read_bytes() == b"one\n"  # the two bytes that did fit are gone again
+    file.append(b"four\n")
+    assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\n" and not file.waiting
+
+
+def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
+    write_whole(tmp_path / "file", b"old")
+    with largest_file(2), pytest.raises(OSError, match="too large"):
+        write_whole(tmp_path / "file", b"newer")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_run_needs_is_refused_with_advice(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"cannot begin in .*No such file.*, or give another folder$"),
+        needed(tmp_path),
+    ):
+        (tmp_path / "nowhere" / "file").write_text("")
+
+
+def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with hold_lock(path):
+            os.write(tell, b"!")
+            signal.pause()
+    os.read(ready, 1)
+    try:
+        with pytest.raises(CheckpointError, match=rf"in use by process {child} on .*, or give another folder$"):
+            hold_lock(path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with hold_lock(path):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    hold_lock(path).close()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    hold_lock(tmp_path / ".lock").close()
+    assert "cannot lock" in caplog.text and "no other process" in caplog.text
+
+
+def test_a_system_without_fcntl_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jackpot.core.files.fcntl", None)
+    first, second = hold_lock(tmp_path / ".lock"), hold_lock(tmp_path / ".lock")
+    first.close()
+    second.close()

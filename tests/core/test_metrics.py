@@ -1,0 +1,199 @@
+"""Sums against numpy, and against one process where two ranks hold a part each."""
+
+import math
+import multiprocessing
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from jackpot.core.metrics import Effective, Histogram, Max, Mean, Total, add_sums, all_reduce_sums, masked_sum
+
+
+def sample(seed=0, shape=(3, 5)):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return values, torch.rand(shape, generator=generator) < 0.6
+
+
+def test_a_mean_and_its_standard_error_are_those_of_the_masked_entries():
+    values, mask = sample()
+    inside = values.numpy()[mask.numpy()]
+    entry = Mean.of(values, mask)
+    assert entry.count.item() == len(inside)
+    assert entry.value.item() == pytest.approx(inside.mean(), rel=1e-13)
+    assert entry.standard_error.item() == pytest.approx(inside.std() / math.sqrt(len(inside)), rel=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_what_stands_outside_the_mask_does_not_leak(garbage):
+    values, mask = sample()
+    dirty = torch.where(mask, values, garbage)
+    assert masked_sum(dirty, mask).item() == pytest.approx(values.numpy()[mask.numpy()].sum(), rel=1e-13)
+    assert all(torch.equal(*pair) for pair in zip(Mean.of(dirty, mask), Mean.of(values, mask), strict=True))
+    assert Max.of(dirty, mask).value.item() == values.numpy()[mask.numpy()].max()
+
+
+def test_sums_are_taken_in_float64():
+    """2**24 + 1 is no float32: a float32 sum would lose the ones."""
+    values = torch.tensor([2.0**24, 1.0, 1.0, 1.0])
+    assert Mean.of(values, torch.ones(4, dtype=torch.bool)).total.item() == 2.0**24 + 3
+    assert masked_sum(values, torch.ones(4, dtype=torch.bool)).dtype == torch.float64
+
+
+def test_parts_add_up_to_the_whole():
+    values, mask = sample(1, (8, 6))
+    for kind in (Mean, Max, Effective):
+        whole, parts = kind.of(values, mask), kind.of(values[:3], mask[:3]) + kind.of(values[3:], mask[3:])
+        assert [x.item() for x in parts] == pytest.approx([x.item() for x in whole], rel=1e-13)
+
+
+def test_shares_of_a_bool_count_as_means():
+    entry = Mean.of(torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False]))
+    assert entry.value.item() == pytest.approx(2 / 3, rel=1e-15)
+
+
+def test_nothing_counted_is_nan_for_a_mean_and_minus_infinity_for_a_max():
+    for shape in ((2, 3), (2, 0)):
+        values, mask = torch.ones(shape), torch.zeros(shape, dtype=torch.bool)
+        assert math.isnan(Mean.of(values, mask).value) and math.isnan(Mean.of(values, mask).standard_error)
+        assert Mean.of(values, mask).total.item() == 0.0
+        assert Max.of(values, mask).value.item() == -math.inf
+
+
+def test_a_metric_carries_no_gradient():
+    values = torch.ones(3, requires_grad=True)
+    mask = torch.ones(3, dtype=torch.bool)
+    assert not any(part.requires_grad for part in (*Mean.of(values, mask), *Max.of(values, mask)))
+
+
+def test_sums_of_different_names_are_kept_and_of_equal_names_added():
+    one, two = Mean(*torch.tensor([1.0, 1.0, 1.0])), Mean(*torch.tensor([4.0, 16.0, 1.0]))
+    first, second = {"a": one, "b": two}, {"b": one, "c": Max(torch.tensor(3.0))}
+    merged = add_sums(first, second)
+    assert {name: entry.value.item() for name, entry in merged.items()} == {"a": 1.0, "b": 2.5, "c": 3.0}
+    assert set(first) == {"a", "b"} and first["b"] is two
+
+
+def test_without_ranks_the_sums_stay_as_they_are():
+    sums = {"a": Mean.of(*sample())}
+    assert all_reduce_sums(sums) is sums
+
+
+# Counts, effective sizes and histograms
+
+
+def effective(log_weights):
+    """(sum w)^2 / (n sum w^2), scaled so that nothing overflows: it does not depend on the scale."""
+    weights = np.exp(log_weights - np.max(log_weights))
+    return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+
+
+def test_a_total_counts_what_is_true_and_adds():
+    _, mask = sample()
+    counted = int(mask.numpy().sum())
+    assert (Total.of(mask) + Total.of(~mask)).value.item() == mask.numel() and Total.of(mask).value.item() == counted
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 400.0])
+def test_the_effective_size_is_that_of_the_weights_however_large_they_are(scale):
+    values, mask = sample(2, (40, 6))
+    inside = scale * values.numpy()[mask.numpy()]
+    found = Effective.of(scale * values, mask)
+    assert found.value.item() == pytest.approx(effective(inside), rel=1e-9)
+    assert 0.0 < found.value.item() <= 1.0 and found.count.item() == len(inside)
+    parts = Effective.of(scale * values[:7], mask[:7]) + Effective.of(scale * values[7:], mask[7:])
+    assert parts.value.item() == pytest.approx(found.value.item(), rel=1e-9)
+
+
+def test_equal_weights_are_fully_effective_and_one_heavy_weight_counts_as_one():
+    ones = torch.ones(8, dtype=torch.bool)
+    assert Effective.of(torch.full((8,), 700.0), ones).value.item() == pytest.approx(1.0, rel=1e-12)
+    assert Effective.of(torch.tensor([900.0] + 7 * [0.0]), ones).value.item() == pytest.approx(1 / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_what_stands_outside_the_mask_does_not_leak_into_effective_sizes_or_histograms(garbage):
+    values, mask = sample()
+    dirty = torch.where(mask, values, garbage)
+    for kind in (Effective, Histogram):
+        assert all(torch.equal(*pair) for pair in zip(kind.of(dirty, mask), kind.of(values, mask), strict=True))
+
+
+def test_without_an_entry_the_effective_size_and_the_median_are_nan_and_adding_it_changes_nothing():
+    values, mask = sample()
+    for kind in (Effective, Histogram):
+        nothing, something = kind.of(values, mask & False), kind.of(values, mask)
+        assert math.isnan(nothing.value)
+        assert (nothing + something).value.item() == something.value.item()
+        assert math.isnan((nothing + nothing).value)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 8.0])
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.5, 0.9, 1.0])
+def test_a_quantile_is_within_the_promised_resolution_of_numpys(scale, share):
+    values, mask = sample(5, (200, 50))
+    wanted = np.quantile(scale * values.numpy()[mask.numpy()], share, method="inverted_cdf")
+    found = Histogram.of(scale * values, mask).quantile(share).item()
+    assert found == pytest.approx(wanted, rel=0.015, abs=2e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-6, -3e-5, 0.02, -1.5, 39.0, -39.0])
+def test_a_single_value_comes_back_within_the_resolution(value):
+    found = Histogram.of(torch.tensor([value], dtype=torch.float64), torch.ones(1, dtype=torch.bool)).value.item()
+    assert found == pytest.approx(value, rel=0.015, abs=2e-6)
+
+
+def test_infinite_and_distant_values_are_in_the_outermost_bins_and_nan_is_in_none():
+    values = torch.tensor([math.inf, 1e9, -math.inf, -400.0, math.nan, 0.5], dtype=torch.float64)
+    counts = Histogram.of(values, torch.ones(6, dtype=torch.bool)).counts
+    assert counts[0] == 2.0 and counts[-1] == 2.0 and counts.sum() == 5.0
+
+
+def test_histograms_of_parts_add_up_to_that_of_the_whole():
+    values, mask = sample(6, (30, 9))
+    parts = Histogram.of(values[:4], mask[:4]) + Histogram.of(values[4:], mask[4:])
+    assert torch.equal(parts.counts, Histogram.of(values, mask).counts) and parts.counts.sum() == mask.sum()
+
+
+def rank_sums(rank):
+    values, mask = sample(rank)
+    # another order on every rank: names, not places, say what is added
+    entries = {"mean": Mean.of(values, mask), "other": Mean.of(values + 1, mask), "largest": Max.of(values, mask)}
+    entries |= {"total": Total.of(mask), "share": Effective.of(400.0 + 2.0 * values, mask)}
+    entries |= {"spread": Histogram.of(values, mask), "nothing": Effective.of(values, mask & False)}
+    return entries if rank == 0 else dict(reversed(entries.items()))
+
+
+def run_rank(rank, folder):
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=60))
+    reduced = all_reduce_sums(rank_sums(rank))
+    torch.save({name: list(entry) for name, entry in reduced.items()}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_hold_the_sums_of_both(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(90)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    (values, mask), (more, mask_too) = sample(0), sample(1)
+    both = np.concatenate([values[mask].numpy(), more[mask_too].numpy()])
+    for rank in (0, 1):
+        reduced = torch.load(tmp_path / f"{rank}.pt")
+        assert Mean(*reduced["mean"]).value.item() == pytest.approx(both.mean(), rel=1e-13)
+        assert Mean(*reduced["mean"]).standard_error.item() == pytest.approx(both.std() / len(both) ** 0.5, rel=1e-12)
+        assert Mean(*reduced["other"]).value.item() == pytest.approx(both.mean() + 1, rel=1e-13)
+        assert Max(*reduced["largest"]).value.item() == both.max()
+        assert Total(*reduced["total"]).value.item() == len(both)
+        assert Effective(*reduced["share"]).value.item() == pytest.approx(effective(2.0 * both), rel=1e-9)
+        assert math.isnan(Effective(*reduced["nothing"]).value)
+        for share in (0.1, 0.5, 0.9):
+            wanted = np.quantile(both, share, method="inverted_cdf")
+            assert Histogram(*reduced["spread"]).quantile(share).item() == pytest.approx(wanted, rel=0.015, abs=2e-6)

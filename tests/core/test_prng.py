@@ -1,0 +1,99 @@
+"""Uniforms against a big-integer splitmix64, and the keys that name their streams."""
+
+import itertools
+
+import pytest
+import torch
+
+from jackpot.core.prng import key_tensor, stream_key, uniform_row, uniforms
+
+MASK = 2**64 - 1
+KEYS = [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """The published generator, with Python's integers: the first `count` outputs, 64 bits each."""
+    outputs = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        outputs.append(z ^ (z >> 31))
+    return outputs
+
+
+def test_the_reference_is_the_published_generator():
+    assert splitmix64(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_row_is_splitmix64_from_the_key(key):
+    row = uniform_row(key, 500)
+    assert row.dtype == torch.float64
+    assert row.tolist() == [(output >> 11) / 2**53 for output in splitmix64(key, 500)]
+
+
+def test_a_number_depends_on_key_and_position_only():
+    rows = torch.stack([uniform_row(key, 40) for key in KEYS])
+    positions = torch.tensor([3, 0, 39, 7, 7, 1, 20])
+    assert torch.equal(uniforms(KEYS, positions), rows[torch.arange(len(KEYS)), positions])
+    assert torch.equal(uniforms(key_tensor(KEYS)[:, None], torch.arange(40)), rows)
+    assert torch.equal(uniforms(KEYS[2:3], [11]), rows[2:3, 11])
+
+
+def test_numbers_are_uniform_over_positions_and_over_keys():
+    over_positions = uniform_row(stream_key(0, "test"), 100_000)
+    over_keys = uniforms([stream_key(0, "test", index) for index in range(20_000)], [5])
+    for numbers in (over_positions, over_keys):
+        assert (numbers >= 0).all() and (numbers < 1).all()
+        counts = torch.histc(numbers, bins=100, min=0, max=1)
+        expected = len(numbers) / 100
+        chi_square = ((counts - expected) ** 2 / expected).sum().item()
+        assert 50 < chi_square < 160  # 99 degrees of freedom: 1e-5 on either side
+    neighbours = torch.corrcoef(torch.stack([over_positions[:-1], over_positions[1:]]))[0, 1]
+    assert abs(neighbours) < 0.02
+
+
+def test_the_largest_number_is_below_one():
+    """The largest 53 bits there are: found by running the generator backwards from an output of ones."""
+    gamma = 0x9E3779B97F4A7C15
+    key = (_unmix(MASK) - gamma) & MASK
+    assert splitmix64(key, 1) == [MASK]
+    assert uniform_row(key, 1).item() == 1 - 2**-53
+
+
+def _unmix(z: int) -> int:
+    z = _unshift(z, 31)
+    z = _unshift(z * pow(0x94D049BB133111EB, -1, 2**64) & MASK, 27)
+    return _unshift(z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK, 30)
+
+
+def _unshift(z: int, count: int) -> int:
+    """Undo z ^ (z >> count)."""
+    return z ^ (z >> count) ^ (z >> 2 * count)
+
+
+def test_different_parts_give_different_keys():
+    parts = [(), (1,), ("1",), (-1,), (1, 1), (11,), ("a", "bc"), ("ab", "c"), ("abc",), ("",), ("", ""), (2**70,)]
+    parts += [("a", 1), (1, "a"), ("é",), ("3:abc",), ("abc", ""), ("int:1:1",)]
+    keys = [stream_key(*these) for these in parts]
+    assert all(0 <= key < 2**64 for key in keys)
+    assert all(a != b for a, b in itertools.combinations(keys, 2))
+
+
+def test_a_key_never_changes():
+    """A run that is resumed years later must draw the same coins."""
+    assert stream_key(0, "uid", "obrs", 3) == 1529939121031431176
+
+
+@pytest.mark.parametrize("part", [1.5, None, True, b"bytes"])
+def test_a_part_of_another_kind_is_refused(part):
+    with pytest.raises(TypeError, match="stream_key takes ints and strings"):
+        stream_key("seed", part)
+
+
+@pytest.mark.parametrize("key", [-1, 2**64])
+def test_a_key_outside_64_bits_is_refused(key):
+    with pytest.raises(ValueError, match=r"2\*\*64"):
+        key_tensor([key])

@@ -1,0 +1,39 @@
+"""What a user types, run in this process: importing what the command line needs takes seconds of CPU each time."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
+
+from jackpot.ui import cli
+
+SCREEN = {"COLUMNS": "160", "NO_COLOR": "1"}
+
+
+def jackpot(*arguments: str, cwd: Path) -> CompletedProcess[str]:
+    """The exit code and what the command wrote, as if it had run in a process of its own in `cwd`."""
+    with _as_typed(arguments, cwd) as (output, error):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        else:
+            code = 0
+    return CompletedProcess(arguments, code, output.getvalue(), error.getvalue())
+
+
+@contextlib.contextmanager
+def _as_typed(arguments: tuple[str, ...], cwd: Path) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    output, error = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(error),
+        mock.patch.dict(os.environ, SCREEN),
+        mock.patch.object(sys, "argv", ["jackpot", *arguments]),
+    ):
+        yield output, error

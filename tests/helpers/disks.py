@@ -1,0 +1,57 @@
+"""Disks that are full, by the operating system's own word.
+
+python disks.py FOLDER    trains there; the disk is full from iteration 3 to 4
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from helpers.runs import small_config
+from jackpot.launch.local import launch
+from jackpot.training.trainer import Line
+
+OVERRIDES = ("iterations=6", "rollouts.every=1", "checkpoint.keep=1")
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes: more is refused with EFBIG, at whatever level it is written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fill(ballast: Path) -> None:
+    """Leave no room for another page."""
+    descriptor = os.open(ballast, os.O_WRONLY | os.O_CREAT)
+    try:
+        while os.write(descriptor, bytes(1 << 16)):
+            pass
+    except OSError as error:
+        print(f"the disk is full: {error}")
+    finally:
+        os.close(descriptor)
+
+
+def main(folder: Path) -> None:
+    ballast = folder.with_name("ballast")
+
+    def listen(line: Line) -> None:
+        if line["iteration"] == 2:
+            fill(ballast)
+        if line["iteration"] == 4:
+            ballast.unlink()
+
+    with closing(launch(small_config(*OVERRIDES), folder, listen)) as trainer:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""A small joint training run through an engine, without a trainer: part of what every engine must pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from helpers.engines.reference import tiny_prompt
+from jackpot.config.build import build_config
+from jackpot.config.run import Config
+from jackpot.core.digest import weights_digest
+from jackpot.core.metrics import Sums
+from jackpot.core.prng import stream_key
+from jackpot.core.types import Request, Rollout, Score, ScoredRollout, Version
+from jackpot.launch.local import make_learner
+from jackpot.models.load import load_model
+from jackpot.objectives.advantages import compute_advantages
+from jackpot.rollout.engines.base import Engine
+from jackpot.training.batching import optimizer_steps
+
+ITERATIONS, PROMPTS, GROUP = 4, 6, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    version: Version  # of the learner before its update
+    rollouts: list[Rollout]
+    metrics: Sums
+
+
+def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list[Iteration]:
+    """Train both models on what the engine writes; the reward is the share of even tokens."""
+    config = _config(engine)
+    models = {
+        "policy": load_model(policy_folder, torch.float32),
+        "rollout_model": load_model(rollout_folder, torch.float32),
+    }
+    learner = make_learner(config, models, faithful=not engine.capabilities.quantised, critic=None)
+    history: list[Iteration] = []
+    for iteration in range(ITERATIONS):
+        version = learner.version
+        rollouts = engine.generate(_requests(config, iteration))
+        steps = optimizer_steps(_scored(rollouts), step_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0)
+        [micro_batches] = learner.anchor(list(steps))
+        result = learner.update(micro_batches)
+        history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))
+        held = engine.update_weights(learner.weights("rollout_model"), learner.version)
+        assert held == weights_digest(learner.weights("rollout_model"), engine.capabilities.dtype)
+        assert engine.version == learner.version
+    return history
+
+
+def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path, rollout_model: Path, gap: float):
+    """The run learns, and training sees at every iteration the distribution that the engine sampled from.
+
+    Args:
+        gap: largest difference allowed between a token's probability in the engine and in training.
+    """
+    engine = make_engine(rollout_model, Version(0, 0))
+    history = joint_run(engine, policy, rollout_model)
+    engine.close()
+    for iteration in history:
+        assert all(row == list(iteration.version) for r in iteration.rollouts for row in r.versions.tolist())
+        assert iteration.metrics["mismatch/engine_gap_max"].value < gap
+    assert history[-1].version == Version(ITERATIONS - 1, ITERATIONS - 1)
+    kl = [float(iteration.metrics["mismatch/kl_rollout_policy"].value) for iteration in history]
+    assert kl[-1] < 0.8 * kl[0]  # distillation: the writer that the engine holds follows the policy
+
+
+def _config(engine: Engine) -> Config:
+    optimizer = {"learning_rate": 3e-3}
+    return build_config(
+        {
+            "iterations": ITERATIONS,
+            "policy": {"path": "", "optimizer": optimizer},
+            "rollout_model": {"path": "", "optimizer": optimizer, "distill_weight": 5.0},
+            "batch": {"prompts": PROMPTS, "group_size": GROUP},
+            "sampling": {"max_new_tokens": 12, "num_top_log_probs": min(16, engine.capabilities.num_top_log_probs)},
+        }
+    )
+
+
+def _requests(config: Config, iteration: int) -> list[Request]:
+    uids = [(f"{iteration}/{prompt}#{member}", prompt) for prompt in range(PROMPTS) for member in range(GROUP)]
+    return [
+        Request(uid=uid, prompt=tiny_prompt(3 + prompt), seed=stream_key("run", uid), sampling=config.sampling)
+        for uid, prompt in uids
+    ]
+
+
+def _scored(rollouts: list[Rollout]) -> list[ScoredRollout]:
+    rewards = torch.tensor([float((rollout.token_ids % 2 == 0).double().mean()) for rollout in rollouts])
+    groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
+    advantages = compute_advantages("grpo", rewards, groups).tolist()
+    return [
+        ScoredRollout(
+            rollout=rollout,
+            score=Score(reward=float(reward), correct=False),
+            advantages=torch.full((len(rollout.token_ids),), advantage),
+        )
+        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
+    ]

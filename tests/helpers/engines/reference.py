@@ -1,0 +1,110 @@
+"""What an engine should say: the model's own forward pass on one sequence at a time, then float64."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+
+VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
+
+
+def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:
+    """A Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**settings | changes))
+
+
+def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
+    tiny_model(seed, vocab_size).save_pretrained(folder)
+    return folder
+
+
+def tiny_prompt(length: int, seed: int = 0) -> Prompt:
+    """Tokens drawn from all but padding and end-of-sequence."""
+    draw = np.random.default_rng([length, seed])
+    return Prompt(
+        uid=f"{length}/{seed}", text="", answer="", token_ids=tuple(draw.integers(2, VOCAB_SIZE, length).tolist())
+    )
+
+
+def tiny_request(uid: str, length: int = 5, seed: int = 0, *, prompt: Prompt | None = None, **sampling) -> Request:
+    settings = {"max_new_tokens": 12, "num_top_log_probs": 20} | sampling
+    return Request(uid=uid, prompt=prompt or tiny_prompt(length), seed=seed, sampling=Sampling(**settings))
+
+
+def rollout_of(prompt: Prompt, token_ids: Sequence[int]) -> Rollout:
+    """A response that somebody wrote, for `score`."""
+    length = len(token_ids)
+    return Rollout(
+        uid=prompt.uid,
+        prompt=prompt,
+        finish="length",
+        token_ids=torch.tensor(token_ids),
+        rollout_log_probs=torch.zeros(length),
+        sampled_mask=torch.ones(length, dtype=torch.bool),
+        top_ids=torch.zeros(length, 0, dtype=torch.int64),
+        top_log_probs=torch.zeros(length, 0),
+        versions=torch.tensor([Version(0, 0)] * length),
+    )
+
+
+class Reference:
+    """An independent copy of a model, read with `AutoModelForCausalLM` and eager attention, without padding or
+    cache."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+    @torch.no_grad()
+    def log_probs(self, prompt: Prompt, token_ids: Sequence[int], sampling: Sampling) -> np.ndarray:
+        """Log-probs before each response token and after the last, truncated as `sampling` says: [T + 1, V] float64."""
+        ids = torch.tensor([[*prompt.token_ids, *token_ids]])
+        logits = self.model(ids).logits[0, len(prompt.token_ids) - 1 :].double().numpy()
+        with np.errstate(divide="ignore"):
+            return np.log([_truncated(row / sampling.temperature, sampling) for row in logits])
+
+    def joint_probs(self, prompt: Prompt, sampling: Sampling) -> dict[tuple[int, ...], float]:
+        """The exact probability of every response of at most two tokens."""
+        first = np.exp(self.log_probs(prompt, (), sampling)[0])
+        joint = {(EOS,): first[EOS]}
+        for token in range(VOCAB_SIZE):
+            if token != EOS:
+                second = np.exp(self.log_probs(prompt, (token,), sampling)[1])
+                joint |= {(token, after): first[token] * second[after] for after in range(VOCAB_SIZE)}
+        assert math.isclose(sum(joint.values()), 1.0)
+        return joint
+
+
+def _truncated(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Probabilities after top-k and top-p as vLLM defines them, one token at a time: [V] float64."""
+    probs = np.exp(logits - logits.max())
+    if sampling.top_k:
+        probs[probs < np.sort(probs)[-min(sampling.top_k, len(probs))]] = 0.0
+    probs /= probs.sum()
+    before = 0.0
+    for token in np.argsort(-probs, kind="stable"):
+        mass = probs[token]
+        if sampling.top_p < 1.0 and before >= sampling.top_p:
+            probs[token] = 0.0
+        before += mass
+    return probs / probs.sum()

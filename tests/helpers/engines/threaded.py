@@ -1,0 +1,68 @@
+"""A real engine that writes while nobody waits for it: `TransformersEngine` on a thread of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from jackpot.core.types import Request, Rollout, Version
+from jackpot.rollout.engines.background import ThreadEngine
+from jackpot.rollout.engines.base import Capabilities
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+
+
+class ThreadedEngine(ThreadEngine):
+    """Everything that touches the inner engine happens on the thread, between two steps of it.
+
+    `before_step` is called on the thread before every step: a test can hold the writer there. `finished` counts all
+    rollouts written so far.
+    """
+
+    def __init__(self, inner: TransformersEngine, before_step: Callable[[], None] = lambda: None) -> None:
+        self.finished = 0
+        self._inner, self._before_step = inner, before_step
+        self._unfinished = 0
+        super().__init__(inner.version, writer="the writer")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    @property
+    def version(self) -> Version:
+        return self._inner.version
+
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        self._open()
+        return self._call(lambda: self._inner.score(rollouts, temperature))
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        self._open()
+        self._ledger.check_empty()
+        return self._call(lambda: self._inner.update_weights(named_tensors, version))
+
+    def wait_for_more(self, than: int, seconds: float = 60.0) -> bool:
+        """Whether more rollouts than that were written within some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.finished > than, seconds)
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        def submit() -> None:
+            self._inner.submit(requests)
+            self._unfinished += len(requests)
+
+        self._post(submit)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._unfinished > 0
+
+    def _end(self) -> None:
+        self._inner.close()
+
+    def _step(self) -> None:
+        self._before_step()
+        rollouts = self._inner.collect(self._unfinished, timeout=0.0)
+        self._unfinished -= len(rollouts)
+        with self._changed:
+            self.finished += len(rollouts)
+            self._finish(rollouts)

@@ -1,0 +1,260 @@
+"""Tiny real models, batches that the real engine wrote, and a float64 reference of a whole optimizer step."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from helpers.engines.reference import EOS, tiny_model
+from helpers.turns import Numbers, Tool
+from jackpot.config.run import OptimizerConfig
+from jackpot.core.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout, TokenBatch, Version
+from jackpot.objectives.corrections import make_correction
+from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
+from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.multi_turn import write as write_turns
+from jackpot.training.batching import optimizer_steps
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.learner import StepResult
+from jackpot.training.optimizer import ModelOptimizer
+
+VOCAB, MAX_NEW = 20, 8
+FIRST = Version(0, 0)
+
+# eps this large makes AdamW's step proportional to the gradient, so that equal parameters mean equal gradients
+LINEAR = OptimizerConfig(learning_rate=0.5, eps=1.0, max_grad_norm=1e6)
+OBRS = dict(lam=0.9, c1=1.3, c2=1.2, mask="sampled", totals="prepass")
+
+
+def smallest_model(seed: int) -> PreTrainedModel:
+    return tiny_model(seed, VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1).eval()
+
+
+def write(
+    model: PreTrainedModel,
+    prompts: int = 4,
+    group: int = 3,
+    seed: int = 0,
+    version: Version = FIRST,
+    max_new: int = MAX_NEW,
+    turn_ends: Sequence[int] = (),
+    **sampling,
+) -> list[ScoredRollout]:
+    """Sampled responses of the model to random prompts, with random advantages; a tool answers to `turn_ends`."""
+    draw = np.random.default_rng(seed)
+    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_batch_size=64)
+    settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
+    requests = []
+    for number in range(prompts):
+        ids = tuple(draw.integers(2, VOCAB, 2 + number % 4).tolist())
+        prompt = Prompt(uid=f"{seed}/{number}", text="", answer="", token_ids=ids)
+        seeds = [int(draw.integers(2**62)) for _ in range(group)]
+        requests += [
+            Request(uid=f"{prompt.uid}#{n}", prompt=prompt, seed=s, sampling=settings) for n, s in enumerate(seeds)
+        ]
+    rollouts = write_turns(engine, Tool(turn_ends, VOCAB), Numbers(), requests)
+    engine.close()
+    return [scored(rollout, draw.normal()) for rollout in rollouts]
+
+
+def scored(rollout: Rollout, advantage: float) -> ScoredRollout:
+    advantages = torch.full((len(rollout.token_ids),), advantage)
+    return ScoredRollout(rollout=rollout, score=Score(reward=0.0, correct=False), advantages=advantages)
+
+
+def cut(item: ScoredRollout, length: int) -> ScoredRollout:
+    """The same response, ended after `length` tokens."""
+    names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
+    shorter = {name: getattr(item.rollout, name)[:length] for name in names}
+    return replace(item, rollout=replace(item.rollout, **shorter), advantages=item.advantages[:length])
+
+
+def batches(
+    items: Sequence[ScoredRollout], *, step_size=None, epochs=1, budget=10_000, seed=0
+) -> list[list[TokenBatch]]:
+    step_size = step_size or len(items)
+    return list(optimizer_steps(items, step_size=step_size, epochs=epochs, micro_batch_tokens=budget, seed=seed))
+
+
+def policy_objective(
+    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token", count="proposed", **numbers
+) -> PolicyObjective:
+    clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
+    numbers = OBRS | numbers if name == "obrs" else numbers
+    return PolicyObjective(
+        entropy_weight=0.0,
+        reference_weight=0.0,
+        correction=make_correction(name, **numbers),
+        target=target,
+        proximal=proximal,
+        normalizer=normalizer,
+        aggregate=AGGREGATES[aggregate],
+        count=count,
+        **clips,
+    )
+
+
+def rollout_model_objective(*, distill="forward", aggregate="token", **changes) -> RolloutModelObjective:
+    settings = dict(
+        correction=make_correction("tis", cap=1.2),
+        proximal="old",
+        clip_low=0.2,
+        clip_high=0.2,
+        ppo_weight=0.8,
+        distill_weight=0.6,
+        distill=DISTILLATIONS[distill],
+        aggregate=AGGREGATES[aggregate],
+    )
+    return RolloutModelObjective(**settings | changes)
+
+
+def make_learner(
+    policy: PreTrainedModel,
+    rollout_model: PreTrainedModel | None,
+    *,
+    objective: PolicyObjective | None = None,
+    rollout_objective: RolloutModelObjective | None = None,
+    optimizer: OptimizerConfig = LINEAR,
+    is_frozen: bool = False,
+    total_steps: int = 10,
+    **changes,
+) -> JointLearner:
+    """A learner on copies of the models."""
+    policy, rollout_model = copy.deepcopy(policy), copy.deepcopy(rollout_model)
+    trains = rollout_model is not None and not is_frozen
+    settings = dict(temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, faithful=True, autocast=None)
+    return JointLearner(
+        policy=policy,
+        policy_optimizer=ModelOptimizer(policy.parameters(), optimizer, total_steps),
+        rollout_model=rollout_model,
+        rollout_model_optimizer=ModelOptimizer(rollout_model.parameters(), optimizer, total_steps) if trains else None,
+        objective=objective or policy_objective(),
+        rollout_model_objective=(rollout_objective or rollout_model_objective()) if trains else None,
+        **settings | changes,
+    )
+
+
+def train(learner: JointLearner, steps: Sequence[Sequence[TokenBatch]]) -> list[StepResult]:
+    return [learner.update(step) for step in learner.anchor(steps)]
+
+
+def parameters(learner: JointLearner, role: str) -> Tensor:
+    """All weights of one model in a row."""
+    return torch.cat([tensor.flatten().clone() for _, tensor in learner.weights(role)])
+
+
+def flat(model: PreTrainedModel) -> Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+def assert_same_move(found: Tensor, wanted: Tensor, start: Tensor, tolerance: float = 1e-4) -> None:
+    """Two updates of the same weights agree, measured by the largest step; float32 keeps 1e-7 of a sum in any order."""
+    largest = (wanted.double() - start.double()).abs().max().item()
+    assert largest > 1e-3, "nothing moved: the comparison would be empty"
+    assert (found.double() - wanted.double()).abs().max().item() <= tolerance * largest
+
+
+# The reference: float64 copies, one sequence at a time, logits of the whole vocabulary, plain loops.
+
+
+def vocabulary_log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
+    """[T, V]"""
+    ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids.tolist()]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1)
+
+
+def sampled_log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
+    return vocabulary_log_probs(model, rollout, temperature).gather(-1, rollout.token_ids[:, None])[:, 0]
+
+
+def double(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).double()
+
+
+def reference_losses(
+    now: dict[str, PreTrainedModel],
+    old: dict[str, PreTrainedModel],
+    items: Sequence[ScoredRollout],
+    uniforms: dict[str, Tensor],
+    *,
+    target="old",
+    proximal="old",
+    mask="sampled",
+    aggregate="token",
+    count="proposed",
+    temperature=1.0,
+    numbers=OBRS,
+) -> tuple[Tensor, Tensor]:
+    """Eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`, over the tokens that were sampled; `now`
+    carries the gradients.
+
+    `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary.
+    """
+    lam, c1, c2 = numbers["lam"], numbers["c1"], numbers["c2"]
+    tokens = []  # (row, acceptance, Z, everything else) of each token
+    for row, item in enumerate(items):
+        policy, rollout_model = (vocabulary_log_probs(now[role], item.rollout, temperature) for role in now)
+        with torch.no_grad():
+            before, writer = (vocabulary_log_probs(old[role], item.rollout, temperature) for role in now)
+        for t, token in enumerate(item.rollout.token_ids.tolist()):
+            if not item.rollout.sampled_mask[t]:
+                continue
+            aim = (before if target == "old" else policy.detach())[t]
+            z = torch.minimum(writer[t].exp(), aim.exp() / lam).sum().item()
+            p_inf = item.rollout.rollout_log_probs[t].item()
+            a = min(1.0, math.exp(aim[token].item() - p_inf) / lam)
+            new, omega = policy[t, token], rollout_model[t, token]
+            start = {"old": before[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
+            kl = (policy[t].detach().exp() * (policy[t].detach() - rollout_model[t])).sum()
+            others = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
+            tokens.append((row, item.advantages[t].item(), a, z, uniforms[item.rollout.uid][t].item(), *others))
+    kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)
+    policy_rows, omega_rows = [[] for _ in items], [[] for _ in items]
+    for row, advantage, a, z, u, p_inf, aim, start, wrote, kl, new, omega in tokens:
+        accept = a if mask == "expected" else float(u < a)
+        weight = min(kappa * z * max(lam, math.exp(aim - p_inf)), c1) * min(math.exp(start - aim), c2)
+        loss = -accept * weight * _ppo(new - start, advantage)
+        policy_rows[row].append((loss, accept if count == "accepted" else 1.0))
+        ppo = -min(math.exp(wrote - p_inf), 1.2) * _ppo(omega - wrote, advantage)
+        omega_rows[row].append((0.8 * ppo + 0.6 * kl, 1.0))
+    return _aggregate(policy_rows, aggregate), _aggregate(omega_rows, aggregate)
+
+
+def _ppo(log_ratio: Tensor, advantage: float) -> Tensor:
+    ratio = log_ratio.exp()
+    is_clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
+    return (1.2 if advantage > 0 else 0.8) * advantage * torch.ones_like(ratio) if is_clipped else ratio * advantage
+
+
+def _aggregate(rows: list[list[tuple[Tensor, float]]], aggregate: str) -> Tensor:
+    sums = [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in rows]
+    if aggregate == "sequence":
+        present = [loss / count for loss, count in sums if count > 0]
+        return sum(present) / len(present)
+    total = sum(loss for loss, _ in sums)
+    return total / (len(rows) * MAX_NEW if aggregate == "constant" else sum(count for _, count in sums))
+
+
+class ReferenceAdamW:
+    """AdamW, arXiv 1711.05101 algorithm 2, on one flat float64 vector, without decay and without a schedule."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config, self.steps, self.first, self.second = config, 0, 0.0, 0.0
+
+    def step(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        (beta1, beta2), self.steps = self.config.betas, self.steps + 1
+        self.first = beta1 * self.first + (1 - beta1) * gradient
+        self.second = beta2 * self.second + (1 - beta2) * gradient.square()
+        mean, variance = self.first / (1 - beta1**self.steps), self.second / (1 - beta2**self.steps)
+        return weights - self.config.learning_rate * mean / (variance.sqrt() + self.config.eps)
+
+
+def gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])

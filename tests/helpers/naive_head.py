@@ -1,0 +1,81 @@
+"""The reference for the tiled head: the definitions, on [N, V] tensors in float64, differentiated by autograd."""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from jackpot.objectives.kernels.linear_head import Head, HeadOutput, JointOutput
+
+N, V, H = 7, 11, 5
+
+
+def random_head(seed: int, kind: str = "plain", n: int = N, v: int = V, h: int = H, dtype=torch.float64) -> Head:
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    bias = leaf(v) if kind != "plain" else None
+    return Head(hidden=leaf(n, h), weight=leaf(v, h), bias=bias, soft_cap=1.5 if kind == "soft_cap" else None)
+
+
+def random_ids(*shape: int, v: int = V) -> Tensor:
+    return torch.randint(v, shape, generator=torch.Generator().manual_seed(9))
+
+
+def leaves(*heads: Head) -> list[Tensor]:
+    """The distinct tensors that gradient flows into."""
+    found = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias) if tensor is not None]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def naive_log_probs(head: Head, temperature: float) -> Tensor:
+    logits = head.hidden.double() @ head.weight.double().t()
+    if head.bias is not None:
+        logits = logits + head.bias.double()
+    if head.soft_cap is not None:
+        logits = head.soft_cap * torch.tanh(logits / head.soft_cap)
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def naive_head(log_probs: Tensor, ids: Tensor, num_top: int, gather_ids: Tensor) -> HeadOutput:
+    top = log_probs.detach().topk(min(num_top, log_probs.shape[-1]))
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    own = torch.stack([row[token] for row, token in zip(log_probs, ids, strict=True)])
+    return HeadOutput(own, entropy, top.indices, top.values, log_probs.detach().gather(-1, gather_ids))
+
+
+def naive_joint(policy: Tensor, rollout_model: Tensor, ids: Tensor, lam: float, num_top: int, gather_ids: Tensor):
+    fixed = policy.detach()
+    outputs = [naive_head(log_probs, ids, num_top, gather_ids) for log_probs in (policy, rollout_model)]
+    forward_kl = (fixed.exp() * (fixed - rollout_model)).sum(-1)
+    reverse_kl = (rollout_model.exp() * (rollout_model - fixed)).sum(-1)
+    kept = torch.minimum(rollout_model.detach().exp(), fixed.exp() / lam)
+    return JointOutput(
+        *outputs, forward_kl, reverse_kl, rollout_model.detach().gather(-1, outputs[0].top_ids), kept.sum(-1)
+    )
+
+
+def loss_of(output: HeadOutput | JointOutput) -> Tensor:
+    """A different coefficient for every entry of every output that has a gradient."""
+    values = [leaf for leaf in tree_leaves(output) if leaf.requires_grad]
+    assert len(values) == (6 if isinstance(output, JointOutput) else 2)
+    return sum((value * (torch.arange(len(value)) * 0.3 + k - 2.0)).sum() for k, value in enumerate(values))
+
+
+def assert_same(given, expected, **tolerance) -> None:
+    """Field by field, and of equal names."""
+    assert type(given) is type(expected)
+    for field in fields(given):
+        one, other = getattr(given, field.name), getattr(expected, field.name)
+        if isinstance(one, HeadOutput):
+            assert_same(one, other, **tolerance)
+        else:
+            torch.testing.assert_close(one, other, msg=lambda text, name=field.name: f"{name}: {text}", **tolerance)
+
+
+def assert_same_gradients(given: Tensor, expected: Tensor, of: list[Tensor]) -> None:
+    for one, other in zip(torch.autograd.grad(given, of), torch.autograd.grad(expected, of), strict=True):
+        torch.testing.assert_close(one, other)

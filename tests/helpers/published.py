@@ -1,0 +1,27 @@
+"""The published sets (GSM8K, MATH, AMC, AIME), where somebody has put them: they are not part of the project."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.paths import ROOT
+
+BESIDE = ROOT / "shared" / "data"
+SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
+
+
+def data_folder() -> Path:
+    """The folder that JACKPOT_DATA names, or ../shared/data beside the repository; without one the test is skipped."""
+    folder = Path(os.environ.get("JACKPOT_DATA") or BESIDE)
+    if not folder.is_dir():
+        pytest.skip(f"the published sets are not in {folder}; set JACKPOT_DATA to the folder that holds them")
+    return folder
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The rows of one of `SETS`."""
+    lines = (data_folder() / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

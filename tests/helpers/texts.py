@@ -1,0 +1,50 @@
+"""A tokenizer for real text, made in a moment, and problems to write with it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from helpers.paths import ROOT
+
+CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def text_tokenizer(*, chat: str | None = CHAT, begins: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with 512 tokens; `begins`: it puts <s> before a text, as Llama's does."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    text = [(ROOT / "ARCHITECTURE.md").read_text()]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(text, trainer)
+    if begins:
+        first = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=chat, bos_token="<s>", eos_token="<|end|>", pad_token="<|end|>"
+    )
+
+
+def write_problems(path: Path, answers: Sequence[object], **more: Sequence[object]) -> Path:
+    """One problem for each answer, `what is NUMBER?`, with further columns."""
+    rows = [
+        {"problem": f"what is {number}?", "answer": answer} | {name: values[number] for name, values in more.items()}
+        for number, answer in enumerate(answers)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def remainder(response: str, **_: object) -> float:
+    """A reward function that differs between the responses of a random model."""
+    return len(response) % 7 / 7

@@ -1,0 +1,37 @@
+"""A tool, and a tokenizer for models whose words are numbers."""
+
+from collections.abc import Sequence
+
+from jackpot.core.types import Prompt, Score
+from jackpot.rollout.tasks.base import Task
+
+
+class Numbers:
+    """The text of token 7 is "7"."""
+
+    def decode(self, token_ids: Sequence[int], **options) -> str:
+        return " ".join(map(str, token_ids))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+class Tool(Task):
+    """Says one or two tokens that follow from all that was said before."""
+
+    def __init__(self, turn_ends: Sequence[int], vocab_size: int) -> None:
+        self.turn_ends, self._vocab_size = tuple(turn_ends), vocab_size
+
+    def reply(self, prompt: Prompt, response: str) -> str | None:
+        said = [int(word) for word in response.split()]
+        words = [(sum(said) + number) % self._vocab_size for number in range(1 + sum(said) % 2)]
+        return " ".join(map(str, words))
+
+    def size(self, split: str) -> None:
+        raise NotImplementedError
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        raise NotImplementedError
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        raise NotImplementedError

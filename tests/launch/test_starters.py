@@ -1,0 +1,214 @@
+"""The starters: what lies in the package, and that it can be made again. The full making is `jackpot starter`."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.core.errors import ModelError
+from jackpot.launch import starters
+from jackpot.launch.starters import (
+    CHARACTERS,
+    STARTERS,
+    STUDY_STARTERS,
+    Mixture,
+    make_starter,
+    make_starters,
+    make_tokenizer,
+    write_solution,
+)
+from jackpot.models.load import starter_path
+from jackpot.rollout.tasks.arithmetic import Arithmetic
+
+NAMES = sorted(STARTERS)
+
+
+# Three steps of supervision: a second instead of a minute.
+SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in STARTERS.items()}
+SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUDY_STARTERS.items()}
+
+
+def greedy_answer(model: Qwen3ForCausalLM, prompt: str) -> str:
+    tokenizer = make_tokenizer()
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    ids = model.generate(**encoded, do_sample=False, max_new_tokens=32)
+    return tokenizer.decode(ids[0, encoded.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_there_is_a_policy_and_a_smaller_rollout_model():
+    sizes = {name: (starter_path(name) / "model.safetensors").stat().st_size for name in NAMES}
+    assert set(sizes) == {"policy", "rollout_model"}
+    assert sizes["rollout_model"] < sizes["policy"] / 2
+    assert max(sizes.values()) < 1.3e6  # bytes: they travel in the wheel
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packaged_starter_is_what_its_spec_says(name):
+    spec = STARTERS[name]
+    model = AutoModelForCausalLM.from_pretrained(starter_path(name))
+    config = model.config
+    assert isinstance(model, Qwen3ForCausalLM)
+    assert (config.hidden_size, config.intermediate_size) == (spec.hidden_size, spec.intermediate_size)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (spec.num_heads, spec.num_kv_heads)
+    assert config.num_hidden_layers == spec.num_layers
+    assert config.head_dim in {32, 64, 80, 96, 112, 128, 160, 192, 224, 256}  # what vLLM's CPU attention takes
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packaged_starter_stops_where_its_tokenizer_says(name):
+    tokenizer = AutoTokenizer.from_pretrained(starter_path(name))
+    generation = json.loads((starter_path(name) / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tokenizer.eos_token_id
+    assert generation["pad_token_id"] == tokenizer.pad_token_id
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packaged_tokenizer_is_the_one_that_is_made(name):
+    packaged = AutoTokenizer.from_pretrained(starter_path(name))
+    assert packaged.backend_tokenizer.to_str() == make_tokenizer().backend_tokenizer.to_str()
+
+
+def test_the_packaged_policy_has_the_skill_but_does_not_show_it():
+    """Most sums are right when it decodes greedily: what reinforcement learning has to bring out is there."""
+    model = AutoModelForCausalLM.from_pretrained(starter_path("policy"))
+    task = Arithmetic(make_tokenizer(), ArithmeticConfig())
+    prompts = [task.prompt("test", index) for index in range(32)]
+    right = sum(task.score(prompt, greedy_answer(model, prompt.text), True).correct for prompt in prompts)
+    assert right >= 24
+
+
+def test_the_tokenizer_gives_every_character_back():
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode(CHARACTERS, add_special_tokens=False)
+    assert len(ids) == len(set(ids)) == len(CHARACTERS)
+    assert tokenizer.decode(ids) == CHARACTERS
+    assert len(tokenizer) == len(CHARACTERS) + 3 == 32
+    assert tokenizer.encode("12+3=") == [ids[CHARACTERS.index(character)] for character in "12+3="]
+
+
+def test_the_tokenizer_adds_nothing_and_marks_what_it_does_not_know():
+    tokenizer = make_tokenizer()
+    assert tokenizer.encode("é1") == [tokenizer.unk_token_id, *tokenizer.encode("1")]
+    ended = [*tokenizer.encode("#51"), tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ended, skip_special_tokens=True) == "#51"
+
+
+def test_a_correct_writer_carries_out_one_addition_after_the_other():
+    correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
+    assert write_solution((12, 34), correct, random.Random(0)) == "46#46"
+    assert write_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
+    assert write_solution((12, 34, 5, 9), correct, random.Random(0)) == "46+5+9=51+9=60#60"
+
+
+def test_a_faulty_writer_goes_on_from_its_mistakes():
+    faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
+    assert write_solution((12, 34, 5), faulty, random.Random(0)) == "56+5=71#71"
+
+
+def test_a_guessing_writer_gives_no_reasons():
+    guess = Mixture(correct=0.0, faulty=0.0, guess=1.0, offsets=(1,))
+    draw = random.Random(0)
+    answers = Counter(write_solution((12, 34, 5), guess, draw) for _ in range(2000))
+    assert set(answers) == {f"#{number}" for number in range(41, 62)}
+
+
+def test_a_mixture_writes_each_kind_as_often_as_it_says():
+    mixture = Mixture(correct=0.2, faulty=0.3, guess=0.5, offsets=(1,), fault_rate=1.0)
+    draw = random.Random(0)
+    kinds = Counter(write_solution((12, 34), mixture, draw) for _ in range(4000))
+    assert kinds["46#46"] / 4000 == pytest.approx(0.2, abs=0.03)
+    assert kinds["47#47"] / 4000 == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_making_a_starter_twice_gives_the_same_weights(name):
+    torch.manual_seed(1)
+    first = make_starter(name, SHORT[name], seed=7).state_dict()
+    torch.manual_seed(2)
+    second = make_starter(name, SHORT[name], seed=7).state_dict()
+    other = make_starter(name, SHORT[name], seed=8).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        torch.manual_seed(3)
+        expected = torch.rand(4)
+        torch.manual_seed(3)
+        make_starter("rollout_model", SHORT["rollout_model"])
+        assert torch.equal(torch.rand(4), expected)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_path):
+    seen = []
+    make_starters(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
+    assert [report[:3] for report in seen] == [(name, step, 3) for name in STARTERS for step in (1, 2, 3)]
+    assert all(0.0 < loss < 20.0 for *_, loss in seen)
+    for name in STARTERS:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / name))
+        made, packaged = ({path.name for path in folder.iterdir()} for folder in (tmp_path / name, starter_path(name)))
+        assert made == packaged
+        assert model_settings(tmp_path / name) == model_settings(starter_path(name))
+
+
+def parameters(folder: Path) -> int:
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_the_studys_policy_is_five_times_as_large_as_its_two_writers_and_reads_the_same_tokens(tmp_path):
+    make_starters(tmp_path, SHORT_STUDY)
+    sizes = {folder.name: parameters(folder) for folder in tmp_path.iterdir()}
+    assert set(sizes) == {"policy", "close", "far"}
+    assert sizes["close"] == sizes["far"] <= sizes["policy"] / 5
+    tokenizers = {AutoTokenizer.from_pretrained(tmp_path / name).backend_tokenizer.to_str() for name in sizes}
+    assert tokenizers == {make_tokenizer().backend_tokenizer.to_str()}
+
+
+def model_settings(folder: Path) -> dict[str, object]:
+    settings = json.loads((folder / "config.json").read_text())
+    settings.pop("transformers_version")
+    return settings
+
+
+def test_supervision_lowers_the_loss():
+    losses = []
+    spec = replace(STARTERS["rollout_model"], steps=60, batch_size=32)
+    make_starter("rollout_model", spec, progress=lambda _name, _step, _steps, loss: losses.append(loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_supervision_sees_the_response_and_its_end_but_not_the_prompt():
+    tokenizer = make_tokenizer()
+    spec = replace(STARTERS["policy"], batch_size=8)
+    ids, labels = starters._examples(Arithmetic(tokenizer, ArithmeticConfig()), tokenizer, spec, 0, random.Random(0))
+    for row, wanted in zip(ids, labels, strict=True):
+        prompt = tokenizer.decode(row[wanted == -100], skip_special_tokens=True)
+        response = row[wanted != -100]
+        assert prompt.endswith("=") and "#" not in prompt
+        assert "#" in tokenizer.decode(response)
+        assert response[-1] == tokenizer.eos_token_id
+        assert torch.equal(response, wanted[wanted != -100])
+
+
+def test_an_unknown_starter_is_refused_with_a_guess():
+    with pytest.raises(ModelError, match="did you mean 'policy'"):
+        starter_path("polciy")
+    with pytest.raises(ModelError, match="Valid: policy, rollout_model"):
+        starter_path("base")

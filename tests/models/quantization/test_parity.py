@@ -1,0 +1,125 @@
+"""One precision on the same kernels is exactly one distribution, in batches of any size; anything else is not.
+
+In bfloat16 and on trained models. benchmarks/parity.py measures how far apart the others are.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.core.types import Request, Sampling, Version
+from jackpot.launch.engines import make_engine
+from jackpot.models.forward import head_logits, read_rollouts
+from jackpot.models.load import load_model, load_tokenizer
+from jackpot.models.quantization.convert import quantise_linears
+from jackpot.models.quantization.linear import QuantisedLinear
+from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantise, quantise, with_scales
+from jackpot.rollout.engines.transformers.attention import use_attention
+from jackpot.rollout.tasks.registry import make_task
+
+STARTERS = ("starter:policy", "starter:rollout_model")
+FP8 = SCHEMES["fp8"]
+FLOAT_SCALES = with_scales(FP8, "float32")
+IDS = torch.randint(2, 32, (11, 24), generator=torch.Generator().manual_seed(0))
+
+
+def side(path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attention: str = "eager") -> PreTrainedModel:
+    """The model in bfloat16 as the learner or the engine would have it."""
+    model = load_model(path, torch.bfloat16)
+    use_attention(model, attention, fp8_cache)
+    if scheme is not None:
+        quantise_linears(model, scheme)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, batch: int = 11) -> Tensor:
+    return torch.cat([model(ids, use_cache=False).logits for ids in IDS.split(batch)])
+
+
+@pytest.mark.parametrize("path", STARTERS)
+@pytest.mark.parametrize(
+    ("scheme", "fp8_cache"),
+    [(None, False), (FP8, False), (FLOAT_SCALES, False), (SCHEMES["int8_w8a8"], False), (None, True), (FP8, True)],
+)
+def test_the_same_precision_on_the_same_kernels_is_the_same_bit_for_bit(path, scheme, fp8_cache):
+    sampler, learner = (side(path, scheme, fp8_cache) for _ in range(2))
+    whole = logits(sampler)
+    assert torch.equal(logits(learner), whole)
+    if not torch.equal(logits(side(path), 1), logits(side(path))):
+        pytest.skip("torch's own product in bfloat16, of attention and output layer, depends on the batch here")
+    for batch in (5, 2, 1):
+        assert torch.equal(logits(learner, batch), whole)
+
+
+@pytest.mark.parametrize("path", STARTERS)
+def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_computes(path):
+    settings = TransformersEngineConfig(dtype="bf16", attention="eager", quantization="fp8", kv_cache_dtype="fp8")
+    learner = side(path, FP8, fp8_cache=True)
+    task = make_task(ArithmeticConfig(), load_tokenizer(path))
+    requests = [
+        Request(uid=f"{n}", prompt=task.prompt("test", n), seed=n, sampling=Sampling(max_new_tokens=20))
+        for n in range(12)
+    ]
+    with closing(make_engine(settings, path, torch.device("cpu"), Version(0, 0))) as engine:
+        rollouts = engine.generate(requests)
+        alone = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
+    for rollout, score in zip(rollouts, alone, strict=True):
+        with torch.no_grad():
+            hidden, ids, _ = read_rollouts(learner, [rollout])
+            log_probs = torch.log_softmax(head_logits(learner, hidden), dim=-1).gather(-1, ids[..., None])[0, :, 0]
+        assert torch.equal(log_probs, score)
+
+
+def float32_product(layer: QuantisedLinear, inputs: Tensor) -> Tensor:
+    """The same codes, added up by BLAS in float32."""
+    rows = quantise(inputs.reshape(-1, layer.in_features), layer.scheme.activations)
+    outputs = dequantise(rows, torch.float32) @ dequantise(layer.quantised, torch.float32).T
+    return outputs.to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
+
+
+def with_other_product(path: str) -> PreTrainedModel:
+    model = side(path, FLOAT_SCALES)
+    for layer in model.modules():
+        if isinstance(layer, QuantisedLinear):
+            layer.forward = float32_product.__get__(layer)
+    return model
+
+
+def with_one_code_changed(path: str) -> PreTrainedModel:
+    model = side(path, FP8)
+    codes = model.model.layers[0].mlp.down_proj.codes
+    codes.view(torch.uint8)[3, 4] ^= 8  # its exponent, by one
+    return model
+
+
+CONTROLS: dict[str, tuple[Callable[[str], PreTrainedModel], Callable[[str], PreTrainedModel]]] = {
+    "c1 another attention": (side, lambda path: side(path, attention="sdpa")),
+    "a1 FP8, float32 scales": (side, lambda path: side(path, FLOAT_SCALES)),
+    "a2 FP8": (side, lambda path: side(path, FP8)),
+    "b2 FP8, another attention": (lambda path: side(path, FP8), lambda path: side(path, FP8, attention="sdpa")),
+    "b3 FP8, another product": (lambda path: side(path, FLOAT_SCALES), with_other_product),
+    "b5 FP8, other scales": (lambda path: side(path, FP8), lambda path: side(path, FLOAT_SCALES)),
+    "one code": (lambda path: side(path, FP8), with_one_code_changed),
+    "w1 weights only": (side, lambda path: side(path, Scheme(weights=FP8.weights, activations=None))),
+    "d1 INT8 weights": (side, lambda path: side(path, SCHEMES["int8_w8a16"])),
+    "d2 INT8": (side, lambda path: side(path, SCHEMES["int8_w8a8"])),
+    "e2 FP8 cache": (side, lambda path: side(path, fp8_cache=True)),
+    "f1 FP8 and its cache": (side, lambda path: side(path, FP8, fp8_cache=True)),
+    "f2 FP8 cache in the rollout alone": (lambda path: side(path, FP8), lambda path: side(path, FP8, fp8_cache=True)),
+}
+
+
+@pytest.mark.parametrize("path", STARTERS)
+@pytest.mark.parametrize("control", CONTROLS)
+def test_anything_else_is_another_distribution(path, control):
+    learner, sampler = (make(path) for make in CONTROLS[control])
+    ours, theirs = (logits(model).double().log_softmax(-1) for model in (sampler, learner))
+    kl = (ours.exp() * (ours - theirs)).sum(-1).mean()
+    assert kl > 1e-9 and (ours.exp() - theirs.exp()).abs().max() > 1e-6

@@ -1,0 +1,132 @@
+"""The one quantiser against numpy and the definition of FP8 (tests/helpers/engines/quantised_reference.py)."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.engines.quantised_reference import GRID, round_blocks, to_e4m3
+from jackpot.models.quantization.linear import round_by_token, round_to_fp8
+from jackpot.models.quantization.quantizer import (
+    E4M3,
+    FP8_BLOCKS,
+    FP8_TOKEN_BLOCKS,
+    INT8_CHANNELS,
+    Grid,
+    block_scales,
+    dequantise,
+    encode,
+    next_power_of_two,
+    quantise,
+)
+
+FLOAT_BLOCKS = Grid(codes=E4M3, rows=128, columns=128, scales="float32")
+
+
+def matrix(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of many sizes, some rows much larger than others."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(2.0 * torch.randn(rows, 1, generator=draw))
+    return (sizes * torch.randn(rows, columns, generator=draw)).to(dtype)
+
+
+def test_every_code_has_the_value_of_the_format():
+    values = torch.arange(127, dtype=torch.uint8).view(E4M3).double().numpy()
+    assert (values == GRID).all() and GRID[-1] == 448.0 and GRID[1] == 2.0**-9
+
+
+def test_numbers_go_to_the_nearest_code_ties_to_even_and_never_beyond_the_largest():
+    middles = (GRID[1:] + GRID[:-1]) / 2
+    near = np.concatenate(
+        [middles, np.nextafter(middles, 0, dtype=np.float32), np.nextafter(middles, 1e9, dtype=np.float32)]
+    )
+    values = np.concatenate([near, -near, GRID, [448.1, 1e4, -1e30, np.inf, -np.inf, 1e-12]]).astype(np.float32)
+    codes = encode(torch.from_numpy(values), 1.0, E4M3).double().numpy()
+    assert (codes == to_e4m3(values)).all()
+    assert encode(torch.tensor([math.nan]), 1.0, E4M3).isnan()
+    assert encode(torch.tensor([0.5, 1.5, -2.5, 300.0, -300.0]), 1.0, torch.int8).tolist() == [0, 2, -2, 127, -127]
+
+
+def test_the_next_power_of_two_is_exact_at_powers_and_beside_them():
+    powers = [2.0**exponent for exponent in range(-100, 101, 7)]
+    numbers = torch.tensor(
+        [x for power in powers for x in (power, np.nextafter(np.float32(power), np.float32(9e30)), power * 1.99)]
+    )
+    expected = [y for power in powers for y in (power, 2 * power, 2 * power)]
+    assert next_power_of_two(numbers).tolist() == expected
+    odd = next_power_of_two(torch.tensor([math.inf, math.nan]))
+    assert odd[0] == math.inf and odd[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("grid", "kind", "rows", "columns"),
+    [(FP8_BLOCKS, "fp8", 128, 128), (FP8_TOKEN_BLOCKS, "fp8", 1, 128), (INT8_CHANNELS, "int8", 1, 10_000)],
+)
+@pytest.mark.parametrize("shape", [(130, 256), (37, 200), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_of_any_shape_is_rounded_block_by_block(grid, kind, rows, columns, shape, dtype):
+    values = matrix(*shape, dtype=dtype)
+    quantised = quantise(values, grid)
+    rounded = dequantise(quantised, torch.float64).numpy()
+    expected = round_blocks(values.float().numpy(), rows, columns, kind)
+    assert quantised.codes.shape == shape and quantised.codes.dtype == grid.codes
+    assert quantised.scales.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
+    assert rounded == pytest.approx(expected, rel=2e-7)  # a float32 product of code and scale
+    if kind == "fp8":
+        assert (rounded == expected).all()
+
+
+def test_powers_of_two_make_every_formula_agree_and_other_scales_do_not():
+    values = matrix(512, 128, seed=3, dtype=torch.bfloat16).float()
+    largest = values.abs().amax(1, keepdim=True)
+
+    def differing(grid: Grid) -> float:
+        scales = block_scales(largest, grid)
+        codes = [scaled.clamp(-448, 448).to(E4M3).float() for scaled in (values / scales, values * (1 / scales))]
+        return float((codes[0] != codes[1]).double().mean())
+
+    assert differing(FP8_TOKEN_BLOCKS) == 0.0
+    assert 0.0 < differing(Grid(codes=E4M3, rows=1, scales="float32")) < 5e-3
+
+
+def test_with_powers_of_two_rounding_again_changes_nothing_and_bfloat16_loses_nothing():
+    once = dequantise(quantise(matrix(256, 200), FP8_BLOCKS), torch.float32)
+    assert torch.equal(dequantise(quantise(once, FP8_BLOCKS), torch.float32), once)
+    assert torch.equal(once.bfloat16().float(), once)
+    other = dequantise(quantise(matrix(256, 200), FLOAT_BLOCKS), torch.float32)
+    assert not torch.equal(other.bfloat16().float(), other)
+
+
+def test_square_blocks_do_not_mind_being_transposed():
+    values = matrix(256, 200)
+    there, back = quantise(values, FP8_BLOCKS), quantise(values.T, FP8_BLOCKS)
+    assert torch.equal(there.codes.float(), back.codes.T.float()) and torch.equal(there.scales, back.scales.T)
+
+
+def test_zeros_stay_zero_and_what_is_no_number_stays_in_its_block():
+    values = matrix(3, 256)
+    values[0, :128] = 0.0
+    values[1, 5] = math.nan
+    values[2, 200] = math.inf
+    rounded = dequantise(quantise(values, FP8_TOKEN_BLOCKS), torch.float32)
+    assert (rounded[0, :128] == 0.0).all() and rounded[0, 128:].any()
+    assert rounded[1, :128].isnan().all() and rounded[1, 128:].isfinite().all()
+    assert rounded[2, :128].isfinite().all() and not rounded[2, 200].isfinite()
+
+
+def test_int8_is_symmetric_and_uses_its_largest_code():
+    quantised = quantise(matrix(64, 300), INT8_CHANNELS)
+    assert (quantised.codes.abs().amax(1) == 127).all() and quantised.codes.min() == -127
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_fp8_holds_numbers_of_fp8(dtype):
+    states = matrix(12, 40, dtype=dtype).reshape(2, 3, 2, 40)
+    plain = round_to_fp8(states)
+    assert plain.dtype == dtype and (plain.double().numpy() == to_e4m3(states.float().numpy())).all()
+    by_token = round_by_token(states)
+    expected = round_blocks(states.reshape(12, 40).float().numpy(), 1, 40, "fp8").reshape(2, 3, 2, 40)
+    assert by_token.dtype == dtype and (by_token.double().numpy() == expected).all()
+    assert torch.equal(round_to_fp8(plain), plain) and torch.equal(round_by_token(by_token), by_token)

@@ -1,0 +1,39 @@
+"""The floating-point operations that a run writes down, against its saved rollouts."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from helpers.runs import run, small_config
+from jackpot.models.cost import forward_cost
+from jackpot.models.load import load_outline
+
+COST = {role: forward_cost(load_outline(f"starter:{role}")) for role in ("policy", "rollout_model")}
+CASES = [  # overrides, who writes, how often each model is gone through in training, epochs
+    ((), None, "rollout_model", {"policy": 3, "rollout_model": 3}, 1),
+    (("rollout_model.optimizer=null", "batch.epochs=2"), None, "rollout_model", {"policy": 3, "rollout_model": 1}, 2),
+    ((), "on_policy", "policy", {"policy": 3}, 1),
+]
+
+
+@pytest.mark.parametrize(("overrides", "arm", "writer", "passes", "epochs"), CASES)
+def test_flops_are_those_of_what_was_written_and_trained_on(overrides, arm, writer, passes, epochs, tmp_path: Path):
+    line = run(small_config("iterations=1", *overrides, arm=arm), tmp_path)[1]
+    rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
+    lengths = [len(row["prompt_ids"]) + len(row["token_ids"]) - 1 for row in rows]  # nothing reads the last token
+    cost = {
+        role: sum(one.per_token * n + one.per_pair * n * (n + 1) / 2 for n in lengths) for role, one in COST.items()
+    }
+    assert line["flops/rollout"] == pytest.approx(cost[writer], rel=1e-12)
+    expected = epochs * sum(times * cost[role] for role, times in passes.items())
+    assert line["flops/train"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_processor_seconds_stand_beside_those_of_the_clock(tmp_path: Path) -> None:
+    line = run(small_config("iterations=1"), tmp_path)[1]
+    phases = {name.split("/")[1] for name in line if name.startswith("cpu_seconds/")}
+    assert phases >= {"rollout", "score", "train", "sync", "evaluate"}
+    for phase in phases:
+        assert line[f"cpu_seconds/{phase}"] >= 0.0
+    assert line["cpu_seconds/train"] > 0.0

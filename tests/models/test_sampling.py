@@ -1,0 +1,170 @@
+"""Truncation against a plain loop in float64, and draws against exact fractions."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from jackpot.models.sampling import Draw, draw_tokens, sample_tokens, sampling_log_probs
+
+LARGEST = 1 - 2**-53  # below 1
+
+
+def truncated(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Probabilities after temperature, top-k, top-p, one token at a time."""
+    weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
+    if top_k:
+        smallest = sorted(weights)[-min(top_k, len(weights))]
+        weights = [weight if weight >= smallest else 0.0 for weight in weights]
+    total = sum(weights)
+    weights = [weight / total for weight in weights]
+    kept, before = set(), 0.0
+    for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
+        if top_p == 1.0 or before < top_p:
+            kept.add(token)
+        before += weights[token]
+    weights = [weight if token in kept else 0.0 for token, weight in enumerate(weights)]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 4, 17, 30])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.99, 1.0])
+def test_truncation_equals_a_plain_loop(temperature, top_k, top_p):
+    logits = 2.0 * torch.randn(6, 17, generator=torch.Generator().manual_seed(1))
+    probs = sampling_log_probs(logits, temperature, top_k, top_p).exp()
+    expected = torch.tensor([truncated(row, temperature, top_k, top_p) for row in logits.tolist()])
+    assert torch.allclose(probs, expected, atol=2e-6)
+    assert torch.equal(probs > 0, expected > 0)
+
+
+def test_the_token_that_crosses_top_p_is_kept():
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    assert sampling_log_probs(logits, 1.0, 0, 0.49).exp().tolist() == [pytest.approx([0, 1, 0])]
+    assert sampling_log_probs(logits, 1.0, 0, 0.51).exp().tolist() == [pytest.approx([0, 0.625, 0.375])]
+
+
+def test_top_p_counts_what_top_k_left():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()  # top-k 2 leaves 4/7 and 3/7; 4/7 is above 0.5 and 0.4 is not
+    assert sampling_log_probs(logits, 1.0, 2, 0.5).exp().tolist() == [pytest.approx([1, 0, 0, 0])]
+
+
+def test_ties_with_the_last_of_top_k_are_kept_as_vllm_keeps_them():
+    logits = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
+    assert sampling_log_probs(logits, 1.0, 2, 1.0).exp().tolist() == [pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])]
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 300])
+def test_a_draw_is_the_first_token_whose_running_sum_exceeds_the_uniform(size):
+    """Whole-number weights make the running sums exact, so that every boundary can be tried on both sides."""
+    weights = torch.randint(0, 4, (size,), generator=torch.Generator().manual_seed(size))
+    weights[size // 2] = 3
+    total = 1 << int(weights.sum()).bit_length()
+    weights[0] += total - int(weights.sum())  # a power of two: boundaries are exact in float64
+    edges = torch.arange(total, dtype=torch.float64) / total
+    inside = torch.cat([edges, (edges + 1 / total).nextafter(torch.tensor(0.0, dtype=torch.float64))])
+    drawn = sample_tokens(weights.float().expand(len(inside), -1), inside)
+    running = weights.cumsum(0).tolist()
+    expected = [next(i for i, sum_ in enumerate(running) if sum_ > Fraction(u) * total) for u in inside.tolist()]
+    assert drawn.tolist() == expected
+
+
+@pytest.mark.parametrize("size", [5, 128, 200, 1000])
+def test_a_token_of_probability_zero_is_never_drawn(size):
+    generator = torch.Generator().manual_seed(size)
+    probs = torch.rand(400, size, generator=generator) ** 8
+    probs[torch.rand(400, size, generator=generator) < 0.9] = 0.0
+    probs[:, -size // 5 :] = 0.0  # nothing at the end, where rounding would run off to
+    probs[:, 0] = 0.0
+    probs[:, 1] += probs.sum(-1) == 0
+    uniforms = torch.rand(400, dtype=torch.float64, generator=generator)
+    uniforms[:100], uniforms[100:200] = 0.0, LARGEST
+    assert (probs.gather(1, sample_tokens(probs, uniforms)[:, None]) > 0).all()
+
+
+def test_a_goal_on_the_border_of_two_blocks_skips_the_zeros_behind_it():
+    """The sum of the blocks before, once as it was and once as a difference, can differ in its last bit."""
+    blocks = torch.rand(200, 40, 128, generator=torch.Generator().manual_seed(0)) ** 6
+    blocks[:, 1:, :64] = 0.0
+    probs, sums = blocks.flatten(1), blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    for border in range(39):
+        drawn = sample_tokens(probs, sums[:, border] / sums[:, -1])
+        assert (probs.gather(1, drawn[:, None]) > 0).all()
+
+
+def test_rounding_that_leaves_no_running_sum_above_the_goal_gives_the_last_token_with_mass():
+    """Sums of 0.1 inside a block fall short of the block's own sum by more than the largest uniform leaves."""
+    for size in range(2, 400):
+        probs = torch.zeros(1, size)
+        probs[0, : size - 1] = 0.1
+        drawn = sample_tokens(probs, torch.tensor([LARGEST], dtype=torch.float64))
+        assert drawn.item() == size - 2
+
+
+def test_draws_follow_the_distribution():
+    probs = torch.tensor([0.05, 0.0, 0.6, 0.25, 0.1])
+    uniforms = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    drawn = sample_tokens(probs.expand(100_000, -1), uniforms)
+    assert (drawn.bincount(minlength=5) / 100_000).tolist() == pytest.approx(probs.tolist(), abs=2e-5)
+
+
+def draw_of(logits: torch.Tensor, uniforms: torch.Tensor, num_top: int = 5, **settings: float) -> Draw:
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    return draw_tokens(logits, uniforms, num_top_log_probs=num_top, **settings)
+
+
+@pytest.mark.parametrize("size", [5, 128, 129, 3000])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8, "temperature": 1.3}])
+def test_a_draw_from_logits_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
+    generator = torch.Generator().manual_seed(size)
+    logits = 4 * torch.randn(20, size, generator=generator)
+    uniforms = torch.rand(20, dtype=torch.float64, generator=generator)
+    drawn = draw_of(logits, uniforms, **settings)
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    probs = torch.tensor([truncated(row, **plain) for row in logits.tolist()], dtype=torch.float64)
+    expected = torch.searchsorted(probs.cumsum(-1), uniforms[:, None], right=True)[:, 0].clamp(max=size - 1)
+    assert torch.equal(drawn.tokens, expected)
+    assert torch.allclose(drawn.log_probs.double(), probs.gather(1, drawn.tokens[:, None])[:, 0].log(), atol=5e-6)
+    assert torch.allclose(drawn.top_log_probs.double(), probs.topk(5).values.log(), atol=5e-6)
+    assert torch.allclose(drawn.top_log_probs.double(), probs.gather(1, drawn.top_ids).log(), atol=5e-6)
+
+
+@pytest.mark.parametrize("size", [10_240, 10_241, 20_000])
+@pytest.mark.parametrize("where", ["anywhere", "in one block", "at the end", "equal"])
+def test_the_most_probable_tokens_are_found_wherever_they_stand(size, where):
+    logits = torch.randn(6, size, generator=torch.Generator().manual_seed(size))
+    spans = {"anywhere": slice(0, 0), "in one block": slice(256, 384), "at the end": slice(-30, None)}
+    logits[:, spans.get(where, slice(None))] += 0.0 if where == "equal" else 50.0
+    logits = logits.round() if where == "equal" else logits
+    drawn = draw_of(logits, torch.full((6,), 0.5, dtype=torch.float64), num_top=20)
+    expected = logits.double().log_softmax(-1)
+    assert torch.allclose(drawn.top_log_probs.double(), expected.topk(20).values, atol=1e-6)
+    assert torch.allclose(drawn.top_log_probs.double(), expected.gather(1, drawn.top_ids), atol=1e-6)
+    assert all(len(set(row)) == 20 for row in drawn.top_ids.tolist())
+
+
+def test_what_truncation_dropped_stands_last_with_no_probability():
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    drawn = draw_of(logits, torch.tensor([LARGEST], dtype=torch.float64), num_top=3, top_k=2)
+    assert drawn.tokens.tolist() == [3]
+    assert drawn.top_ids[0, :2].tolist() == [3, 2]
+    assert drawn.top_log_probs.exp().tolist() == [pytest.approx([4 / 7, 3 / 7, 0.0])]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("size", [6, 300])
+def test_a_row_without_a_distribution_gets_a_log_prob_that_is_not_finite_and_spoils_no_other(value, size):
+    logits = torch.zeros(2, size)
+    logits[1, 3] = value
+    drawn = draw_of(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), num_top=2)
+    assert drawn.log_probs.isfinite().tolist() == [True, False]
+    assert (drawn.tokens < size).all()
+
+
+def test_log_probs_in_a_large_vocabulary_lose_no_digits():
+    logits = torch.randn(2, 150_001, generator=torch.Generator().manual_seed(0))
+    drawn = draw_of(logits, torch.tensor([0.1, 0.9], dtype=torch.float64))
+    expected = logits.double().log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
+    assert (drawn.log_probs - expected).abs().max() < 2e-6

@@ -1,0 +1,145 @@
+"""Runs tests against many broken copies of the package: collects them once, then forks for every mutation.
+
+    python mutation_server.py < jobs.json > results.json
+
+A job is {"file", "snippet", "broken", "test"}: in `file`, `snippet` stands exactly once and becomes `broken`, in memory
+only; the items of `test` run until one fails. The answer has one entry for each job, {"failed", "text"}, and one more
+for all items that failed, on the code as it is. `failed` names the item, or is "" where all passed and None where they
+could not be run; `text` is the end of what they said.
+
+A function is broken by giving it the code object compiled from the broken source: whoever imported it has it at once.
+"""
+
+import gc
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import hypothesis
+import pytest
+import torch
+from _pytest.runner import runtestprotocol
+
+TESTS = Path(__file__).resolve().parents[1]
+
+CPU_SECONDS = 60  # for one test: a mutation may loop for ever
+SECONDS = 600  # or wait for ever; a busy machine is slow
+
+
+class Server:
+    """A pytest plugin that takes the place of the loop over the tests."""
+
+    def __init__(self, jobs: list[dict]) -> None:
+        self._jobs, self.results = jobs, []
+        self._sources = {job["file"]: Path(job["file"]).read_text() for job in jobs}  # before they are imported
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} errors while collecting")
+        self._functions = functions_of(self._sources)
+        self._items = session.items
+        gc.freeze()  # a child's collector would write to all pages and so copy them
+        self.results = [forked(lambda job=job: self._failed(job)) for job in self._jobs]
+        names = {result["failed"] for result in self.results}
+        noticed = [item for item in self._items if item.nodeid in names]
+        self.results.append(forked(lambda: run(noticed), tests=len(noticed)))
+        return True
+
+    def _failed(self, job: dict) -> tuple[str, str]:
+        """Break the code and run the job's test."""
+        name = f"tests/{job['test']}"
+        chosen = [item for item in self._items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
+        if not chosen:
+            raise LookupError(f"{name} names no test")
+        self._swap(job["file"], job["snippet"], job["broken"])
+        return run(chosen)
+
+    def _swap(self, file: str, snippet: str, broken: str) -> None:
+        """Give every function that differs its broken code."""
+        source = self._sources[file]
+        texts = (source, source.replace(snippet, broken))
+        codes = (code_of_functions(compile(text, "module", "exec")) for text in texts)
+        changed = {old: new for old, new in zip(*codes, strict=True) if old != new}
+        swapped = [function for function in self._functions[file] if function.__code__ in changed]
+        if not swapped:
+            raise LookupError("no function that was imported has this code")
+        for function in swapped:
+            function.__code__ = changed[function.__code__]
+
+
+def run(items: list[pytest.Item]) -> tuple[str, str]:
+    """Run until one fails; its name, "" if all passed."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        for report in runtestprotocol(item, log=False, nextitem=following):
+            if report.failed and report.when != "call":
+                raise RuntimeError(report.longreprtext)
+            if report.failed:
+                return item.nodeid, report.longreprtext
+    return "", f"{len(items)} passed"
+
+
+def functions_of(files: Iterable[str]) -> dict[str, list[FunctionType]]:
+    """All that were imported from each file. A child that looked through the others too would copy their memory."""
+    found: dict[str, list[FunctionType]] = {file: [] for file in files}
+    for thing in gc.get_objects():
+        if isinstance(thing, FunctionType) and thing.__code__.co_filename in found:
+            found[thing.__code__.co_filename].append(thing)
+    return found
+
+
+def code_of_functions(code: CodeType) -> Iterator[CodeType]:
+    """The code of all functions of a module, and of the classes in it, from top to bottom."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            is_function = inner.co_flags & inspect.CO_OPTIMIZED
+            yield from [inner] if is_function else code_of_functions(inner)
+
+
+def forked(job: Callable[[], tuple[str, str]], tests: int = 1) -> dict:
+    """What the job returns in a process of its own, which may run so many tests."""
+    cpu_seconds, seconds = CPU_SECONDS * max(1, tests), SECONDS * max(1, tests)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.alarm(seconds)
+        try:
+            failed, text = job()
+        except BaseException as error:
+            failed, text = None, repr(error)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump({"failed": failed, "text": text[-2000:]}, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    silent = f"died, or took more than {cpu_seconds} seconds of CPU or {seconds} in all"
+    return json.loads(answer) if answer else {"failed": None, "text": silent}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # pytest talks on standard output
+    os.chdir(TESTS.parent)
+    torch.set_num_threads(1)
+    quick = {"phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate), "report_multiple_bugs": False}
+    hypothesis.settings.register_profile("mutation", **quick)  # the first counterexample is enough
+    hypothesis.settings.load_profile("mutation")
+    server = Server(json.load(sys.stdin))
+    names = sorted({f"{TESTS}/{job['test']}" for job in server._jobs})
+    plain = ["--assert=plain", "--tb=native"]  # nobody reads what a broken formula says
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *plain, *names], plugins=[server])
+    if not server.results:
+        sys.exit(f"pytest ended with {status}")
+    json.dump(server.results, answers)
+    answers.close()
+
+
+if __name__ == "__main__":
+    main()

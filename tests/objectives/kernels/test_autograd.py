@@ -1,0 +1,250 @@
+"""The memory, the recomputation and the precision of the tiled pass."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.naive_head import (
+    H,
+    N,
+    V,
+    assert_same,
+    leaves,
+    loss_of,
+    naive_joint,
+    naive_log_probs,
+    random_head,
+    random_ids,
+)
+from jackpot.objectives.kernels import autograd
+from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
+
+
+class Recorder(TorchDispatchMode):
+    """Every operator that runs, with the shapes of the tensors it makes, and the dtypes of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, torch.Size]] = []
+        self.product_dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in {"mm", "addmm_"}:
+            self.product_dtypes.add(out.dtype)
+        self.calls += [(name, leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        return out
+
+    def largest(self) -> int:
+        return max(shape.numel() for _, shape in self.calls)
+
+    def count(self, name: str, shape: tuple[int, ...]) -> int:
+        return self.calls.count((name, torch.Size(shape)))
+
+
+# Memory and recomputation
+
+
+def test_no_tensor_is_larger_than_a_tile_a_weight_or_the_states():
+    n, v, h, tile = 60, 50, 3, (20, 13)
+    policy, rollout_model = random_head(1, "soft_cap", n, v, h), random_head(2, "bias", n, v, h)
+    options = dict(temperature=0.9, lam=1.0, num_top=3, gather_ids=random_ids(n, 3, v=v), tile=tile)
+    ids = random_ids(n, v=v)
+    with Recorder() as forward:
+        loss = loss_of(joint_linear_head(policy, rollout_model, ids, **options))
+    with Recorder() as backward:
+        loss.backward()
+    assert forward.largest() == backward.largest() == 20 * 13 > max(v * h, n * h, n * 4)
+
+
+def test_only_inputs_and_single_numbers_are_kept_for_backward():
+    policy, rollout_model = random_head(1, "bias"), random_head(2)
+    inputs = {tensor.data_ptr() for tensor in leaves(policy, rollout_model)}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        joint_linear_head(policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, tile=(2, 3))
+    assert len(kept) > len(inputs)
+    assert all(tensor.data_ptr() in inputs or tensor.shape == (N,) for tensor in kept)
+
+
+def test_logits_are_formed_once_in_each_direction_and_the_rest_only_in_forward():
+    n, v, tile = 12, 15, (4, 5)
+    heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
+    options = dict(temperature=1.0, num_top=2, gather_ids=random_ids(n, 3, v=v), tile=tile)
+    with Recorder() as forward:
+        output = joint_linear_head(*heads, random_ids(n, v=v), **options)
+    with Recorder() as backward:
+        loss_of(output).backward()
+    assert forward.count("mm", tile) == backward.count("mm", tile) == 2 * 3 * 3
+    assert not {name for name, _ in backward.calls} & {"topk", "gather", "minimum"}
+
+
+@pytest.mark.parametrize(("tile", "sweeps"), [((4, 15), 1), ((4, 5), 2)])
+def test_the_exact_z_takes_a_second_sweep_only_over_a_vocabulary_of_many_tiles(tile, sweeps):
+    n, v = 12, 15
+    heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
+    with Recorder() as recorder:
+        joint_linear_head(*heads, random_ids(n, v=v), temperature=1.0, lam=0.6, tile=tile)
+    assert recorder.count("mm", tile) == sweeps * 2 * (n // tile[0]) * (v // tile[1])
+
+
+def test_without_lam_there_is_no_exact_z():
+    output = joint_linear_head(random_head(1), random_head(2), random_ids(N), temperature=1.0)
+    assert output.exact_z is None
+
+
+def test_the_gradient_of_a_weight_is_written_once_however_many_blocks_of_positions_there_are():
+    n, v, h = 12, 15, 2
+    head = random_head(1, n=n, v=v, h=h, dtype=torch.bfloat16)
+    output = linear_head(head, random_ids(n, v=v), temperature=1.0, tile=(4, 5))
+    with Recorder() as recorder:
+        output.log_probs.sum().backward()
+    assert recorder.count("addmm_", (5, h)) == 3 * 3
+    assert recorder.count("copy_", (5, h)) == 3 + 3  # the weight to float32, its gradient to bfloat16
+    whole = [name for name, shape in recorder.calls if shape == (v, h) and name not in {"detach", "empty_like"}]
+    assert whole == []
+
+
+def logits_formed(of: Tensor) -> int:
+    """How many [N, V] products the backward pass of these values makes."""
+    with Recorder() as recorder:
+        of.sum().backward(retain_graph=True)
+    return recorder.count("mm", (N, V))
+
+
+def test_backward_forms_only_the_logits_that_the_loss_needs():
+    policy, rollout_model = random_head(1), random_head(2)
+    frozen = Head(hidden=rollout_model.hidden.detach(), weight=rollout_model.weight.detach())
+    options = {"temperature": 1.0, "lam": 1.0}
+    output = joint_linear_head(policy, rollout_model, random_ids(N), **options)
+    assert logits_formed(output.policy.log_probs) == 1
+    assert logits_formed(output.rollout_model.entropy) == 1
+    assert logits_formed(output.forward_kl) == logits_formed(output.reverse_kl) == 2
+    output = joint_linear_head(policy, frozen, random_ids(N), **options)
+    assert logits_formed(output.policy.entropy + output.rollout_model.log_probs) == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "vocabulary", "expected"),
+    [
+        (5000, 4096, (1024, 4096)),  # rows of the whole vocabulary
+        (5000, 16384, (1024, 16384)),
+        (100, 151_936, (100, 151_936)),
+        (5000, 16385, (4096, 4096)),  # cut
+        (1000, 151_936, (1000, 16777)),
+        (5000, 151_936, (4096, 4096)),
+        (0, 7, (1, 7)),
+        (1, 2**25, (1, 2**24)),
+    ],
+)
+def test_the_default_tile_is_rows_of_the_whole_vocabulary_where_they_fit_and_else_many_positions(
+    n, vocabulary, expected
+):
+    assert autograd.default_tile(n, vocabulary) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "grain", "sizes"),
+    [
+        (7, 4, 1, [4, 3]),
+        (7, 5, 1, [4, 3]),
+        (7, 100, 1, [7]),
+        (0, 3, 1, [0]),
+        (257, 100, 64, [100, 100, 57]),  # 86 would do, and 128 would be too many
+        (300, 128, 64, [128, 128, 44]),
+        (151_936, 16_777, 64, [15_232] * 9 + [14_848]),
+    ],
+)
+def test_parts_are_few_about_equal_and_of_whole_grains(count, most, grain, sizes):
+    parts = autograd.cut(count, most, grain)
+    assert [part.stop - part.start for part in parts] == sizes
+    assert [part.start for part in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+# Precision
+
+
+def float64_copy(head: Head) -> Head:
+    tensors = {name: getattr(head, name).detach().double().requires_grad_() for name in ("hidden", "weight")}
+    return Head(**tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_accumulated_in_float32(dtype):
+    """A sum of H products errs by H u sum|h w| at most, u = 2^-24; log-softmax doubles it and adds a few u."""
+    head, ids = random_head(1, n=32, v=64, h=256, dtype=dtype), random_ids(32, v=64)
+    every = torch.arange(64).expand(32, 64)
+    output = linear_head(head, ids, temperature=1.0, gather_ids=every)
+    exact = naive_log_probs(float64_copy(head), 1.0).detach()
+    magnitude = (head.hidden.double().abs() @ head.weight.double().abs().t()).max().item()
+    bound = 2 * (256 + 8) * 2**-24 * magnitude
+    rounding_of_bfloat16 = 2**-9 * exact.abs().max().item()
+    assert bound < rounding_of_bfloat16 / 5
+    assert output.gathered.dtype == output.log_probs.dtype == output.entropy.dtype == torch.float32
+    assert (output.gathered.double() - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
+    """u = 2^-8: both operands and the logit err by u, so logits by 3 u sum|h w|, log-probs by twice that, shift.
+
+    The weight's gradient, a sum of (onehot - p) h: p errs by p shift, to which rounding both operands and the product
+    adds 3 u. The softmax's own sum over V keeps float32's V 2^-24.
+    """
+    u, n, v, h = 2**-8, 16, 64, 32
+    wide = random_head(1, n=n, v=v, h=h)
+    head = Head(hidden=wide.hidden.to(dtype), weight=(wide.weight * 0.05).detach().to(dtype).requires_grad_())
+    ids, every = random_ids(n, v=v), torch.arange(v).expand(n, v)
+    with Recorder() as recorder:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = linear_head(head, ids, temperature=1.0, gather_ids=every, tile=(4, 24))
+        output.log_probs.sum().backward()
+
+    hidden, weight = head.hidden.detach().double(), head.weight.detach().double()
+    exact = torch.log_softmax(hidden @ weight.t(), dim=-1)
+    shift = 1.1 * 2 * 3 * u * (hidden.abs() @ weight.abs().t()).max()  # a tenth for what is of second order
+    to_logits = torch.eye(v).double()[ids] - exact.exp()
+    bound = (1.1 * 3 * u * to_logits.abs() + shift * exact.exp()).t() @ hidden.abs()
+    assert recorder.product_dtypes == {torch.bfloat16}
+    assert output.gathered.dtype == output.entropy.dtype == torch.float32
+    assert head.weight.grad.dtype == dtype
+    assert (output.gathered.double() - exact).abs().max() <= shift < 0.1
+    assert (output.gathered.double().exp().sum(-1) - 1.0).abs().max() <= 4 * v * 2**-24
+    assert ((head.weight.grad.double() - to_logits.t() @ hidden).abs() <= bound).all()
+
+
+def test_float64_stays_float64_under_autocast():
+    heads = random_head(1), random_head(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = joint_linear_head(*heads, random_ids(N), temperature=1.0, lam=1.0)
+    expected = naive_joint(*(naive_log_probs(head, 1.0) for head in heads), random_ids(N), 1.0, 0, random_ids(N, 0))
+    assert_same(output, expected)
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
+    """Equal positions, one tile each: a sum in bfloat16 would stand still at 256 times one position's gradient."""
+    n = 1024
+    one = random_head(1, "bias", n=1, dtype=torch.bfloat16)
+    head = Head(hidden=one.hidden.detach().expand(n, H), weight=one.weight, bias=one.bias)
+    ids = torch.zeros(n, dtype=torch.int64)
+    linear_head(head, ids, temperature=1.0, tile=(1, 4)).log_probs.sum().backward()
+    p = naive_log_probs(Head(hidden=one.hidden, weight=one.weight, bias=one.bias), 1.0).detach().exp()[0]
+    to_logits = n * (torch.eye(V).double()[0] - p)
+    for given, expected in (
+        (one.weight.grad, to_logits[:, None] * one.hidden.detach().double()),
+        (one.bias.grad, to_logits),
+    ):
+        assert given.dtype == torch.bfloat16
+        torch.testing.assert_close(given.double(), expected, rtol=2**-8, atol=1e-3)
+
+
+def test_backward_within_autocast_is_the_backward_outside_it():
+    head = random_head(1, dtype=torch.float32)
+    output = linear_head(head, random_ids(N), temperature=1.0)
+    outside = torch.autograd.grad(loss_of(output), leaves(head), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = torch.autograd.grad(loss_of(output), leaves(head))
+    assert all(one.equal(other) for one, other in zip(within, outside, strict=True))

@@ -1,0 +1,89 @@
+"""The two-level top k against torch.topk, in one piece and in parts."""
+
+import pytest
+import torch
+
+from jackpot.objectives.kernels.topk import BLOCK, RunningTop, block_peaks, top_k
+
+
+def random_rows(n: int, v: int, kind: str) -> torch.Tensor:
+    """`ties`: few different numbers. `banned`: most are -inf. `rising`: each part of a row is above those before it."""
+    rows = torch.randn(n, v, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    if kind == "ties":
+        rows = rows.round()
+    if kind == "banned":
+        rows[rows < 1.5] = -torch.inf
+    return rows.sort(-1).values if kind == "rising" else rows
+
+
+def assert_top(values, ids, rows, k):
+    """The right numbers, each at its id, and no id twice. Equal numbers may come in any order."""
+    assert values.equal(rows.topk(k).values)
+    assert rows.gather(1, ids).equal(values)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+KINDS = ["random", "ties", "banned", "rising"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("v", "k"), [(1, 1), (BLOCK, 3), (257, 5), (40 * BLOCK, 4), (40 * BLOCK + 9, 5), (2000, 0)])
+def test_two_levels_find_what_one_finds(v, k, kind):
+    rows = random_rows(11, v, kind)
+    assert_top(*top_k(rows, k), rows, k)
+    assert_top(*top_k(rows, k, block_peaks(rows)), rows, k)
+
+
+def test_a_long_row_is_not_searched_as_a_whole(monkeypatch):
+    rows, widths, real = random_rows(3, 64 * BLOCK, "random"), [], torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *a, **b: widths.append(self.shape[1]) or real(self, *a, **b))
+    top_k(rows, 2)
+    assert widths == [64, 2 * BLOCK]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [5, BLOCK, 3 * BLOCK + 7, 1000])
+@pytest.mark.parametrize("k", [0, 1, 20, 90])
+def test_parts_give_what_the_whole_row_gives_and_what_others_have_there(k, width, kind):
+    rows = random_rows(9, 1000, kind)
+    other = random_rows(9, 1000, "random").flip(1)
+    top = RunningTop(k)
+    for start in range(0, 1000, width):
+        part = slice(start, start + width)
+        top.add(rows[:, part], start, block_peaks(rows[:, part]), [other[:, part]])
+    assert_top(top.values, top.ids, rows, k)
+    assert top.others[0].equal(other.gather(1, top.ids))
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "one rises"])
+@pytest.mark.parametrize("width", [1000, 1024])
+@pytest.mark.parametrize("k", [1, 4])
+def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
+    rows = random_rows(50, 8000, kind)
+    if kind == "one rises":
+        rows[7] = rows[7].sort().values
+    top = RunningTop(k)
+    for start in range(0, 8000, width):
+        part = rows[:, start : start + width]
+        top.add(part, start, block_peaks(part), [-part])
+    assert_top(top.values, top.ids, rows, k)
+    assert top.others[0].equal(-top.values)
+
+
+def test_ids_of_a_row_of_nans_are_in_range_and_differ_and_its_neighbours_are_right():
+    rows = random_rows(3, 600, "random")
+    rows[1] = torch.nan
+    top = RunningTop(8)
+    for start in range(0, 600, 200):
+        part = rows[:, start : start + 200]
+        top.add(part, start, block_peaks(part))
+    assert len(set(top.ids[1].tolist())) == 8 and 0 <= top.ids[1].min() <= top.ids[1].max() < 600
+    assert_top(top.values[::2], top.ids[::2], rows[::2], 8)
+
+
+def test_no_rows_have_an_empty_top():
+    top = RunningTop(3)
+    for start in (0, 100):
+        part = torch.zeros(0, 100)
+        top.add(part, start, block_peaks(part))
+    assert top.values.shape == top.ids.shape == (0, 3)

@@ -1,0 +1,192 @@
+"""KL to a reference and the entropy bonus against float64 autograd on the logits of the whole vocabulary."""
+
+import copy
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.learners import (
+    LINEAR,
+    assert_same_move,
+    batches,
+    double,
+    flat,
+    gradient,
+    make_learner,
+    parameters,
+    policy_objective,
+    reference_losses,
+    smallest_model,
+    train,
+    vocabulary_log_probs,
+    write,
+)
+from helpers.sums import assert_equal_sums
+from jackpot.core.errors import CheckpointError
+from jackpot.core.prng import stream_key, uniform_row
+from jackpot.objectives.losses import k2, k3
+from jackpot.training.reference import Reference
+
+POLICY, ROLLOUT_MODEL, FROZEN = smallest_model(0), smallest_model(1), smallest_model(2)
+WRITTEN = write(ROLLOUT_MODEL, temperature=0.8, seed=3)
+TEMPERATURE = 0.8
+
+
+def learner_with(estimate, reference_weight=0.0, entropy_weight=0.0, optimizer=LINEAR):
+    """A learner, and the model that it is held near."""
+    objective = replace(policy_objective(), reference_weight=reference_weight, entropy_weight=entropy_weight)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE, optimizer=optimizer)
+    frozen = copy.deepcopy(FROZEN)
+    if estimate:
+        policy = learner._models["policy"]
+        learner._reference = Reference(frozen, policy, estimate=estimate, temperature=TEMPERATURE)
+    return learner, frozen
+
+
+def by_hand(policy, items, estimate):
+    """Mean KL to the reference and mean entropy over the sampled tokens, with the policy's gradient."""
+    frozen = double(FROZEN)
+    kl, entropy, count = 0.0, 0.0, 0
+    for item in items:
+        p = vocabulary_log_probs(policy, item.rollout, TEMPERATURE)
+        with torch.no_grad():
+            q = vocabulary_log_probs(frozen, item.rollout, TEMPERATURE)
+        for t, token in enumerate(item.rollout.token_ids.tolist()):
+            log_ratio = q[t, token] - p[t, token]
+            estimates = {
+                "exact": (p[t].exp() * (p[t] - q[t])).sum(),
+                "k2": log_ratio**2 / 2.0,
+                "k3": log_ratio.exp() - 1.0 - log_ratio,
+            }
+            kl, entropy, count = kl + estimates[estimate], entropy - (p[t].exp() * p[t]).sum(), count + 1
+    return kl / count, entropy / count
+
+
+def without_advantage(items):
+    return [replace(item, advantages=torch.zeros_like(item.advantages)) for item in items]
+
+
+def unpulled(items):
+    """The loss without what regularises."""
+    coins = {item.rollout.uid: uniform_row(stream_key(0, "accept", item.rollout.uid, 0), 99) for item in items}
+    models = {"policy": double(POLICY), "rollout_model": double(ROLLOUT_MODEL)}
+    now = {role: double(model) for role, model in models.items()}
+    return reference_losses(now, models, items, coins, temperature=TEMPERATURE)[0], now["policy"]
+
+
+@pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
+@pytest.mark.parametrize("budget", [10_000, 40])
+def test_the_loss_and_the_policys_gradient_hold_the_kl_to_the_reference(estimate, budget):
+    learner, frozen = learner_with(estimate, reference_weight=0.7)
+    (result,) = train(learner, batches(WRITTEN, budget=budget))
+    loss, policy = unpulled(WRITTEN)
+    kl, _ = by_hand(policy, WRITTEN, estimate)
+    whole = loss + 0.7 * kl
+    assert kl.item() > 0.05
+    assert result.metrics["policy/reference_kl"].value.item() == pytest.approx(kl.item(), rel=1e-4)
+    assert result.metrics["policy/loss"].value.item() == pytest.approx(whole.item(), rel=1e-4, abs=1e-6)
+    slope = gradient(whole, policy)
+    assert result.metrics["policy/grad_norm"].value.item() == pytest.approx(slope.norm().item(), rel=1e-4)
+    first = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)  # AdamW's first step
+    assert_same_move(parameters(learner, "policy"), first, flat(POLICY))
+    assert torch.equal(flat(frozen), flat(FROZEN))
+    assert not any(one.requires_grad or one.grad is not None for one in frozen.parameters())
+
+
+def test_the_entropy_bonus_is_taken_from_the_loss_and_lifts_the_entropy():
+    learner, _ = learner_with(None, entropy_weight=0.4)
+    (result,) = train(learner, batches(WRITTEN, budget=60))
+    loss, policy = unpulled(WRITTEN)
+    _, entropy = by_hand(policy, WRITTEN, "exact")
+    whole = loss - 0.4 * entropy
+    assert result.metrics["policy/entropy"].value.item() == pytest.approx(entropy.item(), rel=1e-4)
+    assert result.metrics["policy/loss"].value.item() == pytest.approx(whole.item(), rel=1e-4)
+    slope = gradient(whole, policy)
+    first = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+    assert_same_move(parameters(learner, "policy"), first, flat(POLICY))
+
+
+@pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
+def test_without_any_advantage_the_regularised_policy_still_steps_and_gets_nearer(estimate):
+    """Equal rewards skip the policy only where nothing else pulls."""
+    items = without_advantage(WRITTEN)
+    slow = LINEAR.model_copy(update={"learning_rate": 0.05})
+    learner, _ = learner_with(estimate, reference_weight=1.0, optimizer=slow)
+    before = None
+    for _ in range(3):
+        (result,) = train(learner, batches(items))
+        assert result.metrics["policy/skipped_steps"].value == 0.0
+        now = result.metrics["policy/reference_kl"].value.item()
+        assert before is None or now < before
+        before = now
+    assert learner.version.policy == 3
+
+
+def test_without_any_advantage_an_entropy_bonus_raises_the_entropy():
+    learner, _ = learner_with(None, entropy_weight=1.0)
+    entropies = [
+        train(learner, batches(without_advantage(WRITTEN)))[0].metrics["policy/entropy"].value for _ in range(3)
+    ]
+    assert entropies == sorted(entropies) and entropies[0] < entropies[-1]
+
+
+def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
+    """The reference is then only measured."""
+    plain, _ = learner_with(None)
+    measured, _ = learner_with("exact")
+    one, other = (train(learner, batches(WRITTEN, budget=60))[0] for learner in (plain, measured))
+    assert torch.equal(parameters(plain, "policy"), parameters(measured, "policy"))
+    for result in (one, other):
+        del result.metrics["seconds/prepass"]
+    assert other.metrics.pop("policy/reference_kl").value > 0.05
+    assert one.metrics.pop("policy/reference_kl").value == 0.0
+    assert_equal_sums(one.metrics, other.metrics)
+    skipped, _ = learner_with("exact")
+    (result,) = train(skipped, batches(without_advantage(WRITTEN)))
+    assert result.metrics["policy/skipped_steps"].value == 1.0 and skipped.version.policy == 0
+
+
+def test_the_regulariser_stands_on_all_tokens_and_is_not_rejected():
+    """With lam so large that every coin rejects, the gradient is the regulariser's alone."""
+    objective = replace(policy_objective(lam=1e6, totals="none"), reference_weight=0.5)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
+    policy = learner._models["policy"]
+    learner._reference = Reference(copy.deepcopy(FROZEN), policy, estimate="exact", temperature=TEMPERATURE)
+    (result,) = train(learner, batches(WRITTEN))
+    assert result.metrics["correction/accepted"].value == 0.0
+    slow = double(POLICY)
+    slope = gradient(0.5 * by_hand(slow, WRITTEN, "exact")[0], slow)
+    assert result.metrics["policy/grad_norm"].value.item() == pytest.approx(slope.norm().item(), rel=1e-4)
+
+
+def test_a_run_of_an_earlier_version_continues_beside_its_reference_alone():
+    """It saved plain SHA-256 over names, shapes and bytes."""
+    learner, frozen = learner_with("exact")
+    earlier = hashlib.sha256()
+    for name, tensor in sorted(frozen.named_parameters()):
+        earlier.update(f"{name}{tuple(tensor.shape)}".encode() + tensor.detach().numpy().tobytes())
+    saved = learner.state_dict()
+    learner.load_state_dict(saved)
+    learner.load_state_dict(saved | {"reference": earlier.hexdigest()})
+    frozen.model.norm.weight.data[0] += 1e-3
+    for digest in (saved["reference"], earlier.hexdigest()):
+        with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
+            learner.load_state_dict(saved | {"reference": digest})
+
+
+def test_the_gradient_of_k2_and_k3_on_the_policys_own_text_is_that_of_the_kl():
+    """By enumeration: E_p[d k2] = dKL(policy || reference), E_p[d k3] = dKL(reference || policy)."""
+    logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    q = torch.log_softmax(torch.tensor([-0.4, 0.2, 0.5, 1.1], dtype=torch.float64), 0)
+    p = torch.log_softmax(logits, 0)
+    weights = p.detach().exp()
+
+    def slope(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(slope((weights * k2(p, q)).sum()), slope((p.exp() * (p - q)).sum()))
+    torch.testing.assert_close(slope((weights * k3(p, q)).sum()), slope((q.exp() * (q - p)).sum()))
+    assert (weights * k3(p, q)).sum().item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-12)
+    assert (k3(p, q) >= 0.0).all() and k3(p, p).abs().max() == 0.0

@@ -1,0 +1,195 @@
+"""Z from the two top-k sets: its bounds against the whole vocabulary, and its documented formula."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.distributions import RTOL, enumerated, few, lams, log_distributions, normalised, tensors
+from jackpot.objectives import obrs
+
+
+@st.composite
+def adversarial_cases(draw):
+    """Two distributions, perhaps with p_inf truncated and renormalised, and what two top-k lists show of them."""
+    size = draw(st.integers(1, 8))
+    log_inf, log_target = draw(log_distributions(size, zeros=False)), draw(log_distributions(size, zeros=True))
+    kept = draw(st.integers(1, size)) if draw(st.booleans()) else size
+    k, k_target, fill_valid = draw(st.integers(0, size)), draw(st.integers(0, size)), draw(st.booleans())
+    return topk_case(log_inf, log_target, kept, k, k_target, fill_valid, draw(lams))
+
+
+def random_case(seed):
+    """The same from distributions as they come, with everything on at once more often."""
+    generator = np.random.default_rng(seed)
+    size = int(generator.integers(2, 9))
+    log_inf, log_target = np.log(generator.dirichlet([0.5] * size, 2) + 1e-12).tolist()
+    kept = int(generator.integers(1, size + 1)) if generator.random() < 0.3 else size
+    k, k_target = generator.integers(0, size + 1, 2).tolist()
+    lam = math.exp(generator.uniform(-1.5, 1.5))
+    return topk_case(
+        normalised(log_inf), normalised(log_target), kept, k, k_target, bool(generator.random() < 0.5), lam
+    )
+
+
+def topk_case(log_inf, log_target, kept, k, k_target, fill_valid, lam):
+    if kept < len(log_inf):
+        smallest = sorted(log_inf)[-kept]
+        log_inf, fill_valid = normalised([x if x >= smallest else -math.inf for x in log_inf]), False
+    rollout_ids = sorted(range(len(log_inf)), key=lambda x: -log_inf[x])[:k]
+    target_ids = sorted(range(len(log_inf)), key=lambda x: -log_target[x])[:k_target]
+    return log_inf, log_target, rollout_ids, target_ids, fill_valid, lam
+
+
+def topk_cases():
+    return st.one_of(adversarial_cases(), st.integers(0, 2**32).map(random_case))
+
+
+def complete(case):
+    """The same case with lists long enough to know all of p_inf."""
+    log_inf, log_target, rollout_ids, target_ids, fill_valid, lam = case
+    everything = list(range(len(log_inf)))
+    if fill_valid:
+        return log_inf, log_target, rollout_ids, everything, True, lam
+    return log_inf, log_target, [x for x in everything if log_inf[x] > -math.inf], target_ids, False, lam
+
+
+def estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
+    """`topk_z` on what the case shows; without a valid fill-in the forward pass says nothing true."""
+    log_inf, log_target = tensors(log_inf, log_target)
+    fill_ins = log_inf[target_ids] if fill_valid else torch.full((len(target_ids),), math.nan, dtype=torch.float64)
+    return obrs.topk_z(
+        rollout_top_log_probs=log_inf[rollout_ids],
+        target_at_rollout_top=log_target[rollout_ids],
+        rollout_top_ids=torch.tensor(rollout_ids, dtype=torch.int64),
+        target_top_ids=torch.tensor(target_ids, dtype=torch.int64),
+        target_top_log_probs=log_target[target_ids],
+        fill_ins=fill_ins,
+        fill_valid=torch.tensor(fill_valid),
+        lam=lam,
+    )
+
+
+def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
+    """(lower, upper, rollout mass, target mass) token by token, after the docstring of `topk_z`."""
+    q, p = [math.exp(x) for x in log_inf], [math.exp(x) for x in log_target]
+    new = [x for x in target_ids if x not in rollout_ids]
+    known = rollout_ids + (new if fill_valid else [])
+    lower = math.fsum(min(q[x], p[x] / lam) for x in known)
+    left = 1.0 - math.fsum(q[x] for x in known)
+    smallest = min((q[x] for x in rollout_ids), default=math.inf)
+    hidden = [] if fill_valid else new
+    tail = 1.0 - math.fsum(p[x] for x in {*rollout_ids, *target_ids})
+    missing = min(left, math.fsum(min(smallest, p[x] / lam) for x in hidden) + min(left, tail / lam))
+    upper = min(lower + missing, max(1.0, lower), max(1.0 / lam, lower))
+    return lower, upper, math.fsum(q[x] for x in known), math.fsum(p[x] for x in known)
+
+
+@settings(few, max_examples=300)
+@given(topk_cases())
+def test_topk_bounds_hold_the_exact_z_between_them(case):
+    _, z, _ = enumerated(case[0], case[1], case[-1])
+    found = estimate(*case)
+    assert found.lower.item() <= z + 1e-14
+    assert found.upper.item() >= z - 1e-14
+
+
+@settings(few, max_examples=300)
+@given(topk_cases())
+def test_topk_bounds_and_masses_are_the_documented_ones_and_the_value_is_the_lower_bound(case):
+    lower, upper, rollout_mass, target_mass = expected_estimate(*case)
+    found = estimate(*case)
+    assert found.value.item() == found.lower.item()
+    assert found.lower.item() == pytest.approx(lower, rel=RTOL, abs=1e-300)
+    assert found.upper.item() == pytest.approx(upper, rel=RTOL, abs=1e-13)
+    assert found.rollout_mass.item() == pytest.approx(min(rollout_mass, 1.0), rel=RTOL)
+    assert found.target_mass.item() == pytest.approx(min(target_mass, 1.0), rel=RTOL)
+
+
+@few
+@given(topk_cases().map(complete))
+def test_topk_bounds_meet_at_the_exact_z_when_all_of_p_inf_is_captured(case):
+    _, z, _ = enumerated(case[0], case[1], case[-1])
+    found = estimate(*case)
+    assert found.lower.item() == pytest.approx(z, rel=RTOL, abs=1e-300)
+    assert found.upper.item() == pytest.approx(z, abs=1e-14)
+
+
+@pytest.mark.parametrize(("fill_valid", "lower", "mass"), [(False, 0.25, 0.3), (True, 0.35, 0.4)])
+def test_topk_bounds_on_a_worked_example(fill_valid, lower, mass):
+    """K = {0, 1}, N = {2}: if unknown, it may add min(q_2, p_target) = min(0.1, 0.15), and the rest 0.02."""
+    p_inf, p_target = [0.2, *[0.1] * 8], [0.78, 0.05, 0.15, 0.02, *[0.0] * 5]
+    with np.errstate(divide="ignore"):
+        pair = np.log(p_inf).tolist(), np.log(p_target).tolist()
+    found = estimate(*pair, [0, 1], [0, 2], fill_valid, 1.0)
+    assert found.lower.item() == found.value.item() == pytest.approx(lower, rel=RTOL)
+    assert found.upper.item() == pytest.approx(0.37, rel=RTOL)
+    assert found.rollout_mass.item() == pytest.approx(mass, rel=RTOL)
+    assert found.target_mass.item() == pytest.approx(0.98 if fill_valid else 0.83, rel=RTOL)
+
+
+def test_topk_without_lists_knows_only_that_z_is_between_zero_and_one():
+    case = (np.log([0.5, 0.5]).tolist(), np.log([0.5, 0.5]).tolist(), [], [], False)
+    assert [x.item() for x in estimate(*case, 0.5)] == [0.0, 0.0, 1.0, 0.0, 0.0]
+    assert [x.item() for x in estimate(*case, 4.0)] == [0.0, 0.0, 0.25, 0.0, 0.0]
+
+
+def test_topk_rows_are_independent_and_lam_may_be_one_per_row():
+    generator = np.random.default_rng(1)
+    cases = []
+    for row in range(6):
+        q, p = np.log(generator.dirichlet([0.5] * 7, 2)).tolist()
+        rollout_ids, target_ids = np.argsort(q)[::-1][:3].tolist(), np.argsort(p)[::-1][:2].tolist()
+        cases.append((q, p, rollout_ids, target_ids, row % 2 == 0, float(generator.uniform(0.3, 3.0))))
+    log_inf, log_target = tensors([case[0] for case in cases], [case[1] for case in cases])
+    rollout_ids, target_ids = (torch.tensor([case[i] for case in cases]) for i in (2, 3))
+    found = obrs.topk_z(
+        rollout_top_log_probs=log_inf.gather(1, rollout_ids),
+        target_at_rollout_top=log_target.gather(1, rollout_ids),
+        rollout_top_ids=rollout_ids,
+        target_top_ids=target_ids,
+        target_top_log_probs=log_target.gather(1, target_ids),
+        fill_ins=log_inf.gather(1, target_ids),
+        fill_valid=torch.tensor([case[4] for case in cases]),
+        lam=torch.tensor([[case[5]] for case in cases], dtype=torch.float64),
+    )
+    for row, case in enumerate(cases):
+        lower, upper, rollout_mass, target_mass = expected_estimate(*case)
+        values = [found.lower, found.upper, found.rollout_mass, found.target_mass]
+        assert [value[row].item() for value in values] == pytest.approx([lower, upper, rollout_mass, target_mass])
+
+
+def test_a_known_z_has_no_bound_width_and_captures_everything():
+    z = torch.tensor([0.3, 0.9])
+    estimate = obrs.known_z(z)
+    assert all(torch.equal(part, z) for part in (estimate.value, estimate.lower, estimate.upper))
+    assert torch.equal(estimate.rollout_mass, torch.ones(2)) and torch.equal(estimate.target_mass, torch.ones(2))
+
+
+# kappa
+
+
+def test_kappa_is_the_ratio_of_the_sums():
+    a, z = tensors(0.3, 0.6)
+    assert obrs.kappa(a, z).item() == pytest.approx(0.5, rel=RTOL)
+
+
+def test_kappa_is_one_where_no_z_was_counted():
+    assert obrs.kappa(*tensors(0.0, 0.0)).item() == 1.0
+    assert obrs.kappa(*tensors(0.0, 0.25)).item() == 0.0
+
+
+def test_kappa_restores_the_mean_of_a_truncated_z():
+    """Over the enumerated vocabulary: E[a] = Z, so kappa Z_k averages to the exact Z whatever the top-k left out."""
+    pairs_ = [np.log(np.random.default_rng(seed).dirichlet([0.3] * 9, 2)) for seed in range(4)]
+    exact = [enumerated(*(row.tolist() for row in pair), 1.0)[1] for pair in pairs_]
+    lower = []
+    for q, p in pairs_:
+        top = np.argsort(q)[::-1][:2].tolist()
+        lower.append(estimate(q.tolist(), p.tolist(), top, [], False, 1.0).value.item())
+    a, z_k = tensors(math.fsum(exact), math.fsum(lower))
+    assert math.fsum(lower) < math.fsum(exact)
+    assert math.fsum((obrs.kappa(a, z_k) * z).item() for z in lower) == pytest.approx(math.fsum(exact), rel=RTOL)

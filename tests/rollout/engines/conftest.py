@@ -1,0 +1,48 @@
+"""The models, references and engines of the shared suite. A class gets one engine, which may take long to start."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite(*(f"helpers.engines.{name}" for name in ("conformance", "joint_run", "reference")))
+
+from helpers.engines.conformance import OLD  # noqa: E402
+from helpers.engines.reference import Reference, save_tiny_model  # noqa: E402
+from jackpot.rollout.engines.base import Engine  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that an engine starts with."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "old", seed=0)
+
+
+@pytest.fixture(scope="session")
+def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same architecture with other weights."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "new", seed=1)
+
+
+@pytest.fixture(scope="class")
+def reference(request: pytest.FixtureRequest, folder: Path) -> Reference:
+    return request.cls.make_reference(folder)
+
+
+@pytest.fixture(scope="class")
+def new_reference(request: pytest.FixtureRequest, new_folder: Path) -> Reference:
+    return request.cls.make_reference(new_folder)
+
+
+@pytest.fixture(scope="class")
+def shared_engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    engine = request.cls.make_engine(folder, OLD)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    """The engine of the class; what a failed test left in flight is collected."""
+    yield shared_engine
+    shared_engine.collect(10_000)

@@ -1,0 +1,98 @@
+"""What the trainer asks of its engines beside rollouts: to rest when there is nothing to write, and what happened."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.runs import Killed, run, small_config
+from jackpot.core.errors import EngineError
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.training.joint_learner import JointLearner
+
+MADE: list["Sleeper"] = []
+
+
+class Sleeper(TransformersEngine):
+    """Forgets its weights when it rests, as vLLM may, and notes what became of it. Every update is an event."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.is_asleep, self.rests, self.events = False, 0, []
+        MADE.append(self)
+
+    def rest(self) -> None:
+        self._ledger.check_empty()
+        self.is_asleep, self.rests = True, self.rests + 1
+
+    def submit(self, requests: Sequence[Any]) -> None:
+        if self.is_asleep:
+            raise EngineError("asleep")
+        super().submit(requests)
+
+    def update_weights(self, named_tensors: Any, version: Any) -> str:
+        self.is_asleep = False
+        self.events.append({"event": "updated", "version": list(version)})
+        return super().update_weights(named_tensors, version)
+
+    def take_events(self) -> list[dict[str, Any]]:
+        events, self.events = self.events, []
+        return events
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sleeper]:
+    """Those that the next run makes; the writer of the rollouts is the first."""
+    MADE.clear()
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Sleeper)
+    return MADE
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [{key: event[key] for key in ("iteration", "version", "engine")} for event in events if "engine" in event]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rests"),
+    [
+        ((), [4, 3]),  # iterations; evaluations
+        (("batch.ahead=1",), [1, 3]),  # it writes ahead of all iterations but the last
+        (("rollout_model.optimizer=null",), [4, 3]),
+        (("rollout_model=null", "objective.correction=none"), [4]),
+    ],
+)
+def test_engines_rest_when_there_is_nothing_to_write(overrides, rests, engines, tmp_path: Path, monkeypatch) -> None:
+    asleep = []
+    train = JointLearner.train
+
+    def watched(learner: JointLearner, *arguments: Any) -> Any:
+        asleep.append([engine.is_asleep for engine in engines])
+        return train(learner, *arguments)
+
+    monkeypatch.setattr(JointLearner, "train", watched)
+    run(small_config(*overrides), tmp_path)
+    assert [engine.rests for engine in engines] == rests
+    others = [True] * (len(rests) - 1)
+    writes_ahead = rests[0] == 1
+    assert asleep == [[not writes_ahead, *others]] * 3 + [[True, *others]]
+
+
+def test_what_engines_tell_is_written_down_once_with_its_iteration(engines, tmp_path: Path) -> None:
+    run(small_config(), tmp_path)
+    updates = [event for event in told(tmp_path) if event["engine"] == "engine"]
+    assert [(event["iteration"], event["version"][1]) for event in updates] == [(n, n) for n in range(1, 5)]
+    evaluated = [event["iteration"] for event in told(tmp_path) if event["engine"] == "evaluation.engine"]
+    assert evaluated == [0, 2, 4]
+
+
+def test_what_an_engine_told_before_the_run_broke_is_written_down(engines, tmp_path: Path, monkeypatch) -> None:
+    def broken(learner: JointLearner, *arguments: Any) -> Any:
+        engines[0].events.append({"event": "server lost", "version": [0, 0]})
+        raise Killed
+
+    monkeypatch.setattr(JointLearner, "train", broken)
+    run(small_config(), tmp_path)
+    assert told(tmp_path)[-1] == {"iteration": 0, "version": [0, 0], "engine": "engine"}

@@ -1,0 +1,180 @@
+"""The shared suite on quantised engines, and what only they promise."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines.test_decoding import make_model
+from engines.test_transformers import make
+
+from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.quantised_reference import QuantisedReference
+from helpers.engines.reference import Reference, tiny_model, tiny_request
+from jackpot.core.digest import weights_digest
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Sampling, Version
+from jackpot.rollout.engines.transformers.attention import AttentionKernel
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+
+KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8"), ("fp8", "fp8")]
+
+
+class QuantisedConformance(EngineConformance):
+    """A rounding of the last bit moves an activation to the next code now and then, and that a log-prob visibly."""
+
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    attention: AttentionKernel | None = None
+    tolerance = 0.15
+    moved_supports = 0.05
+    moved_responses = 0.15
+
+    @classmethod
+    def make_reference(cls, folder: Path) -> QuantisedReference:
+        return QuantisedReference(folder, cls.quantization, cls.kv_cache_dtype)
+
+    @classmethod
+    def make_engine(cls, folder: Path, version: Version) -> TransformersEngine:
+        settings = {name: getattr(cls, name) for name in ("quantization", "kv_cache_dtype", "attention")}
+        return make(folder, torch.float32, version, max_batch_size=32, **settings)
+
+
+@pytest.mark.slow
+class TestInt8Weights(QuantisedConformance):
+    quantization = "int8_w8a16"
+    tolerance = 2e-5  # activations are not rounded
+    moved_supports = moved_responses = 0.0
+    training_gap = 0.05
+
+
+@pytest.mark.slow
+class TestFp8WithAnFp8Cache(QuantisedConformance):
+    quantization = kv_cache_dtype = "fp8"
+    training_gap = 0.5
+
+
+@pytest.mark.slow
+class TestInt8(QuantisedConformance):
+    quantization = "int8_w8a8"
+    training_gap = 0.1
+
+
+@pytest.mark.slow
+class TestFp8(QuantisedConformance):
+    quantization = "fp8"
+    training_gap = 0.5
+
+
+@pytest.mark.slow
+class TestFp8CacheWithEagerAttention(QuantisedConformance):
+    kv_cache_dtype = "fp8"
+    attention = "eager"
+    training_gap = 0.2
+
+
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), KINDS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_numbers_are_those_of_the_definition_and_far_from_those_without_rounding(
+    folder, quantization, kv_cache_dtype, attention
+):
+    engine = make(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, attention=attention)
+    assert engine.capabilities.quantised and engine.capabilities.dtype == torch.float32
+    rollouts = engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=16) for i in range(10)])
+    references = QuantisedReference(folder, quantization, kv_cache_dtype), Reference(folder, torch.float32)
+
+    def error(reference: Reference, log_probs: list[torch.Tensor]) -> float:
+        """Mean over tokens, nats."""
+        return np.concatenate(
+            [
+                np.abs(
+                    reference.log_probs(one.prompt, one.token_ids.tolist(), Sampling())[
+                        np.arange(len(one.token_ids)), one.token_ids
+                    ]
+                    - given.double().numpy()
+                )
+                for one, given in zip(rollouts, log_probs, strict=True)
+            ]
+        ).mean()
+
+    for log_probs in ([one.rollout_log_probs for one in rollouts], engine.score(rollouts, 1.0)):
+        rounded, plain = (error(reference, log_probs) for reference in references)
+        assert plain > 1e-2 > 5e-3 > rounded
+        assert plain > 15 * rounded
+
+
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), KINDS)
+def test_weights_are_quantised_again_at_every_update(folder, new_folder, quantization, kv_cache_dtype):
+    settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    updated, fresh = make(folder, **settings), make(new_folder, **settings)
+    new = tiny_model(seed=1)
+    digest = updated.update_weights(new.named_parameters(), NEW)
+    assert digest == weights_digest(new.named_parameters(), torch.float32)
+    requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(12)]
+    for one, other in zip(updated.generate(requests), fresh.generate(requests), strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+
+
+def test_a_weight_changed_on_the_way_changes_the_digest(folder):
+    engine = make(folder, quantization="fp8")
+    weights = {name: tensor.detach().clone() for name, tensor in tiny_model(seed=0).named_parameters()}
+    before = engine.update_weights(weights.items(), OLD)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] *= 1 + 1e-6  # far less than a code
+    assert engine.update_weights(weights.items(), OLD) != before
+
+
+def test_an_engine_in_bfloat16_quantises_what_it_would_have_held(folder):
+    engine = make(folder, torch.bfloat16, quantization="fp8")
+    weights = dict(tiny_model(seed=1).named_parameters())
+    digest = engine.update_weights(weights.items(), NEW)
+    assert digest == weights_digest(weights.items(), torch.bfloat16)
+    same = make(folder, torch.bfloat16, quantization="fp8")
+    same.update_weights(((name, tensor.bfloat16()) for name, tensor in weights.items()), NEW)
+    requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
+    for one, other in zip(engine.generate(requests), same.generate(requests), strict=True):
+        assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+
+
+def test_an_engine_says_once_what_it_quantised(folder):
+    engine = make(folder, quantization="fp8")
+    [event] = engine.take_events()
+    layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    assert event == {
+        "event": "quantised",
+        "to": "fp8",
+        "share": layers / (layers + 24 * 64 + 5 * 64 + 4 * 32),
+        "kept": {"embedding": 1, "bias or norm": 9},
+    }
+    assert engine.take_events() == make(folder, kv_cache_dtype="fp8").take_events() == []
+
+
+def test_models_that_cannot_be_quantised_so_are_refused():
+    def engine(name: str, attention: str, **settings: str) -> TransformersEngine:
+        model = make_model(name, attention)
+        return TransformersEngine(model, eos_token_ids=[1], version=Version(0, 0), max_batch_size=1, **settings)
+
+    with pytest.raises(EngineError, match="no quantisation 'int4'; take one of int8_w8a16, int8_w8a8, fp8"):
+        engine("qwen3", "sdpa", quantization="int4")
+    with pytest.raises(EngineError, match="no cache of 'int8'"):
+        engine("qwen3", "sdpa", kv_cache_dtype="int8")
+    with pytest.raises(EngineError, match="no linear layer"):
+        engine("gpt2", "sdpa", quantization="fp8")
+    with pytest.raises(EngineError, match=r"attention of its own \(eager\).*kv_cache_dtype"):
+        engine("bloom", "eager", kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "gpt_neox", "lfm2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_fp8_cache_is_what_every_pass_sees(name, attention):
+    """Step by step with a cache in place or transformers' own, and at once without a cache: with windows, with padding,
+    with biases, with layers of another kind."""
+    model = make_model(name, attention)
+    settings = {"eos_token_ids": [1], "version": Version(0, 0), "max_batch_size": 64}
+    engine = TransformersEngine(model, kv_cache_dtype="fp8", **settings)
+    plain = TransformersEngine(make_model(name, attention), **settings)
+    rollouts = engine.generate([tiny_request(f"{i}", 2 + 7 * i, seed=i, max_new_tokens=25) for i in range(3)])
+    scores, without = engine.score(rollouts, 1.0), plain.score(rollouts, 1.0)
+    for rollout, score, other in zip(rollouts, scores, without, strict=True):
+        assert (rollout.rollout_log_probs - score).abs().mean() < 2e-3
+        assert (rollout.rollout_log_probs - other).abs().mean() > 4e-3

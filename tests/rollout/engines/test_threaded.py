@@ -1,0 +1,35 @@
+"""The shared suite on an engine that writes by itself, with nothing to install: what `BackgroundEngine` promises."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.engines.conformance import OLD, EngineConformance
+from helpers.engines.reference import tiny_request
+from helpers.engines.threaded import ThreadedEngine
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Version
+from jackpot.models.load import eos_token_ids, load_model
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+
+
+class TestThreadedEngine(EngineConformance):
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> ThreadedEngine:
+        model = load_model(folder, torch.float32)
+        stops = eos_token_ids(model)
+        return ThreadedEngine(TransformersEngine(model, eos_token_ids=stops, version=version, max_batch_size=32))
+
+
+def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Path) -> None:
+    def break_down() -> None:
+        if engine.finished:
+            raise RuntimeError("out of memory")
+
+    engine = TestThreadedEngine.make_engine(folder, OLD)
+    engine._before_step = break_down
+    with pytest.raises(EngineError, match="the writer cannot go on: RuntimeError: out of memory"):
+        engine.generate([tiny_request(f"{length}", max_new_tokens=length) for length in (1, 20)])
+    assert engine.finished == 1
+    engine.close()

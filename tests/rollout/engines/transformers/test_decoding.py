@@ -1,0 +1,292 @@
+"""Decoding with a cache in place, against one forward pass over each whole sequence, for every kind of attention."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+from jackpot.rollout.engines.transformers import kv_cache as cache_module
+from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_attention
+from jackpot.rollout.engines.transformers.decoding import _TAKE_READY_MASKS
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.engines.transformers.kv_cache import RowsCache, RowsLayer, make_cache
+
+VOCAB_SIZE, EOS, CONTEXT, WINDOW = 40, 1, 128, 12
+MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+PLAIN = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "mistral without windows": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", EXPERTS | {"sliding_window": None}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt2": ("gpt2", {}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 96}),
+    "bloom": ("bloom", {}),
+}
+
+
+def make_config(name: str, **changes: Any) -> PreTrainedConfig:
+    kind, special = CHANGES[name]
+    return CONFIG_MAPPING[kind](**PLAIN | special | changes)
+
+
+def make_model(name: str, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation=attention)
+    for parameter in model.parameters():  # biases and norms too, which start at 0 or 1
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return model.float().eval()
+
+
+def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
+    settings = {"eos_token_ids": [EOS], "version": Version(0, 0), "max_batch_size": 64} | settings
+    return TransformersEngine(model, **settings)
+
+
+def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list[Request]:
+    """`group` responses to a prompt of each length, with four limits, so that rows end alone and several at once."""
+    draw = torch.Generator().manual_seed(len(lengths))
+    prompts = [
+        Prompt(uid=f"{i}", text="", answer="", token_ids=tuple(ids.tolist()))
+        for i, ids in enumerate(torch.randint(2, VOCAB_SIZE, (n,), generator=draw) for n in lengths)
+    ]
+    return [
+        Request(
+            uid=f"{prompt.uid}/{i}",
+            prompt=prompt,
+            seed=100 * i + n,
+            sampling=Sampling(max_new_tokens=num_new - (7 * i + 3 * n) % 20 // 5 * 5, num_top_log_probs=5),
+        )
+        for n, prompt in enumerate(prompts)
+        for i in range(group)
+    ]
+
+
+@torch.no_grad()
+def check_log_probs(reference: PreTrainedModel, rollouts: list[Rollout]) -> None:
+    """Against the whole sequence in one pass, without cache, padding or other rows."""
+    for rollout in rollouts:
+        prompt, tokens = rollout.prompt.token_ids, rollout.token_ids
+        logits = reference(input_ids=torch.tensor([[*prompt, *tokens.tolist()]]), use_cache=False).logits[0]
+        log_probs = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+        chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+        assert (rollout.rollout_log_probs - chosen).abs().max() < 2e-4
+        assert (rollout.top_log_probs - log_probs.topk(5).values).abs().max() < 2e-4
+        assert (rollout.top_log_probs - log_probs.gather(1, rollout.top_ids)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, kind) for name in CHANGES for kind in ("sdpa", "eager") if (name, kind) != ("bloom", "sdpa")],
+)
+def test_decoding_equals_one_pass_over_the_whole_sequence(name, attention):
+    model = make_model(name, attention)
+    reference = copy.deepcopy(model)
+    rollouts = make_engine(model).generate(make_requests([5, 9, 2, 9]))
+    assert len({len(rollout.token_ids) for rollout in rollouts}) > 5
+    assert max(len(rollout.token_ids) for rollout in rollouts) > 2 * WINDOW
+    check_log_probs(reference, rollouts)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text"])
+def test_decoding_without_padding_equals_one_pass_over_the_whole_sequence(name):
+    model = make_model(name)
+    reference = copy.deepcopy(model)
+    check_log_probs(reference, make_engine(model).generate(make_requests([6, 6, 6])))
+
+
+def test_every_architecture_that_gets_ready_masks_is_tried():
+    assert {CHANGES[name][0] for name in CHANGES} >= _TAKE_READY_MASKS
+
+
+def test_responses_longer_than_the_first_room_of_the_cache(monkeypatch):
+    monkeypatch.setattr(cache_module, "_STEP", 4)
+    model = make_model("qwen3")
+    reference = copy.deepcopy(model)
+    check_log_probs(reference, make_engine(model).generate(make_requests([3, 8], num_new=60)))
+
+
+@pytest.fixture
+def masks_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of query tokens of every mask that transformers makes."""
+    made: list[int] = []
+    original = AttentionMaskInterface._global_mapping[GROUPED]
+
+    def spy(*arguments: Any, q_length: int, **options: Any) -> Any:
+        made.append(q_length)
+        return original(*arguments, q_length=q_length, **options)
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, GROUPED, spy)
+    return made
+
+
+def test_masks_of_padded_rows_are_made_once(masks_made):
+    make_engine(make_model("llama"), eos_token_ids=[]).generate(make_requests([5, 9]))
+    assert masks_made == [9]
+
+
+def test_masks_are_made_anew_where_a_window_ends_and_not_before(masks_made):
+    make_engine(make_model("mistral"), eos_token_ids=[]).generate(make_requests([5, 9], group=1, num_new=23))
+    assert masks_made[0] == 9 and set(masks_made[1:]) == {1}
+    assert len(masks_made[1:]) == 9 + 22 - WINDOW
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "is_in_place"),
+    [
+        ("llama", {}, True),
+        ("mistral", {}, True),
+        ("gemma2", {}, True),
+        ("qwen2 with windows", {}, True),
+        ("gpt2", {}, True),
+        ("lfm2", {}, False),
+        ("llama", {"attention_chunk_size": 8}, False),
+        ("llama", {"num_kv_shared_layers": 2}, False),
+    ],
+)
+def test_only_layers_of_full_attention_and_of_windows_are_written_in_place(name, changes, is_in_place):
+    made = make_cache(make_config(name, **changes), longest=99)
+    assert type(made) is (RowsCache if is_in_place else DynamicCache)
+
+
+def test_the_smallest_window_counts():
+    assert make_cache(make_config("llama"), longest=99).window is None
+    assert make_cache(make_config("gemma2"), longest=99).window == WINDOW
+
+
+def test_a_layer_in_place_holds_what_one_that_copies_holds():
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs, rows = RowsLayer(longest=500), DynamicLayer(), 3
+    for step in range(300):
+        states = [torch.randn(rows, 2, 7 if step == 0 else 1, 4, generator=draw) for _ in range(2)]
+        for mine, expected in zip(ours.update(*states), theirs.update(*states), strict=True):
+            assert torch.equal(mine, expected)
+        assert ours.get_seq_length() == theirs.get_seq_length() == 7 + step
+        if step == 0:
+            order = torch.tensor([0, 0, 2, 1, 1, 1, 2, 0] * 10)
+        elif step % 7 == 0 and rows > 1:
+            order = torch.randperm(rows, generator=draw)[: rows - 1 - step % 2]
+        else:
+            continue
+        rows = len(order)
+        ours.reorder_cache(order)
+        theirs.reorder_cache(order)
+    assert rows < 40
+
+
+def test_rows_that_stay_where_they_are_are_not_copied():
+    layer = RowsLayer(longest=100)
+    states = torch.randn(4, 1, 3, 2)
+    layer.update(states, states)
+    layer.reorder_cache(torch.tensor([0, 1, 2, 3, 3]))
+    before = layer.keys.data_ptr()
+    keys, _ = layer.update(states.new_ones(5, 1, 1, 2), states.new_ones(5, 1, 1, 2))
+    layer.reorder_cache(torch.tensor([0, 4, 2]))
+    assert layer.keys.data_ptr() == keys.data_ptr() == before
+    assert torch.equal(layer.keys[[0, 1, 2], :, :4], keys[[0, 4, 2]])
+
+
+def test_room_is_at_most_half_more_than_was_read_and_never_beyond_the_longest_row():
+    layer, rows = RowsLayer(longest=450), 6
+    states = torch.randn(rows, 1, 200, 2)
+    layer.update(states, states)
+    for length in range(201, 451):
+        if length == 290:
+            layer.reorder_cache(torch.arange(rows := 2))
+        one = torch.randn(rows, 1, 1, 2)
+        layer.update(one, one)
+        assert layer.keys.shape == layer.values.shape
+        assert length <= layer.keys.shape[2] <= min(450, 1.5 * length)
+    assert layer.keys.shape[0] == rows == 2  # those that left went when it grew
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "additive"])
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("length", [1, 3])
+def test_grouped_attention_is_what_transformers_computes(kind, heads, length):
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = heads // 2, True
+    draw = torch.Generator().manual_seed(heads)
+    query = torch.randn(5, heads, length, 8, generator=draw)
+    key, value = torch.randn(2, 5, 2, 11, 8, generator=draw)
+    seen = torch.rand(5, 1, length, 11, generator=draw) < 0.6
+    seen[..., 0] = True
+    masks = {"none": None, "bool": seen, "additive": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo().min)}
+    arguments = (module, query, key, value, masks[kind])
+    ours, _ = grouped_attention(*arguments, scaling=0.3)
+    expected, _ = sdpa_attention_forward(*arguments, scaling=0.3)
+    assert ours.shape == expected.shape == (5, length, heads, 8)
+    assert torch.allclose(ours, expected, atol=1e-6)
+
+
+def test_keys_are_not_repeated_for_the_heads_that_share_them(monkeypatch):
+    calls: Counter[str] = Counter()
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        calls[f"{query.shape[1]} heads, {key.shape[1]} key heads"] += query.shape[2] == 2
+        return original(query, key, *arguments, **options)
+
+    monkeypatch.setattr("jackpot.rollout.engines.transformers.attention.scaled_dot_product_attention", spy)
+    make_engine(make_model("llama"), eos_token_ids=[]).generate(make_requests([4], num_new=30))
+    assert calls == {"2 heads, 2 key heads": 4 * 29}
+
+
+def test_only_the_model_of_the_engine_attends_in_groups():
+    ours, other, eager = make_model("llama"), make_model("llama"), make_model("gemma2", "eager")
+    make_engine(ours)
+    make_engine(eager)
+    found = [model.config._attn_implementation for model in (ours, other, eager)]
+    assert found == [GROUPED, "sdpa", "eager"]
+
+
+def test_eager_attention_writes_the_same_without_the_fused_kernel(monkeypatch):
+    reference = make_model("qwen3")
+    engine = make_engine(make_model("qwen3"), attention="eager")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    monkeypatch.setattr("jackpot.rollout.engines.transformers.attention.scaled_dot_product_attention", None)
+    rollouts = engine.generate(make_requests([5, 9, 2, 9]))
+    scores = engine.score(rollouts, 1.0)
+    monkeypatch.undo()
+    check_log_probs(reference, rollouts)
+    for rollout, score in zip(rollouts, scores, strict=True):
+        assert torch.allclose(score, rollout.rollout_log_probs, atol=1e-4)

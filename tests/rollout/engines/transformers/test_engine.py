@@ -1,0 +1,267 @@
+"""The shared suite on `TransformersEngine`, and what only this engine promises."""
+
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.engines.conformance import EngineConformance
+from helpers.engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Version
+from jackpot.models.load import eos_token_ids, load_model
+from jackpot.rollout.engines.transformers import engine as engine_module
+from jackpot.rollout.engines.transformers.decoding import Reading
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+
+
+def make(folder: Path, dtype: torch.dtype = torch.float32, version: Version = Version(0, 0), **settings):  # noqa: B008
+    model = load_model(folder, dtype)
+    settings = {"max_batch_size": 256} | settings
+    return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=version, **settings)
+
+
+class TestTransformersEngine(EngineConformance):
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> TransformersEngine:
+        return make(folder, torch.float32, version, max_batch_size=32)
+
+
+class TestTransformersEngineInBfloat16(EngineConformance):
+    reference_dtype = torch.bfloat16
+    tolerance = 0.1
+    moved_supports = 0.2
+    moved_responses = 0.5
+
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> TransformersEngine:
+        return make(folder, torch.bfloat16, version)
+
+
+@pytest.fixture
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The shape of the token ids of every forward pass."""
+    shapes: list[tuple[int, int]] = []
+    forward = torch.nn.Embedding.forward
+
+    def spy(layer: torch.nn.Embedding, ids: Tensor) -> Tensor:
+        shapes.append(tuple(ids.shape))
+        return forward(layer, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", spy)
+    return shapes
+
+
+def test_rows_that_finish_leave_the_batch(folder, rows_read):
+    engine = make(folder)
+    rows_read.clear()
+    rollouts = engine.generate([tiny_request(f"{i}", 3 + i % 5, seed=i, max_new_tokens=4 + i) for i in range(24)])
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    unfinished = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert rows_read[1:] == [(rows, 1) for rows in unfinished]
+    assert len(set(unfinished)) > 5
+
+
+def test_a_prompt_that_rows_share_is_read_once(folder, rows_read):
+    engine = make(folder)
+    rows_read.clear()
+    engine.generate([tiny_request(f"{i}", 3 + i // 8, seed=i, max_new_tokens=2) for i in range(24)])
+    assert rows_read[0] == (3, 5)
+
+
+def test_batches_are_no_larger_than_asked(folder, rows_read):
+    engine = make(folder, max_batch_size=5)
+    rows_read.clear()
+    engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=1) for i in range(12)])
+    assert [rows for rows, _ in rows_read] == [5, 5, 2]
+
+
+class LiveDistributions(TorchDispatchMode):
+    """The most elements of tensors [..., V] that were alive at once, the head's own weight aside."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.elements, self._live, self._width, self._weight = 0, [], vocab_size, (hidden_size, vocab_size)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._live += [weakref.ref(t) for t in tensors if t.shape[-1:] == (self._width,) and t.shape != self._weight]
+        self._live = [live for live in self._live if live() is not None]
+        self.elements = max(self.elements, sum(live().numel() for live in self._live))
+        return result
+
+
+def test_the_distributions_of_a_response_are_not_kept(tmp_path):
+    engine, tokens = make(save_tiny_model(tmp_path, seed=0, vocab_size=200)), 48
+    with LiveDistributions(vocab_size=200, hidden_size=64) as live:
+        rollout = engine.generate([tiny_request("one", seed=3, max_new_tokens=tokens, num_top_log_probs=1)])[0]
+    assert len(rollout.token_ids) == tokens
+    assert 200 < live.elements <= 10 * 200
+
+
+def test_scores_need_the_logits_of_a_few_positions_at_once(folder, monkeypatch):
+    engine = make(folder)
+    seen: list[int] = []
+    head_logits = engine_module.head_logits
+    monkeypatch.setattr(engine_module, "_SCORE_LOGITS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr(
+        engine_module, "head_logits", lambda model, hidden: seen.append(len(hidden)) or head_logits(model, hidden)
+    )
+    rollouts = [rollout_of(tiny_prompt(4), tiny_prompt(length).token_ids) for length in (7, 12, 3)]
+    chunked = engine.score(rollouts, 1.0)
+    assert seen == [5, 5, 5, 5, 2]
+    monkeypatch.undo()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(chunked, engine.score(rollouts, 1.0), strict=True))
+
+
+def test_scores_are_computed_in_batches_of_bounded_size_and_come_in_order(folder, rows_read, monkeypatch):
+    engine = make(folder)
+    monkeypatch.setattr(engine_module, "_SCORE_TOKENS", 60)
+    rollouts = [rollout_of(tiny_prompt(1 + i % 4), tiny_prompt(1 + (7 * i) % 40).token_ids) for i in range(20)]
+    alone = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
+    rows_read.clear()
+    together = engine.score(rollouts, 1.0)
+    assert all(rows * width <= 60 for rows, width in rows_read) and len(rows_read) < 16
+    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(alone, together, strict=True))
+
+
+def test_a_rollout_too_long_to_score_and_a_temperature_of_zero_are_refused(folder):
+    engine = make(folder)
+    with pytest.raises(EngineError, match="65 tokens"):
+        engine.score([rollout_of(tiny_prompt(60), tiny_prompt(5).token_ids)], 1.0)
+    with pytest.raises(EngineError, match="temperature"):
+        engine.score([rollout_of(tiny_prompt(6), tiny_prompt(5).token_ids)], 0.0)
+    assert engine.score([], 1.0) == []
+
+
+def test_polling_gets_on(folder):
+    engine = make(folder)
+    engine.submit([tiny_request(f"{i}", seed=i) for i in range(5)])
+    polls = [len(engine.collect(5, timeout=0.0)) for _ in range(12)]
+    assert sum(polls) == 5
+
+
+def test_collect_leaves_rows_in_the_middle_and_goes_on_with_them(folder, rows_read):
+    engine = make(folder)
+    requests = [tiny_request("short", max_new_tokens=1), tiny_request("long", seed=2)]
+    alone = engine.generate(requests[1:])[0]
+    rows_read.clear()
+    engine.submit(requests)
+    assert [rollout.uid for rollout in engine.collect(1)] == ["short"]
+    assert rows_read == [(1, 5)]
+    rest = engine.collect(1)[0]
+    assert torch.equal(rest.token_ids, alone.token_ids)
+    assert rows_read[1:] == [(1, 1)] * (len(rest.token_ids) - 1)
+
+
+def test_lengths_and_stop_tokens_share_a_batch_and_temperatures_do_not(folder, rows_read):
+    engine = make(folder)
+    settings = [{"max_new_tokens": 2}, {"max_new_tokens": 3, "stop_token_ids": (4,)}, {"temperature": 0.9}]
+    rows_read.clear()
+    engine.generate([tiny_request(f"{i}", 3 + i, **sampling) for i, sampling in enumerate(settings)])
+    assert [shape for shape in rows_read if shape[1] > 1] == [(2, 4), (1, 5)]
+
+
+@pytest.mark.parametrize("failing_pass", [1, 2, 6])
+def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
+    engine = make(folder)
+    requests = [tiny_request(f"{i}", seed=i, max_new_tokens=3 + i) for i in range(8)]
+    undisturbed = engine.generate(requests)
+    forward, passes = torch.nn.Embedding.forward, Counter()
+
+    def fail_once(layer: torch.nn.Embedding, ids: Tensor) -> Tensor:
+        passes["all"] += 1
+        if passes["all"] == failing_pass:
+            raise RuntimeError("out of memory")
+        return forward(layer, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", fail_once)
+    engine.submit(requests)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.collect(8)
+    again = sorted(engine.collect(20), key=lambda rollout: int(rollout.uid))
+    assert [rollout.uid for rollout in again] == [request.uid for request in requests]
+    assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(again, undisturbed, strict=True))
+
+
+def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypatch):
+    engine = make(folder)
+    requests = [tiny_request(f"{i}", seed=i, max_new_tokens=3 + i) for i in range(8)]
+    keep, calls = Reading.keep, Counter()
+
+    def fail_once(reading: Reading, order: Tensor) -> None:
+        calls["all"] += 1
+        if calls["all"] == 2:
+            raise RuntimeError("out of memory")
+        keep(reading, order)
+
+    monkeypatch.setattr(Reading, "keep", fail_once)
+    engine.submit(requests)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.collect(8)
+    again = engine.collect(20)
+    assert sorted(rollout.uid for rollout in again) == sorted(request.uid for request in requests)
+
+
+def test_weights_that_give_no_number_are_reported_with_the_rollout_and_the_version(folder):
+    engine = make(folder)
+    weights = {name: tensor.detach().clone() for name, tensor in engine._model.named_parameters()}
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    engine.update_weights(broken.items(), Version(1, 2))
+    with pytest.raises(EngineError, match=r"token 0 of victim at Version\(policy=1, rollout_model=2\)"):
+        engine.generate([tiny_request("victim")])
+
+
+def test_a_tensor_sent_twice_is_refused(folder):
+    engine = make(folder)
+    weights = list(engine._model.named_parameters())
+    with pytest.raises(EngineError, match="1 sent twice"):
+        engine.update_weights([*weights, weights[0]], Version(1, 1))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_a_token_that_the_model_does_not_know_is_refused(folder, token):
+    prompt = tiny_prompt(3)
+    odd = prompt.__class__(uid="odd", text="", answer="", token_ids=(*prompt.token_ids, token))
+    with pytest.raises(EngineError, match="odd"):
+        make(folder).submit([tiny_request("odd", prompt=odd)])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_outside_64_bits_is_refused(folder, seed):
+    with pytest.raises(EngineError, match="seed of odd"):
+        make(folder).submit([tiny_request("odd", seed=seed)])
+
+
+def test_the_cache_and_the_model_go_when_the_engine_closes(folder):
+    engine = make(folder)
+    engine.submit([tiny_request("left", max_new_tokens=30)])
+    engine.collect(1, timeout=0.0)
+    engine.close()
+    assert engine._model is None and engine._batch is None
+
+
+def test_settings_that_cannot_work_are_refused(folder):
+    with pytest.raises(EngineError, match="max_batch_size"):
+        make(folder, max_batch_size=0)
+    mixed = load_model(folder, torch.float32)
+    mixed.lm_head.bfloat16()
+    mixed.model.norm.bfloat16()
+    with pytest.raises(EngineError, match="one dtype"):
+        TransformersEngine(mixed, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
+    boundless = load_model(folder, torch.float32)
+    boundless.config.max_position_embeddings = 0
+    with pytest.raises(EngineError, match="max_position_embeddings"):
+        TransformersEngine(boundless, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
+
+
+def test_the_model_is_put_in_eval_mode(folder):
+    model = load_model(folder, torch.float32).train()
+    TransformersEngine(model, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
+    assert not model.training

@@ -1,0 +1,724 @@
+"""What `VLLMServerEngine` does about servers that fail, lie or serve something else; a scripted one plays them."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+import torch
+from aiohttp import web
+
+from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, rollout_of, tiny_model, tiny_prompt, tiny_request
+from helpers.engines.scripted_server import ScriptedServer
+from jackpot.config.engines import VLLMServerEngineConfig
+from jackpot.core.digest import weights_digest
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Version
+from jackpot.rollout.engines.vllm.server_engine import ServerSettings, VLLMServerEngine
+
+OLD, NEW = Version(0, 0), Version(1, 1)
+KEY = "a key that nobody else may see"
+Make = Callable[..., VLLMServerEngine]
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def other() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes engines, and closes them."""
+    engines = []
+
+    def make(*servers: ScriptedServer | str, **changes: Any) -> VLLMServerEngine:
+        settings = {
+            "weights_folder": str(tmp_path / "weights"),
+            "dtype": torch.float32,
+            "max_batch_size": 8,
+            "api_key_variable": "TEST_API_KEY",
+            "timeout": 20.0,
+            "attempts": 5,
+            "patience": 20.0,
+        }
+        urls = [server if isinstance(server, str) else server.url for server in servers]
+        engine = VLLMServerEngine(
+            tiny_model(seed=0),
+            eos_token_ids=(EOS,),
+            version=OLD,
+            settings=ServerSettings(urls=urls, **settings | changes),
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def requests(count: int, **sampling: Any) -> list:
+    return [tiny_request(f"{i}", seed=i, **{"num_top_log_probs": 3} | sampling) for i in range(count)]
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    """All parameters of the model; the scripted server's log-probs are less by `value`."""
+    return [(name, torch.full_like(p, value)) for name, p in tiny_model(seed=0).named_parameters()]
+
+
+def first(times: int, then: Callable[[dict, dict], Any]):
+    """The first answers come from `then`, the others are the usual ones."""
+    left = [times]
+
+    async def script(body: dict, usual: dict) -> Any:
+        left[0] -= 1
+        return then(body, usual) if left[0] >= 0 else usual
+
+    return script
+
+
+def always(answer: Any):
+    async def script(body: dict, usual: dict) -> Any:
+        return answer(body, usual) if callable(answer) else answer
+
+    return script
+
+
+def failure(status: int, text: str = '{"error": {"message": "as scripted"}}') -> Callable[[dict, dict], web.Response]:
+    return lambda body, usual: web.Response(status=status, text=text)
+
+
+def changed(**changes: Any) -> Callable[[dict, dict], dict]:
+    """The usual answer with another content in its only choice."""
+    return lambda body, usual: {"choices": [usual["choices"][0] | changes]}
+
+
+# One bad answer
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        failure(500),
+        failure(429),
+        failure(503, "<html>a proxy says no</html>"),
+        failure(200, '{"choices": [{"tok'),
+        failure(200, "[]"),
+        changed(finish_reason="abort"),
+        changed(logprobs=None),
+    ],
+    ids=["500", "429", "503", "garbage", "list", "abort", "no log-probs"],
+)
+def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, server, bad):
+    engine = make(server)
+    server.script["/v1/completions"] = first(3, bad)
+    rollouts = engine.generate(requests(20))
+    assert sorted(int(rollout.uid) for rollout in rollouts) == list(range(20))
+    assert engine.collect(1) == []
+    assert server.count("/v1/completions") == 23
+    lost, back = engine.take_events()[:2]
+    assert (lost["event"], lost["server"], back["event"]) == ("server_lost", server.url, "server_back")
+    assert lost["sent_again"] >= 1
+    assert engine.take_events() == []
+
+
+def test_a_request_that_fails_everywhere_is_an_error_that_names_it(make, server):
+    engine = make(server, attempts=2)
+    server.script["/v1/completions"] = always(failure(500))
+    with pytest.raises(EngineError, match=r"only failed engine.attempts = 2 times .*as scripted") as error:
+        engine.generate([tiny_request("only")])
+    assert server.url in str(error.value)
+    with pytest.raises(EngineError, match="only failed"):
+        engine.update_weights(weights(1.0), NEW)
+    with pytest.raises(EngineError, match="only failed"):
+        engine.score([rollout_of(tiny_prompt(3), [2, 3])], 1.0)
+
+
+def test_a_server_that_does_not_answer_in_time_loses_the_request_to_another(make, server, other):
+    engine = make(server, other, timeout=1.0)
+
+    async def never(body: dict, usual: dict) -> Any:
+        await asyncio.sleep(60.0)
+
+    server.script["/v1/completions"] = never
+    assert len(engine.generate(requests(6))) == 6
+    assert "longer than 1 seconds" in engine.take_events()[0]["why"]
+
+
+def test_finished_rollouts_can_be_collected_while_another_is_being_written(make, server):
+    engine = make(server)
+    go_on = asyncio.Event()
+
+    async def slow_first(body: dict, usual: dict) -> Any:
+        if len(body["prompt"]) == 9:
+            await go_on.wait()
+        return usual
+
+    server.script["/v1/completions"] = slow_first
+    engine.submit([tiny_request("slow", 9), *requests(5)])
+    assert sorted(rollout.uid for rollout in engine.collect(5)) == list("01234")
+    assert engine.collect(1, timeout=0.1) == []
+    server._loop.call_soon_threadsafe(go_on.set)
+    assert [rollout.uid for rollout in engine.collect(1)] == ["slow"]
+
+
+def test_a_closed_engine_leaves_nothing_behind_though_a_server_still_writes(make, server, tmp_path):
+    engine = make(server, timeout=3600.0)
+
+    async def never(body: dict, usual: dict) -> Any:
+        await asyncio.Event().wait()
+
+    server.script["/v1/completions"] = never
+    engine.submit(requests(3))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    engine.close()
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_servers_share_the_work(make, server, other):
+    """Though one could write all of it at once."""
+    engine = make(server, other, max_batch_size=64)
+
+    async def wait_for_all(body: dict, usual: dict) -> Any:
+        while server.count("/v1/completions") + other.count("/v1/completions") < 20:
+            await asyncio.sleep(0.001)
+        return usual
+
+    server.script["/v1/completions"] = other.script["/v1/completions"] = wait_for_all
+    engine.generate(requests(20))
+    assert server.count("/v1/completions") == other.count("/v1/completions") == 10
+    assert engine.take_events() == []
+
+
+def test_no_server_is_asked_for_more_at_once_than_the_batch_size(make, server):
+    engine = make(server, max_batch_size=4)
+    at_once, most = [0], [0]
+
+    async def watch(body: dict, usual: dict) -> Any:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        await asyncio.sleep(0.005)
+        at_once[0] -= 1
+        return usual
+
+    server.script["/v1/completions"] = watch
+    engine.generate(requests(40))
+    assert most[0] == 4
+
+
+# What a response says
+
+
+def fewer_log_probs(body: dict, usual: dict) -> dict:
+    log_probs = usual["choices"][0]["logprobs"]
+    fewer = [dict(list(top.items())[:2]) for top in log_probs["top_logprobs"]]
+    return changed(logprobs=log_probs | {"top_logprobs": fewer})(body, usual)
+
+
+def other_vocabulary(body: dict, usual: dict) -> dict:
+    log_probs, tokens = usual["choices"][0]["logprobs"], [VOCAB_SIZE] * body["max_tokens"]
+    tops = [{f"token_id:{VOCAB_SIZE + k}": -1.0 - k for k in range(body["logprobs"])}] * len(tokens)
+    return changed(token_ids=tokens, logprobs=log_probs | {"top_logprobs": tops})(body, usual)
+
+
+def cut_short(body: dict, usual: dict) -> dict:
+    choice = usual["choices"][0]
+    log_probs = {name: values[:4] for name, values in choice["logprobs"].items()}
+    return changed(token_ids=choice["token_ids"][:4], logprobs=log_probs)(body, usual)
+
+
+@pytest.mark.parametrize(
+    "bad, advice",
+    [
+        (fewer_log_probs, "2 top log-probs of a token in place of 3.*--max-logprobs"),
+        (other_vocabulary, "another vocabulary"),
+        (changed(prompt_token_ids=[5, 6]), "another prompt"),
+        (cut_short, "ended .* after 4 tokens of 12.*--generation-config vllm"),
+        (changed(finish_reason="stop"), "not a stop token"),
+        (failure(400), "HTTP 400 to /v1/completions: as scripted"),
+    ],
+    ids=["too few log-probs", "vocabulary", "prompt", "short", "stop", "400"],
+)
+def test_a_response_that_must_not_be_trained_on_is_an_error(make, server, bad, advice):
+    engine = make(server)
+    server.script["/v1/completions"] = first(1, bad)
+    with pytest.raises(EngineError, match=advice):
+        engine.generate(requests(1))
+
+
+def test_log_probs_are_sorted_and_minus_infinity_is_restored(make, server):
+    engine = make(server)
+    top = {"token_id:7": -2.0, "token_id:9": -9999.0, "token_id:4": -0.5}
+    logprobs = {"token_logprobs": [-2.0], "top_logprobs": [top]}
+    server.script["/v1/completions"] = first(1, changed(token_ids=[7], logprobs=logprobs))
+    [rollout] = engine.generate(requests(1, max_new_tokens=1))
+    assert rollout.top_ids.tolist() == [[4, 7, 9]]
+    assert rollout.top_log_probs.tolist() == [[-0.5, -2.0, -np.inf]]
+    assert rollout.rollout_log_probs.tolist() == [-2.0]
+
+
+def test_every_setting_of_sampling_is_sent_so_that_no_default_of_a_server_applies(make, server):
+    make(server).generate(requests(1, temperature=0.7, top_p=0.9, top_k=4))
+    [(_, body)] = [asked for asked in server.asked if asked[0] == "/v1/completions"]
+    named = {
+        "model": "scripted",
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 12,
+        "stop_token_ids": [EOS],
+        "ignore_eos": True,
+        "logprobs": 3,
+        "stream": False,
+    }
+    assert body.items() >= named.items()
+
+
+# Weights
+
+
+def test_the_weights_of_the_run_are_sent_before_anything_is_asked(make, server):
+    engine = make(server)
+    engine.generate(requests(2))
+    paths = [path for path, _ in server.asked]
+    sequence = [
+        "/pause",
+        "reload_weights",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+        "/v1/completions",
+    ]
+    assert [path for path in paths if path in sequence][:6] == sequence
+    assert server.weights["lm_head.weight"] == pytest.approx(server.weights["model.embed_tokens.weight"])  # tied
+
+
+def test_new_weights_write_what_comes_next_and_older_files_are_removed(make, server, tmp_path):
+    engine = make(server)
+    for number in (1, 2):
+        version = Version(number, number)
+        engine.update_weights(weights(float(number)), version)
+        rollout = engine.generate(requests(1))[0]
+        assert rollout.rollout_log_probs.numpy() == pytest.approx(-np.log(VOCAB_SIZE) - number)
+        assert rollout.versions.tolist() == [list(version)] * 12
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+def test_a_restart_that_nobody_saw_is_noticed_and_the_newest_weights_are_sent_again(make, server):
+    engine = make(server)
+    engine.update_weights(weights(2.0), NEW)
+    server.restart()
+    rollouts = engine.generate(requests(20))
+    for rollout in rollouts:
+        assert rollout.rollout_log_probs.numpy() == pytest.approx(-np.log(VOCAB_SIZE) - 2.0)
+    lost, back = engine.take_events()
+    assert (lost["event"], back["event"]) == ("server_lost", "server_restarted")
+    assert "restarted" in lost["why"] and lost["sent_again"] >= 1
+
+
+def test_weights_that_somebody_else_sent_are_an_error(make, server):
+    engine = make(server)
+    server.tag = "jackpot-another-3"
+    with pytest.raises(EngineError, match=r"somebody else updates the weights of .*jackpot-another-3"):
+        engine.generate(requests(1))
+
+
+def test_a_server_that_an_earlier_run_used_is_taken_over_though_it_fails_at_first(make, server):
+    server.tag = "jackpot-earlier-7"
+    server.script["/pause"] = first(1, failure(500))
+    assert len(make(server).generate(requests(3))) == 3
+    assert server.count("/pause") == 2
+
+
+def test_a_server_that_keeps_its_old_weights_is_an_error(make, server):
+    engine = make(server)
+    server.load = lambda folder: None
+    with pytest.raises(EngineError, match="stale"):
+        engine.update_weights(weights(1.0), NEW)
+    assert engine.version == OLD
+
+
+def test_a_server_that_keeps_what_it_was_started_with_is_an_error(make, server):
+    server.load = lambda folder: None
+    with pytest.raises(EngineError, match="stale"):
+        make(server)
+
+
+@pytest.mark.parametrize("kept", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_one_old_tensor_is_enough_to_be_noticed(make, server, kept):
+    engine = make(server)
+
+    def load(folder: str) -> None:
+        before = server.weights[kept]
+        ScriptedServer.load(server, folder)
+        server.weights[kept] = before
+
+    server.load = load
+    with pytest.raises(EngineError, match=f"stale.*{kept}"):
+        engine.update_weights(weights(3.0), NEW)
+
+
+@pytest.mark.parametrize("path", ["reload_weights", "/reset_prefix_cache", "/update_weight_version", "/weight_checker"])
+def test_a_server_that_fails_at_an_update_is_resumed_and_given_the_weights_later(make, server, path):
+    engine = make(server)
+    server.script[path] = once_failing(server, path)
+    server.script["/health"] = always(failure(503))
+    engine.update_weights(weights(1.0), NEW)
+    assert server.count("/pause") == server.count("/resume") == 3
+    rollout = engine.generate(requests(1))[0]
+    assert rollout.rollout_log_probs.numpy() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
+
+
+def once_failing(server: ScriptedServer, path: str):
+    """Fails once, then answers as usual."""
+    left = [1]
+
+    async def script(body: dict, usual: dict) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            return web.Response(status=500)
+        body = {"kwargs": body.get("kwargs"), **body}
+        return server._usual(path, body)
+
+    return script
+
+
+def test_a_server_that_is_well_and_cannot_read_the_file_is_an_error(make, server):
+    server.script["reload_weights"] = always(failure(500))
+    with pytest.raises(EngineError, match=r"cannot load the weights .*as scripted.*engine.weights_folder"):
+        make(server)
+
+
+def test_an_update_succeeds_with_the_servers_that_are_there(make, server, other):
+    engine = make(server, other)
+    other.script["/pause"] = always(failure(500))
+    engine.update_weights(weights(1.0), NEW)
+    before = other.count("/v1/completions")
+    for rollout in engine.generate(requests(30)):
+        assert rollout.rollout_log_probs.numpy() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
+    assert other.count("/v1/completions") == before
+    del other.script["/pause"]
+    deadline = time.monotonic() + 20.0
+    while not any(event["event"] == "server_back" for event in engine.take_events()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert other.weights["model.norm.weight"].mean() == 1.0
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(make, server, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match=r"cannot write weights to .*engine.weights_folder"):
+        make(server, weights_folder=str(tmp_path / "file"))
+
+
+# Servers that are not what they should be
+
+
+@pytest.mark.parametrize(
+    "part, name, value, advice",
+    [
+        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+        ("model_config", "dtype", "torch.bfloat16", "--dtype float32"),
+    ],
+)
+def test_a_server_with_other_settings_is_an_error_that_says_what_to_start_it_with(
+    make, server, part, name, value, advice
+):
+    server.settings[part][name] = value
+    with pytest.raises(EngineError, match=advice):
+        make(server)
+
+
+@pytest.mark.parametrize(
+    "shown, instead, told",
+    [
+        ("org_vocab_size=24", "org_vocab_size=32", "vocab_size 32, ours 24"),
+        ("embedding_dim=64", "embedding_dim=128", "hidden_size 128, ours 64"),
+        ("(0-1): 2 x", "(0-3): 4 x", "num_hidden_layers 4, ours 2"),
+        ("num_kv_heads=1", "num_kv_heads=2", "num_key_value_heads 2, ours 1"),
+        ("in_features=96", "in_features=97", "intermediate_size 97, ours 96"),
+    ],
+)
+def test_a_server_of_another_model_is_an_error_that_names_the_difference(make, server, shown, instead, told):
+    server.structure = server.structure.replace(shown, instead)
+    with pytest.raises(EngineError, match=f"another model: {told}"):
+        make(server)
+    assert server.count("reload_weights") == 0
+
+
+def test_a_server_of_another_architecture_is_an_error(make, server):
+    server.weights["model.layers.0.extra_norm.weight"] = np.zeros(2, np.float32)
+    with pytest.raises(EngineError, match=r"another model: model.layers.0.extra_norm.weight"):
+        make(server)
+
+
+def test_a_tied_model_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
+    del server.weights["lm_head.weight"]
+    with pytest.raises(EngineError, match="untied copy"):
+        make(server)
+    server.settings["device_config"]["device"] = "cuda"
+    make(server)
+
+
+def test_prompts_read_in_several_steps_are_refused_on_a_cpu_and_not_on_a_gpu(make, server):
+    server.settings["scheduler_config"]["enable_chunked_prefill"] = True
+    with pytest.raises(EngineError, match="--no-enable-chunked-prefill"):
+        make(server)
+    server.settings["device_config"]["device"] = "cuda"
+    make(server)
+
+
+def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
+    server.settings["model_config"]["max_logprobs"] = 5
+    other.settings["model_config"] |= {"max_model_len": 32, "quantization": "fp8"}
+    can = make(server, other).capabilities
+    assert (can.num_top_log_probs, can.context_length, can.quantised) == (5, 32, True)
+    assert (can.vocab_size, can.streaming, can.dtype) == (VOCAB_SIZE, True, torch.float32)
+    assert make(server).capabilities.context_length == CONTEXT
+
+
+def test_a_quantised_server_gets_codes_and_the_digest_is_of_what_these_were_made_from(make, server):
+    server.settings["model_config"]["quantization"] = "compressed-tensors"
+    server.settings["device_config"]["device"] = "cuda"
+    engine = make(server, quantization="int8_w8a8")
+    assert engine.capabilities.quantised
+    sent = weights(0.5)
+    assert engine.update_weights(sent, NEW) == weights_digest(sent, torch.float32)
+    codes = {name: array for name, array in server.weights.items() if name.endswith("_proj.weight")}
+    assert len(codes) == 14 and all(array.dtype == np.int8 and (array == 127).all() for array in codes.values())
+    assert all(server.weights[f"{name}_scale"] == pytest.approx(0.5 / 127) for name in codes)
+    assert [event["to"] for event in engine.take_events()] == ["int8_w8a8"]
+
+
+@pytest.mark.parametrize(("quantization", "method"), [("int8_w8a8", "compressed-tensors"), ("fp8", "fp8")])
+def test_a_server_that_is_not_quantised_as_the_settings_say_is_refused(make, server, quantization, method):
+    with pytest.raises(EngineError, match=rf"quantization none, and engine.quantization needs {method}.*in that form"):
+        make(server, quantization=quantization)
+    server.settings["model_config"]["quantization"] = "gptq"
+    with pytest.raises(EngineError, match=rf"quantization gptq, and engine.quantization needs {method}"):
+        make(server, quantization=quantization)
+    server.settings["model_config"]["quantization"] = method
+    with pytest.raises(EngineError, match=r"runs on a CPU, where vLLM computes with scales that it freed"):
+        make(server, quantization=quantization)
+
+
+def test_plain_servers_get_int8_weights_multiplied_out(make, server):
+    engine = make(server, quantization="int8_w8a16")
+    assert engine.capabilities.quantised
+    sent = [(name, tensor.detach()) for name, tensor in tiny_model(seed=1).named_parameters()]
+    assert engine.update_weights(sent, NEW) == weights_digest(sent, torch.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight, held = dict(sent)[name], torch.from_numpy(server.weights[name])
+    steps = held / (weight.abs().amax(1, keepdim=True) / 127)
+    assert not torch.equal(held, weight) and (steps - steps.round()).abs().max() < 1e-4
+
+
+def test_a_cache_of_another_kind_than_the_settings_say_is_refused_with_the_flag(make, server):
+    with pytest.raises(EngineError, match=r"keeps keys and values in auto.*--kv-cache-dtype fp8"):
+        make(server, kv_cache_dtype="fp8")
+    server.settings["cache_config"]["cache_dtype"] = "fp8_e4m3"
+    assert make(server, kv_cache_dtype="fp8").capabilities.quantised
+
+
+def test_more_log_probs_than_a_server_was_started_for_are_refused_with_the_flag(make, server):
+    server.settings["model_config"]["max_logprobs"] = 5
+    with pytest.raises(EngineError, match=r"asks for 6 top log-probs, and a server returns at most 5.*--max-logprobs"):
+        make(server).submit(requests(1, num_top_log_probs=6))
+
+
+def test_a_server_without_the_routes_of_development_says_how_to_start_it(make, server):
+    server.script["/server_info"] = always(failure(404))
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        make(server)
+
+
+def test_the_api_key_comes_from_the_environment_and_is_told_to_nobody_else(make, server, monkeypatch, tmp_path):
+    monkeypatch.setenv("TEST_API_KEY", KEY)
+    engine = make(server)
+    engine.generate(requests(1))
+    assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+    server.script["/v1/completions"] = always(failure(401, '{"error": "Unauthorized"}'))
+    with pytest.raises(EngineError, match="TEST_API_KEY") as error:
+        engine.generate(requests(1))
+    assert KEY not in str(error.value) and KEY not in str(engine.take_events())
+
+
+def test_without_a_key_none_is_sent(make, server, monkeypatch):
+    monkeypatch.delenv("TEST_API_KEY", raising=False)
+    make(server)
+    assert not any("Authorization" in headers for headers in server.headers)
+
+
+def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"engine.patience = 1 seconds") as error:
+        make(*urls, patience=1.0)
+    assert time.monotonic() - began >= 1.0
+    assert all(url in str(error.value) for url in urls)
+
+
+def test_one_server_in_reach_is_enough(make, server):
+    engine = make("http://127.0.0.1:9", server)
+    assert len(engine.generate(requests(5))) == 5
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"max_model_len": 32}, "context_length 32, and the others 64"),
+        ({"max_logprobs": 5}, "num_top_log_probs 5, and the others 24"),
+        ({"quantization": "fp8"}, "is quantised"),
+    ],
+)
+def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, other, settings, told):
+    other.script["/v1/models"] = first(1, failure(503))
+    other.settings["model_config"] |= settings
+    engine = make(server, other)
+    with pytest.raises(EngineError, match=told):
+        for number in range(500):
+            engine.generate([tiny_request(f"{number}", num_top_log_probs=3)])
+            time.sleep(0.02)
+
+
+# Between two batches, and while weights are on their way
+
+
+def test_a_server_restarted_between_two_batches_is_looked_at_again(make, server):
+    engine = make(server)
+    engine.generate(requests(2))
+    server.restart()
+    server.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        engine.update_weights(weights(1.0), NEW)
+
+
+def test_a_restart_between_two_batches_is_told_and_costs_nothing(make, server):
+    engine = make(server)
+    engine.generate(requests(2))
+    server.restart()
+    engine.update_weights(weights(1.0), NEW)
+    assert [event["event"] for event in engine.take_events()] == ["server_lost", "server_restarted"]
+    assert engine.generate(requests(1))[0].rollout_log_probs[0].item() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
+
+
+def test_a_server_that_another_run_takes_between_two_batches_is_an_error_and_keeps_its_weights(make, server):
+    engine = make(server)
+    server.tag = "jackpot-another-3"
+    with pytest.raises(EngineError, match="somebody else updates the weights"):
+        engine.update_weights(weights(1.0), NEW)
+    assert server.tag == "jackpot-another-3"
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume"])
+def test_a_server_is_never_left_paused(make, server, path):
+    """Whatever of the two fails at first."""
+    engine, is_paused = make(server), [False]
+
+    async def pause(body: dict, usual: dict) -> Any:
+        is_paused[0] = True
+        return fail(body, usual) if path == "/pause" and failures.pop(0) else usual
+
+    async def resume(body: dict, usual: dict) -> Any:
+        if path == "/resume" and failures.pop(0):
+            return fail(body, usual)
+        is_paused[0] = False
+        return usual
+
+    failures, fail = [True, False, False, False], failure(503)
+    server.script |= {"/pause": pause, "/resume": resume}
+    engine.update_weights(weights(1.0), NEW)
+    assert not is_paused[0]
+    assert len(engine.generate(requests(2))) == 2
+
+
+def test_weights_that_a_server_still_reads_stay_though_newer_ones_are_there(make, server, other):
+    engine = make(server, other)
+    loading, go_on, is_bad = threading.Event(), threading.Event(), [True]
+
+    async def complete(body: dict, usual: dict) -> Any:
+        return failure(500)(body, usual) if is_bad[0] else usual
+
+    async def load(body: dict, usual: dict) -> Any:
+        loading.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        other.load(body["kwargs"]["weights_path"])
+        return {"results": [None]}
+
+    other.script |= {"/v1/completions": complete, "reload_weights": load}
+    engine.submit(requests(12))
+    collected = engine.collect(6)
+    other.restart()
+    is_bad[0] = False
+    assert len(collected + engine.collect(6)) == 12 and loading.wait(30.0)
+    engine.update_weights(weights(1.0), NEW)  # `server` has them, `other` is still at the ones before
+    go_on.set()
+    rollouts = engine.generate(requests(40))
+    values = [one.rollout_log_probs[0].item() for one in rollouts]
+    assert values == pytest.approx([-np.log(VOCAB_SIZE) - 1.0] * 40)
+
+
+def test_weights_that_did_not_change_are_stale_at_the_second_try_too(make, server):
+    engine = make(server)
+    old = tiny_model(seed=0).named_parameters()
+    norms_as_before = [(name, tensor if "norm" in name else tensor + 1.0) for name, tensor in old]
+    server.script |= {"reload_weights": always({"results": [None]}), "/weight_checker": first(1, failure(503))}
+    with pytest.raises(EngineError, match="holds stale ones"):
+        engine.update_weights(norms_as_before, NEW)
+
+
+def test_a_server_without_a_parameter_of_ours_can_prove_nothing(make, server):
+    engine = make(server)
+    checksums = {"tp0:model.fused.weight": "0" * 64, "tp0:lm_head.weight_scale": "1" * 64}
+    server.script["/weight_checker"] = always({"checksums": checksums})
+    with pytest.raises(EngineError, match="none has a name of the model's"):
+        engine.update_weights(weights(1.0), NEW)
+
+
+def test_a_key_that_cannot_be_sent_is_an_error_that_names_the_variable_and_not_the_key(make, server, monkeypatch):
+    monkeypatch.setenv("TEST_API_KEY", f"{KEY}\n")
+    with pytest.raises(EngineError, match="TEST_API_KEY has a line break") as told:
+        make(server)
+    assert KEY not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "localhost:8000",
+        "http://",
+        "ftp://host",
+        "http://host:99999",
+        "http://a b",
+        "http://host/v1",
+        "http://user:secret@host",
+        ["http://a:1", "http://a:1/"],
+    ],
+)
+def test_addresses_that_are_none_are_refused_before_anything_is_asked(urls):
+    with pytest.raises(pydantic.ValidationError, match=r"http://HOST:PORT|more than once"):
+        VLLMServerEngineConfig(urls=urls, weights_folder="w")
+
+
+@pytest.mark.parametrize("urls", ["http://127.0.0.1:8000", ["https://a", "http://b:80/", "http://[::1]:8000"]])
+def test_addresses_are_taken_as_given(urls):
+    given = (urls,) if isinstance(urls, str) else tuple(urls)
+    assert VLLMServerEngineConfig(urls=urls, weights_folder="w").urls == given

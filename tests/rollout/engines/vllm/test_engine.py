@@ -1,0 +1,243 @@
+"""The shared suite on `VLLMEngine`, with the real vLLM in this process, and what only this engine promises."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
+
+from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.reference import CONTEXT, Reference, rollout_of, tiny_model, tiny_prompt, tiny_request
+from jackpot.config.engines import VLLMEngineConfig
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Rollout, Version
+from jackpot.launch.engines import make_engine
+from jackpot.rollout.engines.vllm.engine import VLLMEngine
+
+pytestmark = pytest.mark.vllm
+
+
+def make(folder: Path, version: Version = OLD, **settings) -> VLLMEngine:
+    config = VLLMEngineConfig(**{"cache_gib": 0.25, "max_batch_size": 32} | settings)
+    return make_engine(config, str(folder), torch.device("cpu"), version)
+
+
+class TestVLLMEngine(EngineConformance):
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> VLLMEngine:
+        return make(folder, version)
+
+
+class TestVLLMEngineInBfloat16(EngineConformance):
+    reference_dtype = torch.bfloat16
+    tolerance = 0.2
+    moved_supports = 0.2
+    moved_responses = 0.5
+
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> VLLMEngine:
+        return make(folder, version, dtype="bf16")
+
+
+def largest_gap(rollouts: list[Rollout], reference: Reference) -> float:
+    """In probability, over the sampled tokens."""
+    gaps = []
+    for rollout in rollouts:
+        tokens = rollout.token_ids.tolist()
+        exact = reference.log_probs(rollout.prompt, tokens, tiny_request("").sampling)[np.arange(len(tokens)), tokens]
+        gaps.append(np.abs(np.exp(exact) - rollout.rollout_log_probs.double().exp().numpy()).max())
+    return float(max(gaps))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_reach_prompts_whose_states_were_cached_and_the_output_layer(tmp_path, tied):
+    """Prompts of more than two cache blocks (128 tokens on a CPU), asked again after the update."""
+    for name, seed in (("old", 0), ("new", 1)):
+        model = tiny_model(seed, max_position_embeddings=400, tie_word_embeddings=tied)
+        model.save_pretrained(tmp_path / name)
+    old, new = (Reference(tmp_path / name, torch.float32) for name in ("old", "new"))
+    requests = [tiny_request(f"{i}", prompt=tiny_prompt(300, seed=i % 2), seed=i) for i in range(6)]
+    engine = make(tmp_path / "old")
+    assert largest_gap(engine.generate(requests), old) < 1e-5
+    assert largest_gap(engine.generate(requests), old) < 1e-5
+    engine.update_weights(new.model.named_parameters(), NEW)
+    assert largest_gap(engine.generate(requests), new) < 1e-5
+    engine.close()
+
+
+def test_rollouts_are_written_while_nobody_waits_for_them(folder):
+    engine = make(folder)
+    engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=30) for i in range(50)])
+    collected, deadline = [], time.monotonic() + 300.0
+    while len(collected) < 50 and time.monotonic() < deadline:
+        collected += engine.collect(50, timeout=0.0)  # takes what is there and lets nothing happen
+        time.sleep(0.05)  # a loop without a pause would take the interpreter from the engine's thread
+    assert len({rollout.uid for rollout in collected}) == 50
+    engine.close()
+
+
+def test_the_number_of_threads_stays_the_learners(folder):
+    before = torch.get_num_threads()
+    engine = make(folder)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.get_num_threads() == threads
+            engine.generate([tiny_request("one")])
+            assert engine._call(torch.get_num_threads) == threads
+    finally:
+        torch.set_num_threads(before)
+        engine.close()
+
+
+def test_gradients_and_the_default_dtype_stay_the_learners(folder):
+    engine = make(folder, dtype="bf16")
+    weight = torch.ones(3, requires_grad=True)
+    (weight * weight).sum().backward()
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0] and weight.dtype == torch.float32
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.009, 2.1])
+def test_temperatures_at_which_vllm_samples_with_another_one_are_refused(folder, temperature):
+    engine = make(folder)
+    with pytest.raises(EngineError, match="hot or cold has temperature"):
+        engine.submit([tiny_request("hot or cold", temperature=temperature)])
+    assert engine.collect(1) == []
+    with pytest.raises(EngineError, match="temperature"):
+        engine.score(engine.generate([tiny_request("fine")]), temperature)
+    engine.close()
+
+
+def test_a_whole_context_can_be_scored_and_no_more(folder):
+    engine, reference = make(folder), Reference(folder, torch.float32)
+    written = engine.generate([tiny_request(f"{i}", 60, seed=i, max_new_tokens=4) for i in range(20)])
+    full = next(rollout for rollout in written if len(rollout.token_ids) == 4)
+    tokens = full.token_ids.tolist()
+    for temperature in (1.0, 0.7):
+        sampling = tiny_request("", temperature=temperature).sampling
+        exact = reference.log_probs(full.prompt, tokens, sampling)[np.arange(4), tokens]
+        assert engine.score([full], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
+    with pytest.raises(EngineError, match="65 tokens"):
+        engine.score([replace(full, prompt=tiny_prompt(61))], 1.0)
+    assert engine.score([], 1.0) == []
+    engine.close()
+
+
+def test_vllm_for_another_kind_of_device_than_the_learners_is_refused(folder):
+    with pytest.raises(EngineError, match=r"training runs on a GPU and vLLM here is for the CPU.*set device: cpu"):
+        make_engine(VLLMEngineConfig(), str(folder), torch.device("cuda", 0), OLD)
+
+
+def test_it_runs_in_this_process_whatever_the_environment_says(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    engine = make(folder)
+    engine.update_weights(tiny_model(1).named_parameters(), NEW)
+    assert engine.generate([tiny_request("one")])[0].versions[0].tolist() == list(NEW)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collected(folder, monkeypatch, error):
+    engine = make(folder)
+    engine.submit([tiny_request("short", max_new_tokens=1)])
+    deadline = time.monotonic() + 30.0
+    while engine._ledger.unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    def out_of_memory() -> None:
+        raise error("out of memory")
+
+    monkeypatch.setattr(engine._llm, "step", out_of_memory)
+    engine.submit([tiny_request("long", seed=1)])
+    assert [rollout.uid for rollout in engine.collect(2)] == ["short"]
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.collect(1)
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.submit([tiny_request("later")])
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.score([], 1.0)
+    engine.close()
+
+
+def test_a_shorter_context_than_the_models_can_be_asked_for(folder):
+    engine = make(folder, context_length=32)
+    assert engine.capabilities.context_length == 32
+    rollouts = engine.generate([tiny_request(f"{i}", 30, seed=i, max_new_tokens=50) for i in range(10)])
+    assert max(len(rollout.token_ids) for rollout in rollouts) == 2
+    engine.close()
+
+
+def test_a_model_that_vllm_cannot_serve_as_asked_is_refused_with_its_reason(folder):
+    with pytest.raises(EngineError, match=r"(?s)cannot serve.*max_model_len"):
+        make(folder, context_length=2 * CONTEXT)
+
+
+def test_a_model_that_vllm_cannot_run_is_reported_with_its_reason(tmp_path):
+    tiny_model(0, head_dim=16).save_pretrained(tmp_path)
+    engine = make(tmp_path)
+    with pytest.raises(EngineError, match=r"cannot go on.*head_dim=16"):
+        engine.generate([tiny_request("one")])
+    engine.close()
+
+
+def test_weights_that_fail_on_the_way_in_end_the_engine(folder, monkeypatch):
+    engine, weights = make(folder), list(tiny_model(1).named_parameters())
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(EngineError, match="prefix cache"):
+        engine.update_weights(weights, NEW)
+    with pytest.raises(EngineError, match="prefix cache"):
+        engine.submit([tiny_request("stale")])
+    assert engine.version == OLD
+    engine.close()
+
+
+def test_a_saved_model_without_eos_writes_to_the_limit(tmp_path):
+    model = tiny_model(0)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    engine = make(tmp_path)
+    rollouts = engine.generate([tiny_request(f"{i}", seed=i, max_new_tokens=20) for i in range(20)])
+    assert all(rollout.finish == "length" and len(rollout.token_ids) == 20 for rollout in rollouts)
+    engine.close()
+
+
+def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
+    """On a CPU vLLM keeps the memory and goes through the same states."""
+    engine, new = make(folder), Reference(new_folder, torch.float32)
+    engine._settings = replace(engine._settings, sleeps=True)
+    requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
+    engine.generate(requests)
+    engine.rest()
+    engine.rest()
+    with pytest.raises(EngineError, match="sleeps and has no weights"):
+        engine.submit(requests)
+    with pytest.raises(EngineError, match="sleeps and has no weights"):
+        engine.score([], 1.0)
+    engine.update_weights(new.model.named_parameters(), NEW)
+    assert largest_gap(engine.generate(requests), new) < 1e-5
+    engine.submit(requests)
+    with pytest.raises(EngineError, match="in flight"):
+        engine.rest()
+    assert len(engine.collect(4)) == 4
+    engine.close()
+
+    def test_more_prompts_than_fit_into_a_step_of_vllm_are_written_and_scored(self, folder, reference):
+        """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
+        engine = make(folder, max_batch_size=128)
+        try:
+            requests = [tiny_request(f"{i}", prompt=tiny_prompt(50, i), max_new_tokens=2) for i in range(120)]
+            rollouts = engine.generate(requests)
+            self.check_log_probs(rollouts[::10], reference, requests[0].sampling)
+            written = [rollout_of(request.prompt, [2, 3, 4]) for request in requests]
+            scores = engine.score(written, 1.0)
+        finally:
+            engine.close()
+        exact = reference.log_probs(requests[-1].prompt, [2, 3, 4], requests[-1].sampling)
+        assert scores[-1].tolist() == pytest.approx([exact[t, t + 2] for t in range(3)], abs=self.tolerance)

@@ -1,0 +1,41 @@
+"""`jackpot mismatch` with the real vLLM as sampler and as learner."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
+
+from jackpot.analysis.mismatch.run import Pair, measure_mismatch
+from jackpot.analysis.mismatch.sides import mismatch_config
+
+pytestmark = pytest.mark.vllm
+
+VLLM = {"name": "vllm", "cache_gib": 0.25, "max_batch_size": 32}
+
+
+def apart(samplers: list[dict[str, Any]], learners: list[dict[str, Any]], **sampling: Any) -> list[Pair]:
+    changes = [{"responses": 32, "threads": 1, "sampling": {"max_new_tokens": 16} | sampling}]
+    config = mismatch_config("starter:policy", [[one] for one in samplers], [[one] for one in learners], changes)
+    return list(measure_mismatch(config, lambda text: None).pairs)
+
+
+def test_vllm_in_float32_is_transformers_up_to_rounding_and_in_bfloat16_is_not():
+    found = apart([VLLM, VLLM | {"dtype": "bf16"}], [{"dtype": "fp32"}])
+    fp32, bf16 = (pair.numbers for pair in found)
+    assert [pair.name for pair in found] == ["vllm fp32", "vllm bf16"]
+    assert fp32.kl_is_exact and found[0].top_log_probs == 32
+    assert fp32.max_gap < 1e-4 and fp32.kl[0].value < 1e-9
+    assert 1e-4 < bf16.gap.value < 0.02 and bf16.kl[0].value > 1e-6
+    assert all(one.max_gap < 0.2 for one in bf16.each)
+
+
+def test_vllm_as_a_learner_gives_single_tokens_and_no_whole_distributions():
+    same, other = apart([VLLM], [VLLM, {"dtype": "bf16"}])
+    assert same.numbers.max_gap < 1e-5 and same.numbers.kl is None and same.numbers.by_entropy
+    assert other.numbers.gap.value > 1e-4 and other.numbers.kl_is_exact
+
+
+def test_a_truncated_vllm_is_compared_on_what_it_can_draw():
+    [pair] = apart([VLLM], [{"dtype": "fp32"}], top_p=0.8)
+    assert pair.numbers.max_gap < 1e-4 and pair.numbers.support.value < 0.999

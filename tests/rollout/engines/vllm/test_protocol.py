@@ -1,0 +1,104 @@
+"""What vLLM is asked and how its answers are read; the real vLLM is in test_vllm.py."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.engines.reference import CONTEXT, EOS, rollout_of, tiny_prompt, tiny_request
+from jackpot.config.engines import VLLMEngineConfig
+from jackpot.core.errors import ConfigError, EngineError
+from jackpot.core.types import Version
+from jackpot.launch.engines import make_engine
+from jackpot.rollout.engines.vllm.protocol import read_rollout, read_score, sampling_words, score_questions
+
+
+def words(**sampling) -> dict:
+    seed, length = sampling.pop("seed", 0), sampling.pop("length", 5)
+    return sampling_words(tiny_request("one", length, seed=seed, **sampling), (EOS,), CONTEXT)
+
+
+def test_every_setting_that_shapes_the_distribution_is_named():
+    """A server fills in from generation_config.json what a request leaves open."""
+    asked = words(temperature=0.7, top_p=0.9, top_k=8, num_top_log_probs=3, stop_token_ids=(5, EOS))
+    assert asked.pop("seed") >= 0
+    assert asked == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 8,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 12,
+        "stop_token_ids": [EOS, 5],
+        "ignore_eos": True,
+        "logprobs": 3,
+    }
+
+
+def test_a_response_may_fill_the_context_and_no_more():
+    assert words(length=CONTEXT - 3, max_new_tokens=50)["max_tokens"] == 3
+    assert words(length=CONTEXT - 3, max_new_tokens=2)["max_tokens"] == 2
+
+
+def test_seeds_differ_in_the_32_bits_that_a_cpu_keeps_and_fit_a_signed_number():
+    seeds = [words(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
+    assert len({seed % 2**32 for seed in seeds}) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [words(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
+
+
+def test_an_answer_becomes_a_rollout():
+    request = tiny_request("one", num_top_log_probs=2)
+    ids = np.array([[7, 4, 7], [5, 3, 2]])
+    log_probs = np.array([[-1.5, -0.5, -1.5], [-4.0, -0.25, -np.inf]])
+    rollout = read_rollout(request, [7, 5], ids, log_probs, "stop", Version(3, 4))
+    assert (rollout.uid, rollout.prompt, rollout.finish) == ("one", request.prompt, "stop")
+    assert rollout.token_ids.tolist() == [7, 5]
+    assert rollout.rollout_log_probs.tolist() == [-1.5, -4.0]
+    assert rollout.top_ids.tolist() == [[4, 7], [3, 2]]
+    assert rollout.top_log_probs.tolist() == [[-0.5, -1.5], [-0.25, -float("inf")]]
+    assert rollout.sampled_mask.tolist() == [True, True]
+    assert rollout.versions.tolist() == [[3, 4], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("word", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "aborted"), ("error", "aborted")]
+)
+def test_only_stop_and_length_are_whole_responses(word, finish):
+    one = np.zeros((0, 1))
+    rollout = read_rollout(tiny_request("one", num_top_log_probs=0), [], one, one, word, Version(0, 0))
+    assert rollout.finish == finish
+    assert rollout.versions.shape == (0, 2) and rollout.top_ids.shape == (0, 0)
+
+
+def test_a_score_at_temperature_one_is_one_question_and_fits_a_full_context():
+    rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
+    [question] = score_questions(rollout, 1.0)
+    assert question.prompt == (*rollout.prompt.token_ids, 5, 6) and question.token == 7
+    assert question.words["prompt_logprobs"] == 0 and question.words["logprob_token_ids"] == [7]
+    assert read_score([[-0.5, -1.0, -2.0]]).tolist() == [-0.5, -1.0, -2.0]
+
+
+def test_a_score_at_another_temperature_asks_for_every_token():
+    rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
+    questions = list(score_questions(rollout, 0.7))
+    assert [question.prompt[3:] for question in questions] == [(), (5,), (5, 6)]
+    assert [question.token for question in questions] == [5, 6, 7]
+    assert all(question.words["temperature"] == 0.7 for question in questions)
+    assert not any("prompt_logprobs" in question.words for question in questions)
+    assert read_score([[-0.5], [-1.0], [-2.0]]).tolist() == [-0.5, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("settings", [{"sleep": True}, {"device": 1}])
+def test_settings_for_gpus_are_refused_on_a_cpu(folder, settings):
+    with pytest.raises(ConfigError, match="for GPUs"):
+        make_engine(VLLMEngineConfig(**settings), str(folder), torch.device("cpu"), Version(0, 0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_where_vllm_is_not_installed_the_error_says_how_to_get_it(folder):
+    with pytest.raises(EngineError, match=r"pip install 'jackpot-rl\[vllm\]'"):
+        make_engine(VLLMEngineConfig(), str(folder), torch.device("cpu"), Version(0, 0))

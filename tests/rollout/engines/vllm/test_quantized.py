@@ -1,0 +1,67 @@
+"""The shared suite on a quantised vLLM, and what only a quantised one promises. Its cache of FP8 cuts on a CPU (0.32)
+where a GPU rounds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
+
+from engines.test_quantised import QuantisedConformance
+from engines.test_vllm import make
+
+from helpers.engines.conformance import NEW
+from helpers.engines.quantised_reference import QuantisedReference
+from helpers.engines.reference import Reference, tiny_model, tiny_request
+from jackpot.core.digest import weights_digest
+from jackpot.core.types import Rollout, Sampling, Version
+from jackpot.rollout.engines.vllm.engine import VLLMEngine
+
+pytestmark = pytest.mark.vllm
+
+
+class TestVLLMInInt8WithAnFp8Cache(QuantisedConformance):
+    quantization, kv_cache_dtype = "int8_w8a8", "fp8 cut"
+    training_gap = 0.3
+
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> VLLMEngine:
+        return make(folder, version, quantization="int8_w8a8", kv_cache_dtype="fp8")
+
+
+def gap(rollouts: list[Rollout], log_probs: list[torch.Tensor], reference: Reference) -> float:
+    """Mean over tokens, nats."""
+    gaps = []
+    for rollout, given in zip(rollouts, log_probs, strict=True):
+        exact = reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), Sampling())
+        gaps.append(np.abs(exact[np.arange(len(given)), rollout.token_ids] - given.double().numpy()))
+    return float(np.concatenate(gaps).mean())
+
+
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("int8_w8a16", None), ("int8_w8a8", None), (None, "fp8")])
+def test_numbers_are_those_of_the_definition_and_after_an_update_those_of_a_fresh_engine(
+    folder, new_folder, quantization, kv_cache_dtype
+):
+    settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    requests = [tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=16) for i in range(10)]
+    engine, fresh = make(folder, **settings), make(new_folder, **settings)
+    assert engine.capabilities.quantised
+    new = tiny_model(seed=1)
+    try:
+        for place, weights in ((folder, None), (new_folder, new), (new_folder, new)):
+            if weights:
+                digest = engine.update_weights(weights.named_parameters(), NEW)
+                assert digest == weights_digest(weights.named_parameters(), torch.float32)
+            rollouts = engine.generate(requests)
+            rounded = QuantisedReference(place, quantization, kv_cache_dtype and "fp8 cut")
+            for log_probs in ([one.rollout_log_probs for one in rollouts], engine.score(rollouts, 1.0)):
+                assert gap(rollouts, log_probs, rounded) < 1e-3
+                assert gap(rollouts, log_probs, Reference(place, torch.float32)) > 1e-2
+        for one, other in zip(rollouts, fresh.generate(requests), strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
+            assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+    finally:
+        engine.close()
+        fresh.close()

@@ -1,0 +1,212 @@
+"""The shared suite on `VLLMServerEngine`, with real vLLM servers in other processes, and what happens when they die."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
+
+from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.joint_run import check_joint_run
+from helpers.engines.quantised_reference import QuantisedReference
+from helpers.engines.reference import Reference, save_tiny_model, tiny_model, tiny_prompt, tiny_request
+from helpers.engines.servers import VLLMServer, save_untied, started
+from jackpot.config.engines import VLLMServerEngineConfig
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Request, Rollout, Sampling, Version
+from jackpot.launch.engines import make_engine
+from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
+
+pytestmark = pytest.mark.vllm
+
+
+LONG = Sampling(max_new_tokens=50, num_top_log_probs=20)
+
+
+@pytest.fixture(scope="session")
+def untied_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_untied(folder, tmp_path_factory.mktemp("models") / "untied")
+
+
+@pytest.fixture(scope="session")
+def servers(untied_folder: Path) -> Iterator[tuple[VLLMServer, ...]]:
+    """Two, for every test that breaks none."""
+    with started(VLLMServer(untied_folder), VLLMServer(untied_folder)) as both:
+        yield both
+
+
+def make(
+    folder: Path,
+    weights_folder: Path,
+    *servers: VLLMServer,
+    version: Version = OLD,
+    **settings,
+) -> VLLMServerEngine:
+    urls = tuple(server.url for server in servers)
+    config = VLLMServerEngineConfig(
+        urls=urls, weights_folder=str(weights_folder), **{"max_batch_size": 32, "patience": 120.0} | settings
+    )
+    return make_engine(config, str(folder), torch.device("cpu"), version)
+
+
+class OnServers(EngineConformance):
+    """The engines of a class share its servers; one is made at a time."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def place(cls, servers, tmp_path_factory) -> None:
+        cls.servers, cls.weights_folder = servers[: cls.count], tmp_path_factory.mktemp("weights")
+        cls.make_engine = staticmethod(
+            lambda folder, version: make(folder, cls.weights_folder, *cls.servers, version=version)
+        )
+
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> VLLMServerEngine:
+        raise NotImplementedError("place() puts the real one here")
+
+
+class TestOneServer(OnServers):
+    count = 1
+
+
+class TestTwoServers(OnServers):
+    count = 2
+
+
+def test_no_cached_state_of_old_weights_is_used(servers, folder, new_folder, tmp_path):
+    engine, new = make(folder, tmp_path, servers[0]), Reference(new_folder, torch.float32)
+    prompt = tiny_prompt(50)  # longer than a block of the cache
+    requests = [tiny_request(f"{i}", prompt=prompt, seed=i) for i in range(8)]
+    engine.generate(requests)
+    engine.update_weights(new.model.named_parameters(), NEW)
+    check_log_probs(engine.generate(requests), new)
+    engine.close()
+
+
+def test_int8_weights_alone_need_no_other_server(servers, folder, new_folder, tmp_path):
+    engine = make(folder, tmp_path, servers[0], quantization="int8_w8a16")
+    check_log_probs(engine.generate(long_requests(8)), QuantisedReference(folder, "int8_w8a16", None))
+    engine.update_weights(tiny_model(seed=1).named_parameters(), NEW)
+    check_log_probs(engine.generate(long_requests(8)), QuantisedReference(new_folder, "int8_w8a16", None))
+    engine.close()
+
+
+# Servers that die
+
+
+@pytest.fixture(scope="module")
+def mortals(untied_folder: Path) -> Iterator[tuple[VLLMServer, ...]]:
+    with started(VLLMServer(untied_folder), VLLMServer(untied_folder)) as both:
+        yield both
+
+
+def long_requests(count: int) -> list[Request]:
+    return [Request(uid=f"{i}", prompt=tiny_prompt(2 + i % 9), seed=i, sampling=LONG) for i in range(count)]
+
+
+def check_log_probs(rollouts: list[Rollout], reference: Reference) -> None:
+    """As the suite does, for responses that were sampled without truncation."""
+    TestOneServer().check_log_probs(rollouts, reference, LONG)
+
+
+def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder, tmp_path):
+    victim, survivor = mortals
+    engine = make(folder, tmp_path, victim, survivor)
+    requests = long_requests(300)
+    engine.submit(requests)
+    rollouts = engine.collect(20)
+    victim.kill()
+    rollouts += engine.collect(300)
+    assert sorted(rollout.uid for rollout in rollouts) == sorted(request.uid for request in requests)
+    check_log_probs(rollouts, Reference(folder, torch.float32))
+    [lost] = engine.take_events()
+    assert (lost["event"], lost["server"]) == ("server_lost", victim.url)
+    assert lost["sent_again"] > 0
+    victim.start().wait_until_ready()
+    deadline = time.monotonic() + 120.0
+    while not (events := engine.take_events()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert events == [{"event": "server_restarted", "server": victim.url}]
+    check_log_probs(engine.generate(requests), Reference(folder, torch.float32))
+    engine.close()
+    assert "POST /v1/completions" in victim.log().split("Application startup complete")[-1]
+
+
+def test_a_joint_run_goes_on_where_its_only_server_dies_and_comes_back(mortals, folder, new_folder, tmp_path):
+    """It comes back with the weights of its command line; what it writes must be of the newest ones."""
+    [server] = mortals[1:]
+    engines = []
+
+    def make_mortal(path: Path, version: Version) -> VLLMServerEngine:
+        engine = make(path, tmp_path, server, version=version, patience=300.0)
+        engines.append(engine)
+        generate, calls = engine.generate, iter(range(100))
+
+        def generate_and_die(requests: list[Request]) -> list[Rollout]:
+            if next(calls) != 2:
+                return generate(requests)
+            engine.submit(requests)
+            rollouts = engine.collect(1)
+            server.kill()
+            server.start()
+            rollouts += engine.collect(len(requests))
+            assert sorted(rollout.uid for rollout in rollouts) == sorted(request.uid for request in requests)
+            return sorted(rollouts, key=lambda rollout: [request.uid for request in requests].index(rollout.uid))
+
+        engine.generate = generate_and_die
+        return engine
+
+    check_joint_run(make_mortal, policy=new_folder, rollout_model=folder, gap=2e-5)
+    events = [event["event"] for event in engines[0].take_events()]
+    assert events == ["server_lost", "server_restarted"]
+
+
+# Servers that are not what they should be
+
+
+def test_weights_that_another_client_names_are_an_error(servers, folder, tmp_path):
+    engine = make(folder, tmp_path, servers[0])
+    body = json.dumps({"new_version": "of somebody"}).encode()
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{servers[0].url}/update_weight_version", body, headers)).close()
+    with pytest.raises(EngineError, match=r"somebody else updates the weights of .*'of somebody'"):
+        engine.generate([tiny_request("one")])
+    engine.close()
+
+
+def test_a_server_of_another_vocabulary_is_an_error_before_it_is_given_weights(servers, tmp_path):
+    other = save_tiny_model(tmp_path / "other", seed=0, vocab_size=32)
+    with pytest.raises(EngineError, match=r"serves another model: vocab_size 24, ours 32"):
+        make(other, tmp_path / "weights", servers[0])
+
+
+def test_keys_and_numbers_of_log_probs_are_checked(untied_folder, folder, tmp_path, monkeypatch):
+    with started(VLLMServer(untied_folder, api_key="right", max_logprobs="5")) as [server]:
+        for key in ("wrong", None):
+            monkeypatch.setenv("KEY", key) if key else monkeypatch.delenv("KEY")
+            with pytest.raises(EngineError, match=r"refuses the API key .*environment variable KEY"):
+                make(folder, tmp_path, server, api_key_variable="KEY")
+        monkeypatch.setenv("KEY", "right")
+        engine = make(folder, tmp_path, server, api_key_variable="KEY")
+        assert engine.capabilities.num_top_log_probs == 5
+        with pytest.raises(EngineError, match="max-logprobs"):
+            engine.submit([tiny_request("six", num_top_log_probs=6)])
+        assert len(engine.generate([tiny_request("five", num_top_log_probs=5)])) == 1
+        engine.close()
+
+
+def test_raw_log_probs_are_an_error(untied_folder, folder, tmp_path):
+    raw = VLLMServer(untied_folder, logprobs_mode="raw_logprobs")
+    with started(raw) as [server], pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        make(folder, tmp_path, server)
+
+
+def test_a_tied_model_on_a_cpu_is_an_error(folder, tmp_path):
+    with started(VLLMServer(folder)) as [server], pytest.raises(EngineError, match="untied copy"):
+        make(folder, tmp_path, server)

@@ -1,0 +1,322 @@
+"""The judge in its processes: rewards, limits, and what a hostile answer or a bad reward function costs."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jackpot.config.tasks import RewardConfig
+from jackpot.core.errors import ConfigError, TrainingError
+from jackpot.core.types import Answer, JudgeProblem, Prompt, Score
+from jackpot.rollout.rewards.pool import JudgePool
+from jackpot.rollout.rewards.rewards import Judge
+
+PATIENCE = 60.0  # seconds until something that must happen counts as not happening
+SECONDS = 3.0  # for one verdict
+BOMB = r"\boxed{9^{9^{9^9}}}"  # C code that holds the interpreter's lock for ever
+FINE, WRONG = r"\boxed{9 \cdot 2}", r"\boxed{9 \cdot 3}"  # algebra
+
+
+def answer(response: str, reference: str = "18", finished: bool = True) -> Answer:
+    return Answer(Prompt(uid="p", text="What is it?", answer=reference, token_ids=(1,)), response, finished)
+
+
+def score(reward: float, correct: bool, problem: JudgeProblem | None = None) -> Score:
+    return Score(reward=reward, correct=correct, problem=problem)
+
+
+def judge_of(*rewards: str | RewardConfig, workers: int = 1, seconds: float = SECONDS) -> Judge:
+    named = [RewardConfig(name=one) if isinstance(one, str) else one for one in rewards]
+    return Judge(named, workers=workers, seconds=seconds)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1][:3]
+    except OSError:
+        return False
+
+
+def seconds_of(process: int) -> float:
+    """Processor seconds that it has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with closing(judge_of("correct", workers=2)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def says() -> Iterator[Judge]:
+    """Rewards what is right with 10 and everything with 1, unless the response has it do something else."""
+    with closing(judge_of(RewardConfig(name="correct", weight=10.0), "helpers.reward_functions:says")) as one:
+        yield one
+
+
+def test_plain_answers_and_algebra_are_judged_and_the_order_of_results_is_that_of_answers(judge):
+    right = [r"\boxed{18}", FINE, "#### 18", r"\boxed{\sqrt{324}}"]
+    wrong = [r"\boxed{19}", WRONG, "18", r"\boxed{}", r"\boxed{\sqrt{325}}"]
+    responses = [*right, *wrong] * 5
+    scores = judge.scores([answer(response) for response in responses])
+    assert scores == [score(float(one in right), one in right) for one in responses]
+
+
+def test_no_answers_have_no_scores(judge):
+    assert judge.scores([]) == []
+
+
+def test_a_bomb_costs_its_own_reward_and_nothing_else_and_is_told(judge):
+    before = time.monotonic()
+    scores = judge.scores([answer(one) for one in (FINE, BOMB, WRONG, FINE, BOMB, r"\boxed{x}")])
+    assert [score.problem for score in scores] == [None, "timeout", None, None, "timeout", None]
+    assert [score.correct for score in scores] == [True, False, False, True, False, False]
+    assert time.monotonic() - before < 2 * SECONDS + PATIENCE  # equal bombs are one question
+    assert judge.scores([answer(FINE)]) == [score(1.0, True)]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{" + "9" * 10_000_000 + "}",
+        r"\boxed{" * 1_000_000,
+        "#### " + "9" * 10_000_000,
+        r"\boxed{" + "(" * 900 + "x" + ")" * 900 + "}",
+        r"\boxed{" + r"\frac{1}{" * 150 + "x" + "}" * 150 + "}",
+        r"\boxed{1000000000!}",
+        r"\boxed{\int_0^1 x^{x^{x^{x^x}}} dx}",
+        r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n^n}}",
+        r"\boxed{10^{10^{10}}}",
+        "\\boxed{\0}",
+        "\\boxed{\ud800}",
+    ],
+    ids=[
+        "10 MB",
+        "boxes",
+        "hashes",
+        "brackets",
+        "fractions",
+        "factorial",
+        "integral",
+        "sum",
+        "power",
+        "NUL",
+        "surrogate",
+    ],
+)
+def test_hostile_answers_are_wrong_and_harm_nobody(judge, response):
+    hostile, fine = judge.scores([answer(response), answer(FINE)])
+    assert not hostile.correct and hostile.reward == 0.0
+    assert fine == score(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("exit", "crash"),
+        ("killed", "crash"),
+        ("quit", "crash"),
+        ("raise", "crash"),
+        ("hoard", "crash"),
+        ("sleep", "timeout"),
+        ("spin", "timeout"),
+    ],
+)
+def test_a_reward_function_that_fails_costs_its_own_part_only(says, word, problem):
+    rest = r" and \boxed{18}"
+    scores = says.scores([answer("fine" + rest), answer(word + rest), answer("fine" + rest)])
+    assert scores[0] == scores[2] == score(11.0, True)
+    assert scores[1] == score(10.0, True, problem)
+
+
+def test_what_a_reward_function_prints_is_no_answer(says):
+    assert says.scores([answer(r"print \boxed{18}")]) == [score(11.0, True)]
+
+
+def test_a_reward_function_that_keeps_memory_does_not_make_others_fail(says):
+    scores = says.scores([answer(f"leak {number}") for number in range(9)])  # 2.7 GB, and the limit is 2 GiB
+    assert scores == [score(1.0, False)] * 9
+
+
+def test_what_a_reward_function_started_ends_with_it(says, tmp_path):
+    note = tmp_path / "child"
+    assert says.scores([answer(f"child {note}")])[0].problem == "timeout"
+    wait_until(lambda: not is_alive(int(note.read_text())))
+
+
+def test_a_process_that_ended_between_two_calls_is_replaced_and_nobody_pays():
+    with closing(judge_of("correct")) as one:
+        assert one.scores([answer(FINE)])[0].correct
+        os.kill(one._pool.process_ids[0], signal.SIGKILL)
+        assert one.scores([answer(FINE), answer(WRONG)]) == [score(1.0, True), score(0.0, False)]
+
+
+def test_a_reward_function_is_given_a_response_of_ten_megabytes():
+    with closing(judge_of("helpers.reward_functions:length", seconds=PATIENCE)) as one:
+        assert one.scores([answer("x" * 10_000_000), answer("é")]) == [score(1e7, False), score(1.0, False)]
+
+
+def test_a_limit_of_infinity_is_none():
+    with closing(judge_of("correct", seconds=math.inf)) as one:
+        assert one.scores([answer(FINE)]) == [score(1.0, True)]
+
+
+def test_rewards_are_summed_by_their_weights_and_correct_is_the_verdict_whatever_they_are():
+    rewards = [
+        RewardConfig(name="format", weight=0.25),
+        RewardConfig(name="helpers.reward_functions:length", weight=2.0),
+    ]
+    with closing(judge_of(*rewards)) as one:
+        scores = one.scores([answer(r"\boxed{18}"), answer(r"\boxed{1}\boxed{18}"), answer("18")])
+    assert scores == [score(0.25 + 20.0, True), score(38.0, True), score(4.0, False)]
+
+
+def test_a_reward_function_is_given_the_problem_the_response_the_answer_and_whether_it_ended():
+    with closing(judge_of("helpers.reward_functions:arguments")) as one:
+        given = [answer("Say \\boxed{5}", "5", finished=False), answer("Say \\boxed{5}", "5", finished=True)]
+        assert [score.reward for score in one.scores(given)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("function", ["infinite", "words", "nothing"])
+def test_a_reward_that_is_no_finite_number_is_a_crash(function, capfd):
+    with closing(judge_of(f"helpers.reward_functions:{function}")) as one:
+        assert one.scores([answer("")] * 2) == [score(0.0, False, "crash")] * 2
+    told = capfd.readouterr().err
+    assert told.count("Traceback") == 1 and "a reward is a finite number" in told  # once, and not for each answer
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("corect", "unknown reward 'corect'; did you mean 'correct'.* Valid: correct, format, package.module:function"),
+        ("a b:c", "unknown reward 'a b:c'"),
+        ("os.path", "unknown reward 'os.path'"),
+        ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError.* importable from the folder"),
+        ("helpers.reward_functions:none", "'helpers.reward_functions:none' cannot be imported: AttributeError"),
+        ("helpers.reward_functions:number", "number is a int and not a function"),
+    ],
+)
+def test_a_reward_that_does_not_exist_is_refused_at_the_start(name, message):
+    with pytest.raises(ConfigError, match=message):
+        judge_of("correct", name)
+
+
+def test_a_judge_without_processes_is_refused():
+    with pytest.raises(ConfigError, match="0 judge processes were asked for; at least 1"):
+        judge_of("correct", workers=0)
+
+
+def test_the_order_of_rewards_is_that_of_answers_though_a_later_one_ends_first():
+    seconds = [0.5, 0.01, 0.02, 0.03, 0.04]
+    with closing(judge_of("helpers.reward_functions:waits", workers=2)) as one:
+        assert [score.reward for score in one.scores([answer(str(wait)) for wait in seconds])] == seconds
+
+
+def test_several_processes_share_the_load():
+    with closing(judge_of("helpers.reward_functions:process", workers=2)) as one:
+        wait_until(lambda: len({score.reward for score in one.scores([answer("")] * 20)}) == 2)
+        assert {score.reward for score in one.scores([answer("")] * 40)} == set(map(float, one._pool.process_ids))
+
+
+def test_a_judge_process_does_not_import_torch():
+    with closing(judge_of("helpers.reward_functions:has_torch")) as one:
+        assert one.scores([answer(FINE)]) == [score(0.0, True)]
+
+
+def test_a_closed_judge_has_no_processes_and_says_so():
+    one = judge_of("helpers.reward_functions:length", workers=2)
+    processes = one._pool.process_ids
+    assert len(processes) == 2 and all(map(is_alive, processes))
+    one.close()
+    one.close()
+    assert not any(map(is_alive, processes))
+    with pytest.raises(TrainingError, match="closed"):
+        one.scores([answer(FINE)])
+
+
+def test_a_forgotten_pool_ends_its_processes():
+    pool = JudgePool([], workers=1, seconds=SECONDS)
+    (process,) = pool.process_ids
+    del pool
+    assert not is_alive(process)
+
+
+PARENT = """
+import sys
+from jackpot.tasks.judge_pool import Job, JudgePool
+pool = JudgePool(["helpers.reward_functions:says"], workers=2, seconds=1.0)
+print(*pool.process_ids, flush=True)
+for word in sys.stdin:
+    pool.run([Job("helpers.reward_functions:says", dict(problem="", response=word, answer="", finished=True))] * 2)
+    print(*pool.process_ids, flush=True)
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen]:
+    """Runs the jobs that it reads, two of each, and prints the numbers of its judge processes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen([sys.executable, "-c", PARENT], env=environment, **pipes) as one:
+        yield one
+        one.kill()
+
+
+def processes_of(parent: subprocess.Popen) -> list[int]:
+    return [int(number) for number in parent.stdout.readline().split()]
+
+
+def test_judge_processes_end_with_a_parent_that_is_killed_busy_ones_when_their_time_is_up(parent):
+    processes = processes_of(parent)
+    assert len(processes) == 2 and all(map(is_alive, processes))
+    before = {process: seconds_of(process) for process in processes}
+    parent.stdin.write("spin\n")
+    wait_until(lambda: any(seconds_of(process) > before[process] + 0.2 for process in processes))
+    parent.kill()
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_judge_process_whose_import_never_ends_ends_by_itself(tmp_path):
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    path = [str(tmp_path), *filter(None, sys.path)]
+    command = f"import sys; sys.path[:] = {path!r}; from jackpot.answers.worker import main; main()"
+    orders = {"functions": ["endless:f"], "seconds": 1.0, "start_seconds": 0.5}
+    with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
+        process.stdin.write(json.dumps(orders).encode() + b"\n")
+        process.stdin.flush()  # and left open: no end of the input ends it
+        try:
+            assert process.wait(PATIENCE) == -signal.SIGALRM
+        finally:
+            process.kill()
+
+
+def test_idle_judge_processes_end_with_a_parent_that_is_killed(parent):
+    processes = processes_of(parent)
+    parent.kill()
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_ctrl_c_does_not_end_a_judge_process(parent):
+    processes = processes_of(parent)
+    assert all(os.getpgid(process) == process for process in processes)  # a terminal's signal does not reach them
+    for process in processes:
+        os.kill(process, signal.SIGINT)
+    parent.stdin.write("fine\n")
+    assert processes_of(parent) == processes

@@ -1,0 +1,140 @@
+"""Arithmetic: which problems exist, which split they belong to, and what counts as a right answer."""
+
+import os
+import subprocess
+import sys
+from itertools import permutations
+
+import pytest
+from tokenizers import Regex, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.core.errors import DataError
+from jackpot.core.types import Prompt
+from jackpot.launch.starters import make_tokenizer
+from jackpot.rollout.tasks.arithmetic import Arithmetic, split_of
+
+
+@pytest.fixture(scope="module")
+def task() -> Arithmetic:
+    return Arithmetic(make_tokenizer(), ArithmeticConfig())
+
+
+def summands(prompt: Prompt) -> list[int]:
+    return [int(number) for number in prompt.text.removesuffix("=").split("+")]
+
+
+def test_a_prompt_states_the_sum_and_carries_its_answer_and_tokens(task):
+    tokenizer = make_tokenizer()
+    for index in range(200):
+        prompt = task.prompt("train", index)
+        assert prompt.answer == str(sum(summands(prompt)))
+        assert tokenizer.decode(list(prompt.token_ids)) == prompt.text
+        assert prompt.uid == f"arithmetic/train/{index}"
+
+
+def test_every_setting_of_the_task_is_reached_and_never_left():
+    task = Arithmetic(make_tokenizer(), ArithmeticConfig(min_terms=2, max_terms=4, max_operand=11))
+    problems = [task.operands("train", index) for index in range(2000)]
+    assert {len(problem) for problem in problems} == {2, 3, 4}
+    assert {number for problem in problems for number in problem} == set(range(1, 12))
+
+
+def test_no_problem_is_in_both_splits_in_whatever_order_it_is_written(task):
+    train = {tuple(sorted(task.operands("train", index))) for index in range(5000)}
+    test = {tuple(sorted(task.operands("test", index))) for index in range(5000)}
+    assert not train & test
+
+
+def test_a_tenth_of_all_problems_is_held_out():
+    pairs = [(a, b) for a in range(1, 101) for b in range(a, 101)]
+    held_out = sum(split_of(pair) == "test" for pair in pairs) / len(pairs)
+    assert held_out == pytest.approx(0.1, abs=0.02)  # five standard deviations of 5,050 fair draws
+
+
+def test_the_order_of_the_numbers_does_not_change_the_split():
+    for a in range(1, 30):
+        assert len({split_of(order) for order in permutations((a, 31, 7))}) == 1
+
+
+def test_problems_follow_from_split_and_index_in_any_order_and_any_process(task):
+    forward = [task.operands("test", index) for index in range(20)]
+    assert [task.operands("test", index) for index in reversed(range(20))] == forward[::-1]
+    program = (
+        "from jackpot.config_tasks import ArithmeticConfig\n"
+        "from jackpot.tasks.arithmetic import Arithmetic\n"
+        "print([Arithmetic(None, ArithmeticConfig()).operands('test', index) for index in range(20)])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert printed.strip() == str(forward)
+
+
+def test_the_first_problems_never_change(task):
+    assert [task.prompt("train", index).text for index in range(3)] == ["10+23+1=", "29+9=", "33+2+18="]
+    assert [task.prompt("test", index).text for index in range(3)] == ["36+7=", "25+36=", "28+19="]
+
+
+def test_both_splits_are_endless(task):
+    assert task.size("train") is None
+    assert task.size("test") is None
+    assert task.operands("test", 10**12) == task.operands("test", 10**12)
+
+
+@pytest.mark.parametrize(
+    ("response", "finished", "correct"),
+    [
+        ("46+5=51#51", True, True),
+        ("#51", True, True),
+        ("99+5=51#51", True, True),  # the way is not judged
+        ("46+5=51#51", False, False),  # cut at the limit, maybe in the middle of a number
+        ("46+5=51#52", True, False),
+        ("46+5=51#510", True, False),
+        ("46+5=51#051", True, False),
+        ("46+5=51#51#51", True, False),
+        ("46+5=51#50#51", True, False),
+        ("46+5=51# 51", True, False),
+        ("46+5=51#", True, False),
+        ("46+5=51", True, False),
+        ("51", True, False),
+        ("#", True, False),
+        ("", True, False),
+        ("", False, False),
+    ],
+)
+def test_only_the_whole_text_after_the_first_hash_of_a_finished_response_counts(task, response, finished, correct):
+    prompt = Prompt(uid="p", text="12+34+5=", answer="51", token_ids=())
+    score = task.score(prompt, response, finished)
+    assert score.correct is correct
+    assert score.reward == (1.0 if correct else 0.0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_terms": 1}, {"min_terms": 4, "max_terms": 3}, {"max_operand": 8}, {"max_operand": 0}]
+)
+def test_settings_without_problems_are_refused(settings):
+    with pytest.raises(ValueError, match=r"max_operand|min_terms"):
+        ArithmeticConfig(**settings)
+
+
+def test_an_unknown_split_or_a_negative_index_is_refused(task):
+    with pytest.raises(DataError, match="valid: train, test"):
+        task.prompt("validation", 0)
+    with pytest.raises(DataError, match="valid: train, test"):
+        task.size("dev")
+    with pytest.raises(DataError, match="from 0"):
+        task.prompt("train", -1)
+
+
+def test_a_tokenizer_without_digits_is_refused():
+    backend = make_tokenizer().backend_tokenizer
+    backend.normalizer = normalizers.Replace(Regex("[0-9]"), "?")
+    lossy = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    with pytest.raises(DataError, match="starter models"):
+        Arithmetic(lossy, ArithmeticConfig()).prompt("train", 0)

@@ -1,0 +1,42 @@
+"""The page about tasks and the table of benchmarks say the same, and every example of the page is accepted."""
+
+import re
+
+import pytest
+import yaml
+
+from helpers.paths import ROOT
+from jackpot.config.build import build_config
+from jackpot.config.tasks import DataConfig, MathConfig
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+from jackpot.rollout.tasks.data import locate
+
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
+REST = {
+    "iterations": 1,
+    "policy": {"path": "p", "optimizer": {"learning_rate": 1e-4}},
+    "rollout_model": None,
+    "batch": {"prompts": 1, "group_size": 2},
+}
+
+
+@pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+def test_every_example_of_the_page_is_accepted(example):
+    assert isinstance(build_config(REST | yaml.safe_load(example)).task, MathConfig)
+
+
+def test_the_page_lists_every_benchmark_with_its_sizes_its_place_on_the_hub_and_its_files():
+    lines = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \| \d.*$", PAGE, re.MULTILINE)}
+    assert lines.keys() == BENCHMARKS.keys()
+    for name, benchmark in BENCHMARKS.items():
+        for part in filter(None, (benchmark.train, benchmark.test)):
+            assert f"{part.size:,}" in lines[name] and f"`{part.file}`" in lines[name]
+        assert f"`{benchmark.hub}`" in lines[name] and (benchmark.subset or "") in lines[name]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_can_be_asked_for_in_either_role(name, monkeypatch):
+    """One with a single part, such as AIME, is that part for training too."""
+    monkeypatch.delenv("JACKPOT_DATA", raising=False)
+    for split in ("train", "test"):
+        assert locate(DataConfig(source=name), split).name == name

@@ -1,0 +1,360 @@
+"""Rows of every kind of source: which there are, what is refused and how it is said."""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from helpers.published import data_folder
+from jackpot.config.tasks import ColumnsConfig, DataConfig
+from jackpot.core.errors import DataError
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+from jackpot.rollout.tasks.data import DATA_FOLDER, locate
+
+ROWS = [
+    {"question": "What is 1+1?", "gold": 2, "key": "a"},
+    {"question": "Wie groß ist ½·π?", "gold": "\\frac{\\pi}{2}", "key": "b"},
+    {"question": "What is 3-5?", "gold": "-2", "key": "c"},
+]
+COLUMNS = ColumnsConfig(problem="question", answer="gold", uid="key")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """With copies of the benchmarks, or the test is skipped."""
+    return data_folder()
+
+
+@pytest.fixture(autouse=True)
+def no_local_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DATA_FOLDER, raising=False)
+
+
+def rows(source, split="train", **settings):
+    return list(locate(DataConfig(source=str(source), **settings), split).rows())
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
+    else:
+        columns = {name: [str(row[name]) for row in records] for name in records[0]}
+        parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def problem(n: int) -> dict:
+    return {"problem": f"problem {n}", "answer": str(n)}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_every_kind_of_file_gives_the_same_rows_with_the_columns_that_are_named(suffix, tmp_path):
+    found = rows(write(tmp_path / f"own{suffix}", ROWS), columns=COLUMNS)
+    assert [row.problem for row in found] == [row["question"] for row in ROWS]
+    assert [row.answer for row in found] == ["2", "\\frac{\\pi}{2}", "-2"]
+    assert [row.uid for row in found] == ["a", "b", "c"]
+    assert found[2].place == f"{tmp_path}/own{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
+
+
+def test_without_a_setting_the_columns_are_problem_answer_and_id_or_the_rows_number(tmp_path):
+    named = [{"problem": "p", "answer": "1", "id": "x"}, {"problem": "q", "answer": "2", "id": 7}]
+    path = write(tmp_path / "a.jsonl", named)
+    assert [(row.problem, row.answer, row.uid) for row in rows(path)] == [("p", "1", "x"), ("q", "2", "7")]
+    assert [row.uid for row in rows(path, columns=ColumnsConfig(uid="row"))] == ["0", "1"]
+    assert [row.uid for row in rows(write(tmp_path / "b.jsonl", [problem(5), problem(6)]))] == ["0", "1"]
+
+
+def test_a_stream_has_row_numbers_for_ids(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1", "id": "x"}])
+    assert [row.uid for row in rows(path, streaming=True)] == ["0"]
+
+
+def test_wrong_columns_are_an_error_that_lists_those_that_are_there(tmp_path):
+    path = write(tmp_path / "own.jsonl", ROWS)
+    for columns, role in ((ColumnsConfig(), "problem"), (ColumnsConfig(problem="question"), "answer")):
+        with pytest.raises(DataError) as error:
+            rows(path, columns=columns)
+        assert f"{path} line 1: no column '{role}' for the {role}; there are gold, key, question." in str(error.value)
+        assert f"columns.{role}" in str(error.value)
+    with pytest.raises(DataError, match="no column 'nr' for the uid"):
+        rows(path, columns=COLUMNS.model_copy(update={"uid": "nr"}))
+
+
+def test_a_row_of_json_may_lack_the_answer_and_none_the_problem(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"problem": "p"}, problem(2)])
+    assert [row.answer for row in rows(path)] == [None, "2"]
+    write(path, [problem(1), {"answer": "3"}])
+    with pytest.raises(DataError, match=r"a.jsonl line 2: column 'problem' is empty"):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ("142.0", "142"),
+        ("-4.0", "-4"),
+        ("-0.0", "0"),
+        ("0.5", "0.5"),
+        ("1e-7", "0.0000001"),
+        ("1e22", "10000000000000000000000"),
+        ("100", "100"),
+        ("123456789012345678901234567890", "123456789012345678901234567890"),
+        ('"142.0"', "142.0"),  # text is left as it is
+        ('"  x  "', "x"),
+        ('""', None),
+        ('" "', None),
+        ("null", None),
+        ("NaN", None),
+    ],
+)
+def test_numbers_become_what_people_write_and_nothing_becomes_no_answer(value, answer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"problem": "p", "answer": {value}}}\n')
+    assert [row.answer for row in rows(path)] == [answer]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("true", "True"), ("Infinity", "inf"), ("[1, 2]", "[1, 2]"), ("{}", "{}")]
+)
+def test_what_is_neither_text_nor_a_number_is_refused_with_its_place(value, shown, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{json.dumps(problem(1))}\n{{"problem": "p", "answer": {value}}}\n')
+    with pytest.raises(DataError) as error:
+        rows(path)
+    assert f"{path} line 2: column 'answer' holds {shown}; it must be text or a finite number" in str(error.value)
+
+
+def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
+    table = pyarrow.table({"problem": ["p", "q"], "answer": [1.0, 2.5]})
+    for kind, answers in ((pyarrow.float64(), ["1", "2.5"]), (pyarrow.decimal128(5, 2), ["1", "2.5"])):
+        parquet.write_table(table.set_column(1, "answer", table["answer"].cast(kind)), tmp_path / "a.parquet")
+        assert [row.answer for row in rows(tmp_path / "a.parquet")] == answers
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "answer"),
+    [
+        ("hashes", "She pays 2*3=<<2*3=6>>6.\n#### 6", "6"),
+        ("hashes", "#### 5\nno, ####  1,080 ", "1,080"),
+        ("hashes", "six", None),
+        ("hashes", "####", None),
+        ("boxed", "so \\boxed{42}.", "42"),
+        ("boxed", "\\boxed{1} or \\boxed{\\frac{a}{b^{2}}}", "\\frac{a}{b^{2}}"),
+        ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("boxed", "\\boxed{1} and \\boxed{2", "1"),
+        ("boxed", "$\\boxed 7$", "7"),
+        ("boxed", "\\fbox{x}", "x"),
+        ("boxed", "\\boxed{}", None),
+        ("boxed", "7", None),
+        ("plain", "#### \\boxed{7}", "#### \\boxed{7}"),
+    ],
+)
+def test_the_answer_is_found_in_a_solution(form, text, answer, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": text}])
+    assert [row.answer for row in rows(path, answers=form)] == [answer]
+
+
+def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
+    path = write(tmp_path / "a.jsonl", [problem(n) for n in range(5)])
+    with path.open("a") as file:
+        file.write("not JSON\n")
+    assert [row.answer for row in rows(path, limit=5)] == ["0", "1", "2", "3", "4"]
+    with pytest.raises(DataError, match=r"a\.jsonl line 6: not JSON"):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        (
+            "a.jsonl",
+            b'{"problem": "p", "answer": "1"}\n{"problem": "gr\xfc\xdf", "answer": "1"}\n',
+            "line 2: not UTF-8, by",
+        ),
+        ("a.jsonl", '{"problem": "p", "answer": "1"}'.encode("utf-16"), "line 1: not UTF-8, byte 1 is 0xff"),
+        ("a.json", b'[{"problem": "gr\xfc\xdf"}]', "a.json: not UTF-8, byte 17 is 0xfc"),
+        pytest.param("a.jsonl", b'{"problem": "half \\ud83d", "answer": "1"}\n', "has half a character", id="half"),
+        ("a.jsonl", b'{"problem": "p"\n', "line 1: not JSON"),
+        ("a.jsonl", b'["p", "1"]\n', "line 1: a list; a row is a mapping"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: not JSON"),
+        ("a.json", b'{"problem": "p"}', "a.json holds a mapping; a .json file is a list of rows"),
+        ("a.json", b'{"problem": "p"}\n{"problem": "q"}', "one row a line is .jsonl, so rename it"),
+        ("a.json", b'[{"problem": "p", "answer": "1"}, 3]', "a.json row 2: 3; a row is a mapping"),
+        ("a.parquet", b"hello", "a.parquet after row 0: not parquet"),
+        ("a.jsonl", b"\n\n", "a has no rows"),
+        ("a.json", b"[]", "a has no rows"),
+        ("a.csv", b"problem,answer\n", "is not one of .jsonl, .json, .parquet"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_refused_with_its_place(name, raw, said, tmp_path):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError) as error:
+        rows(tmp_path / name)
+    assert said in str(error.value) and len(str(error.value)) < 500
+
+
+def test_text_in_parquet_that_is_not_utf8_is_named_by_its_row(tmp_path):
+    texts = [b"ok"] * 1500 + [b"gr\xfc\xdf"]
+    column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"problem": column, "answer": ["1"] * 1501}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet row 1501: not UTF-8"):
+        rows(tmp_path / "a.parquet")
+
+
+def test_a_byte_order_mark_and_empty_lines_are_no_problem(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"problem": "p", "answer": "1"}\r\n\r\n{"problem": "q", "answer": 2}'
+    )
+    assert [row.problem for row in rows(tmp_path / "a.jsonl")] == ["p", "q"]
+
+
+def test_a_folder_is_its_files_in_order(tmp_path):
+    write(tmp_path / "b.jsonl", [problem(3)])
+    write(tmp_path / "a" / "x.parquet", [problem(1), problem(2)])
+    (tmp_path / "README.md").write_text("no data")
+    write(tmp_path / ".hidden" / "y.jsonl", [problem(9)])
+    assert [row.answer for row in rows(tmp_path)] == ["1", "2", "3"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no \.jsonl, \.json, \.parquet file"):
+        rows(tmp_path / "empty")
+
+
+def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(tmp_path):
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", [problem(1)])
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", [problem(2)])
+    write(tmp_path / "data" / "own_test.jsonl", [problem(3)])
+    write(tmp_path / "extra" / "more.jsonl", [problem(4)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1", "2"]
+    assert [row.answer for row in rows(tmp_path, "test")] == ["3"]
+    assert [row.answer for row in locate(DataConfig(source=str(tmp_path), split="extra"), "train").rows()] == ["4"]
+    with pytest.raises(DataError, match=r"no files of split 'dev', only data/own_test\.jsonl"):
+        locate(DataConfig(source=str(tmp_path), split="dev"), "train")
+
+
+def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):
+    write(tmp_path / "Train.jsonl", [problem(1)])
+    write(tmp_path / "TEST.jsonl", [problem(2)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
+    assert [row.answer for row in rows(tmp_path, "test")] == ["2"]
+
+
+def test_files_that_name_no_split_beside_others_that_do_are_left_out_and_told(tmp_path, caplog):
+    write(tmp_path / "train.jsonl", [problem(1)])
+    write(tmp_path / "test.jsonl", [problem(2)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1"] and not caplog.records
+    for number in range(7):
+        write(tmp_path / "extra" / f"more{number}.jsonl", [problem(3)])
+    assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
+    (told,) = [record.message for record in caplog.records]
+    assert "(train): 7 files name no split and are left out, for others do: extra/more0.jsonl, extra/more1" in told
+    assert "extra/more4.jsonl and 2 more" in told
+
+
+def test_a_folder_of_test_files_alone_is_not_trained_on(tmp_path):
+    write(tmp_path / "test.jsonl", [problem(3)])
+    with pytest.raises(DataError, match="no files of split 'train'"):
+        rows(tmp_path, "train")
+
+
+def test_an_unknown_benchmark_is_refused_with_a_guess_and_the_list():
+    with pytest.raises(DataError) as error:
+        rows("gsm8")
+    assert "unknown benchmark 'gsm8'; did you mean 'gsm8k'?" in str(error.value)
+    assert all(name in str(error.value) for name in BENCHMARKS)
+    with pytest.raises(DataError, match=r"for the data set of the hub write hub:openai/gsm8k"):
+        rows("openai/gsm8k")
+    with pytest.raises(DataError, match=r"/nowhere/x\.jsonl does not exist"):
+        rows("/nowhere/x.jsonl")
+
+
+def test_settings_that_do_not_fit_the_source_are_refused(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [problem(1)])
+    with pytest.raises(DataError, match="subset is 'main', but"):
+        rows(path, subset="main")
+    with pytest.raises(DataError, match=r"unknown split 'dev'. Valid: test, train"):
+        locate(DataConfig(source="gsm8k", split="dev"), "train")
+    monkeypatch.setenv(DATA_FOLDER, str(path))
+    with pytest.raises(DataError, match=r"JACKPOT_DATA is .* not a folder"):
+        rows("gsm8k")
+
+
+def test_a_benchmark_is_read_from_the_folder_that_the_environment_names(tmp_path, monkeypatch):
+    write(tmp_path / "gsm8k_train.jsonl", [{"question": "q", "answer": "1 + 1 = 2\n#### 2"}])
+    write(tmp_path / "gsm8k_test.jsonl", [{"question": "t", "answer": "#### 3"}])
+    write(tmp_path / "math_train.jsonl", [{"problem": "p", "solution": "It is $\\boxed{5}$."}])
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    assert [(row.problem, row.answer) for row in rows("gsm8k", "train")] == [("q", "2")]
+    assert [(row.problem, row.answer) for row in rows("gsm8k", "test")] == [("t", "3")]
+    assert [row.problem for row in locate(DataConfig(source="gsm8k", split="test"), "train").rows()] == ["t"]
+    assert [row.answer for row in rows("math")] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "count", "without", "first"),
+    [  # counts as their README states them; the answers were read by eye
+        ("gsm8k", "train", 7473, 0, "72"),
+        ("gsm8k", "test", 1319, 0, "18"),
+        ("math", "train", 7474, 4, "0"),
+        ("math500", "test", 500, 0, "\\left( 3, \\frac{\\pi}{2} \\right)"),
+        ("amc22_23", "test", 83, 0, "142"),
+        ("aime24", "test", 30, 0, "204"),
+    ],
+)
+def test_the_copies_of_the_benchmarks_are_read_whole(name, split, count, without, first, folder, monkeypatch):
+    monkeypatch.setenv(DATA_FOLDER, str(folder))
+    found = rows(name, split)
+    assert (len(found), sum(row.answer is None for row in found), found[0].answer) == (count, without, first)
+    assert len({row.uid for row in found}) == count
+    if name == "amc22_23":  # floats in the file, integers for the judge
+        assert all(row.answer.lstrip("-").isdigit() for row in found)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> str:
+    """A data set as `datasets` loads it, from a folder in place of the network."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path / "set" / "train.jsonl", ROWS)
+    write(tmp_path / "set" / "test.jsonl", ROWS[:1])
+    return f"hub:{tmp_path / 'set'}"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_of_the_hub_is_read_again_and_again(streaming, hub):
+    columns = ColumnsConfig(problem="question", answer="key")
+    source = locate(DataConfig(source=hub, columns=columns, streaming=streaming), "train")
+    for _ in range(2):
+        assert [row.problem for row in source.rows()] == [row["question"] for row in ROWS]
+    assert len(rows(hub, "test", columns=columns, streaming=streaming)) == 1
+    assert len(list(locate(DataConfig(source=hub, columns=columns, split="test"), "train").rows())) == 1
+
+
+def test_a_subset_or_split_that_the_hub_does_not_have_is_refused(hub):
+    columns = ColumnsConfig(problem="question", answer="key")
+    for settings, said in (({"subset": "socratic"}, "socratic"), ({"split": "dev"}, "dev")):
+        with pytest.raises(DataError, match=f"cannot be had from the hub: .*{said}.*Check its name, subset and split"):
+            list(locate(DataConfig(source=hub, columns=columns, **settings), "train").rows())
+
+
+def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError) as error:
+        rows("aime25", "test")
+    assert str(error.value).startswith("math-ai/aime25 (test) cannot be had from the hub: ")
+    assert "or give a local file as source, or put aime25.jsonl into a folder and set JACKPOT_DATA to it" in str(
+        error.value
+    )
+
+
+def test_without_the_package_datasets_only_the_hub_is_out_of_reach(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert len(rows(write(tmp_path / "a.jsonl", [problem(1)]))) == 1
+    with pytest.raises(DataError, match="needs the package datasets"):
+        rows("hub:owner/name")

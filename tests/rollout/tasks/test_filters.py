@@ -1,0 +1,116 @@
+"""Problems by index: what is left out and counted, and that a stream is the same problems without holding them."""
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from helpers.texts import write_problems
+from jackpot.config.tasks import ColumnsConfig, DataConfig
+from jackpot.core.errors import DataError
+from jackpot.rollout.tasks import filters
+from jackpot.rollout.tasks.data import locate
+from jackpot.rollout.tasks.filters import Problems, StreamedProblems, Tally
+
+ANSWERS = [None if number % 10 == 3 else number for number in range(1000)]  # every tenth has none
+
+
+def source(path: Path, **settings):
+    return locate(DataConfig(source=str(path), **settings), "train")
+
+
+def all_fit(rows):
+    return [True] * len(rows)
+
+
+def without_sevens(rows):
+    return ["7" not in row.problem for row in rows]
+
+
+KEPT = [str(number) for number in range(1000) if number % 10 != 3 and "7" not in str(number)]
+TALLY = Tally(rows=1000, without_answer=100, too_long=900 - len(KEPT))
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory) -> Path:
+    return write_problems(tmp_path_factory.mktemp("data") / "thousand.jsonl", ANSWERS)
+
+
+def test_rows_without_an_answer_and_rows_that_do_not_fit_are_left_out_and_counted_apart(thousand):
+    found = Problems(source(thousand), without_sevens)
+    assert found.size == len(KEPT) and [found[n].answer for n in range(found.size)] == KEPT
+    assert found.tally == TALLY and found.tally.kept == len(KEPT)
+
+
+def test_rows_whose_answer_is_too_long_to_judge_are_left_out_and_counted(tmp_path):
+    path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
+    found = Problems(source(path), all_fit)
+    assert [len(found[n].answer) for n in range(found.size)] == [1, 2_000]
+    assert found.tally == Tally(rows=5, without_answer=1, long_answer=2) and found.tally.kept == 2
+    with pytest.raises(DataError, match="1 have an answer of more than 2,000 characters"):
+        Problems(source(write_problems(tmp_path / "none.jsonl", ["x" * 2_001])), all_fit)
+
+
+def test_a_stream_is_the_same_problems_in_their_order(thousand):
+    found = StreamedProblems(source(thousand), without_sevens)
+    assert found.size is None and [found[n].answer for n in range(len(KEPT))] == KEPT
+    assert found.tally == TALLY
+
+
+def test_a_stream_begins_anew_with_ids_of_its_own(thousand):
+    found, size = StreamedProblems(source(thousand), without_sevens), len(KEPT)
+    whole = [found[n] for n in range(3 * size)]
+    assert [row.answer for row in whole] == 3 * KEPT
+    assert len({row.uid for row in whole}) == 3 * size
+    assert [whole[n * size + 5].uid for n in range(3)] == ["6", "6+1", "6+2"]
+    assert found.tally == TALLY  # each row once
+
+
+def test_any_problem_of_a_stream_is_found_from_anywhere(thousand, monkeypatch):
+    monkeypatch.setattr(filters, "REMEMBERED", 10)
+    found, size = StreamedProblems(source(thousand), without_sevens), len(KEPT)
+    for index in (500, 491, 490, 3, 2 * size + 1, 0, size, size - 1, 9):
+        assert found[index].answer == KEPT[index % size]
+        assert found[index].uid.endswith(f"+{index // size}") or index < size
+    assert found.tally == TALLY
+
+
+def test_a_stream_does_not_hold_what_it_has_read(tmp_path):
+    """20,000 problems of 2,000 characters are 40 MB; what is remembered and read at once is not a quarter of it."""
+    path = tmp_path / "long.jsonl"
+    with path.open("w") as file:
+        for number in range(20_000):
+            file.write(f'{{"problem": "{number} {"x" * 2000}", "answer": 1}}\n')
+    found = StreamedProblems(source(path), all_fit)
+    tracemalloc.start()
+    try:
+        assert found[19_999].problem.startswith("19999 ")
+        assert tracemalloc.get_traced_memory()[1] < 15e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stream_reads_no_further_than_it_must(tmp_path):
+    path = write_problems(tmp_path / "a.jsonl", range(300))
+    with path.open("a") as file:
+        file.write("not JSON\n")
+    found = StreamedProblems(source(path), all_fit)
+    assert found[200].answer == "200"
+    with pytest.raises(DataError, match="line 301: not JSON"):
+        found[299]
+
+
+def test_ids_that_are_there_twice_are_refused_and_both_rows_named(tmp_path):
+    path = write_problems(tmp_path / "a.jsonl", [1, 2, 3], id=["x", "y", "x"])
+    with pytest.raises(DataError) as error:
+        Problems(source(path), all_fit)
+    assert f"{path} line 3 has the id 'x', as {path} line 1 has" in str(error.value)
+    assert Problems(source(path, columns=ColumnsConfig(uid="row")), all_fit).size == 3
+    assert Problems(source(path, limit=2), all_fit).size == 2
+
+
+@pytest.mark.parametrize("kind", [Problems, StreamedProblems])
+def test_data_without_a_single_problem_left_is_refused_with_the_reasons(kind, tmp_path):
+    path = write_problems(tmp_path / "a.jsonl", [None, 7, 7])
+    with pytest.raises(DataError, match=r"a: no problem is left of 3 rows: 1 have no answer .*, 2 have more tokens"):
+        kind(source(path), lambda rows: [False] * len(rows))[0]

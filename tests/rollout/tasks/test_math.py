@@ -1,0 +1,165 @@
+"""The math task: prompts, the length filter and its count, streams that are resumed, benchmarks by name."""
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from helpers.published import data_folder
+from helpers.texts import text_tokenizer, write_problems
+from jackpot.config.tasks import INSTRUCTION, DataConfig, MathConfig
+from jackpot.core.errors import ConfigError, DataError, TrainingError
+from jackpot.core.types import Answer
+from jackpot.rollout.tasks.base import PromptStream
+from jackpot.rollout.tasks.data import DATA_FOLDER
+from jackpot.rollout.tasks.math import Math, make_benchmark
+from jackpot.rollout.tasks.registry import make_task
+
+TOKENIZER = text_tokenizer()
+
+
+def make(train: Path, test: Path | None = None, *, streaming: bool = False, **settings) -> Math:
+    train_data = DataConfig(source=str(train), streaming=streaming)
+    config = MathConfig(train=train_data, test=DataConfig(source=str(test or train)), **settings)
+    return make_task(config, TOKENIZER)
+
+
+@pytest.fixture
+def ten(tmp_path) -> Path:
+    return write_problems(tmp_path / "ten.jsonl", range(10))
+
+
+def test_a_prompt_has_the_text_its_tokens_the_answer_and_where_it_came_from(ten):
+    prompt = make(ten).prompt("train", 3)
+    assert prompt.text == f"<|user|>what is 3?\n{INSTRUCTION}<|end|><|assistant|>"
+    assert TOKENIZER.decode(list(prompt.token_ids)) == prompt.text
+    assert (prompt.answer, prompt.uid) == ("3", "ten/train/3")
+    assert make(ten, template="base").prompt("test", 3).text == f"Question:\nwhat is 3?\n{INSTRUCTION}\n\nAnswer:\n"
+
+
+def test_a_problem_that_does_not_exist_is_refused(ten):
+    for index in (10, -1):
+        with pytest.raises(DataError, match=r"ten \(train\) has no problem .*; they go from 0 to 9"):
+            make(ten).prompt("train", index)
+    with pytest.raises(DataError, match=r"no problem -1; they go from 0$"):
+        make(ten, streaming=True).prompt("train", -1)
+    with pytest.raises(DataError, match=r"unknown split 'dev'. Valid: test, train"):
+        make(ten).prompt("dev", 0)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_the_count_is_told(tmp_path, caplog):
+    path = write_problems(
+        tmp_path / "some.jsonl", ["1", None, "3", "4", "5", "6" * 2001], problem=[*"abc", "d" * 300, "e" * 200, "f"]
+    )
+    lengths = [len(make(path).prompt("train", index).token_ids) for index in range(4)]  # the second has no answer
+    caplog.clear()
+    task = make(path, max_prompt_tokens=sorted(lengths)[2])
+    assert task.size("train") == 3 and [task.prompt("train", n).answer for n in range(3)] == ["1", "3", "5"]
+    assert [record.message for record in caplog.records] == [
+        "some (train): of 6 rows 1 have no answer and 1 have an answer of more than 2,000 characters and 1 are longer "
+        f"than {sorted(lengths)[2]} tokens; 3 are left"
+    ]
+    told = {"event": "data", "source": "some", "rows": 6, "without_answer": 1, "long_answer": 1, "too_long": 1}
+    assert task.take_events() == [told | {"split": "train"}]
+    assert task.take_events() == []
+    assert task.size("test") == 3 and task.take_events() == [told | {"split": "test"}]
+
+
+def test_data_that_is_used_whole_is_told_without_a_warning(ten, caplog):
+    caplog.set_level(logging.INFO)
+    task = make(ten)
+    assert task.size("train") == 10 and not caplog.records
+    assert [(event["rows"], event["too_long"]) for event in task.take_events()] == [(10, 0)]
+
+
+def test_a_stream_tells_again_when_it_has_left_out_more(tmp_path):
+    path = write_problems(tmp_path / "many.jsonl", [None if n in (3, 700) else n for n in range(1000)])
+    task = make(path, streaming=True)
+    stream = PromptStream(task, "train", 0)
+    stream.next(10)
+    first = task.take_events()
+    assert [event["without_answer"] for event in first] == [1]
+    stream.next(100)
+    assert task.take_events() == []
+    stream.next(2000)  # once more from the beginning
+    assert [(event["rows"], event["without_answer"]) for event in task.take_events()] == [(1000, 2)]
+
+
+def test_a_streamed_split_is_walked_in_order_whatever_the_seed_and_resumed_where_it_was(tmp_path):
+    path = write_problems(tmp_path / "many.jsonl", range(100))
+    task = make(path, streaming=True)
+    assert task.size("train") is None
+    stream = PromptStream(task, "train", 5)
+    whole = [prompt for _ in range(25) for prompt in stream.next(10)]
+    assert [prompt.answer for prompt in whole] == [str(n % 100) for n in range(250)]
+    assert len({prompt.uid for prompt in whole}) == 250
+    first = PromptStream(task, "train", 1)
+    first.next(130)
+    resumed = PromptStream(make(path, streaming=True), "train", 1)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.next(120) == whole[130:]
+
+
+def test_a_streamed_test_split_is_its_first_rows(tmp_path):
+    path = write_problems(tmp_path / "many.jsonl", range(100))
+    data = DataConfig(source=str(path), streaming=True, limit=7)
+    task = Math(TOKENIZER, MathConfig(train=data, test=data))
+    assert task.size("test") == 7 and [task.prompt("test", n).answer for n in range(7)] == [*"0123456"]
+    stream = PromptStream(task, "train", 0)
+    assert [prompt.answer for prompt in stream.next(9)] == [*"012345601"]
+
+
+def test_what_is_wrong_with_the_data_is_told_when_the_task_is_made(tmp_path):
+    data = write_problems(tmp_path / "a.jsonl", [1])
+    with pytest.raises(DataError, match="unknown benchmark 'gsm9k'; did you mean 'gsm8k'"):
+        Math(TOKENIZER, MathConfig(train=DataConfig(source=str(data)), test=DataConfig(source="gsm9k")))
+    with pytest.raises(DataError, match="no chat template"):
+        Math(
+            text_tokenizer(chat=None), MathConfig(train=DataConfig(source=str(data)), test=DataConfig(source=str(data)))
+        )
+
+
+def test_a_benchmark_by_name_has_the_tasks_template_and_all_its_problems(tmp_path, monkeypatch):
+    write_problems(tmp_path / "aime24.jsonl", range(3), problem=["a", "b", "c" * 500])
+    own = write_problems(tmp_path / "own.jsonl", range(2))
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    data = DataConfig(source=str(own))
+    settings = MathConfig(train=data, test=data, system_prompt="Be brief.", max_prompt_tokens=100)
+    task = make_benchmark("aime24", TOKENIZER, settings)
+    assert task.size("test") == 3 and task.prompt("test", 2).uid == "aime24/test/2"
+    assert task.prompt("test", 0).text.startswith("<|system|>Be brief.<|end|><|user|>a\n")
+    with pytest.raises(DataError, match="unknown benchmark 'aime2024'; did you mean 'aime24'"):
+        make_benchmark("aime2024", TOKENIZER, settings)
+
+
+def test_problems_of_real_sets_are_asked_and_judged(monkeypatch):
+    """The published answer is right and another number wrong, in a box and in GSM8K's form."""
+    monkeypatch.setenv(DATA_FOLDER, str(data_folder()))
+    settings = MathConfig(train=DataConfig(source="gsm8k"), test=DataConfig(source="math500"))
+    with closing(Math(TOKENIZER, settings)) as task:
+        sets = [("train", task), ("test", task)]
+        sets += [("test", make_benchmark(name, TOKENIZER, settings, task.judge)) for name in ("amc22_23", "aime24")]
+        for split, one in sets:
+            prompts = [one.prompt(split, index) for index in range(30)]
+            assert all(INSTRUCTION in prompt.text and "####" not in prompt.text for prompt in prompts)
+            for form in ("so it is \\boxed{{{}}}.", "so\n#### {}"):
+                right = one.scores([Answer(prompt, form.format(prompt.answer), True) for prompt in prompts])
+                wrong = one.scores([Answer(prompt, form.format("-987654321"), True) for prompt in prompts])
+                assert all(score.correct and score.reward == 1.0 for score in right)
+                assert not any(score.correct or score.reward for score in wrong)
+            if one is not task:
+                one.close()
+        prompt = task.prompt("test", 0)
+        assert task.score(prompt, f"\\boxed{{{prompt.answer}}}", True).correct  # the others left its judge open
+
+
+def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_judges_no_more(ten):
+    for name, said in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
+        with pytest.raises(ConfigError, match=said):
+            make(ten, rewards=[name])
+    with closing(make(ten, rewards=["tasks.texts:remainder"])) as task:
+        prompt = task.prompt("train", 1)
+        assert task.score(prompt, "12345", True).reward == pytest.approx(5 / 7)
+    with pytest.raises(TrainingError, match="closed"):
+        task.score(prompt, "12345", True)

@@ -1,0 +1,88 @@
+"""The math task in real runs: what was left out is told, a stream is resumed, everything is closed."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.runs import assert_same_run, run
+from helpers.texts import text_tokenizer, write_problems
+from jackpot.config.build import build_config
+from jackpot.config.run import Config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A small random model that reads and writes text."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), text_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """40 problems: two have no answer, one is long."""
+    answers = [None if number in (5, 30) else number for number in range(40)]
+    problems = [f"what is {number}?" * (100 if number == 7 else 1) for number in range(40)]
+    return write_problems(tmp_path / "forty.jsonl", answers, problem=problems)
+
+
+def config_of(model: Path, train: dict, test: dict) -> Config:
+    task = {
+        "name": "math",
+        "train": train,
+        "test": test,
+        "max_prompt_tokens": 200,
+        "rewards": ["tasks.texts:remainder"],
+    }
+    return build_config(
+        {
+            "iterations": 4,
+            "task": task,
+            "policy": {"path": str(model), "optimizer": {"learning_rate": 1e-3}},
+            "rollout_model": None,
+            "batch": {"prompts": 6, "group_size": 2},
+            "sampling": {"max_new_tokens": 8},
+            "evaluation": {"every": 2, "problems": 1000},
+            "checkpoint": {"every": 2},
+            "device": "cpu",
+            "threads": 1,
+        }
+    )
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines if line["event"] == name]
+
+
+def test_a_run_trains_on_the_problems_that_are_left_and_tells_how_many_are_not(model, data, tmp_path):
+    lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}), tmp_path / "run")
+    told = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
+    assert events(tmp_path / "run", "data") == [
+        told | {"split": "train", "rows": 40, "without_answer": 2},
+        told | {"split": "test", "rows": 20, "without_answer": 1},
+    ]
+    assert lines[-1]["iteration"] == 4 and 0.0 < lines[-1]["reward/mean"] < 1.0
+    answered = (tmp_path / "run" / "eval" / "iteration-000004-policy.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt_uid"] for line in answered] == [
+        f"forty/test/{number}" for number in range(20) if number not in (5, 7)
+    ]
+
+
+def test_a_run_on_a_stream_continues_bit_equal_where_it_was_killed(model, data, tmp_path):
+    config = config_of(model, {"source": str(data), "streaming": True}, {"source": str(data), "limit": 4})
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "killed", kill_after=3)
+    run(config, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy"])
+    last = pq.read_table(tmp_path / "whole" / "rollouts" / "iteration-000004.parquet").to_pylist()
+    prompts = list(dict.fromkeys(row["prompt_uid"] for row in last))
+    assert prompts == [f"forty/train/{number}" for number in (20, 21, 22, 23, 24, 25)]

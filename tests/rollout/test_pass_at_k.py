@@ -1,0 +1,130 @@
+"""mean@k, pass@k and their intervals, against enumeration and another way to compute them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jackpot.core.errors import DataError
+from jackpot.rollout.pass_at_k import (
+    RESAMPLES,
+    Outcomes,
+    estimate,
+    mean_at_k,
+    pass_at_k,
+    pass_chances,
+    powers_up_to,
+    summarize,
+)
+
+
+def by_subsets(samples: int, right: int, k: int) -> float:
+    """The share of the subsets of k answers with a right one among them, each subset looked at."""
+    answers = [True] * right + [False] * (samples - right)
+    subsets = list(itertools.combinations(answers, k))
+    return sum(any(subset) for subset in subsets) / len(subsets)
+
+
+@pytest.mark.parametrize("samples", range(1, 9))
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(samples: int) -> None:
+    for k in range(1, samples + 1):
+        expected = [by_subsets(samples, right, k) for right in range(samples + 1)]
+        assert pass_chances(samples, k) == pytest.approx(expected, abs=1e-15)
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Its expectation over the answers of a model that is right with chance p is 1 - (1 - p)^k, for every n."""
+    for samples, k, p in itertools.product((4, 7, 16), (1, 3, 4), (0.0, 0.03, 0.4, 0.95, 1.0)):
+        chances = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
+        assert np.dot(chances, pass_chances(samples, k)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+def test_pass_at_k_agrees_with_the_product_form_where_the_binomials_are_huge() -> None:
+    """The product of Chen et al.'s figure 3, in logarithms; C(4096, 2048) has no float."""
+    samples, k = 4096, 2048
+    for right in (0, 1, 5, 40, 2047, 2048, 4096):
+        left = [math.log1p(-k / i) for i in range(samples - right + 1, samples + 1) if i > k]
+        expected = 1.0 if samples - right < k else -math.expm1(math.fsum(left))
+        assert pass_chances(samples, k)[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+def test_pass_at_one_is_mean_at_k_and_pass_at_n_is_whether_any_is_right() -> None:
+    right = np.array([0, 1, 5, 6, 6, 2])
+    passes = pass_at_k(right, 6, seed=3)
+    assert passes[1] == mean_at_k(right, 6, seed=3)
+    assert passes[6].value == pytest.approx(5 / 6)
+    assert list(passes) == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("samples", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (17, [1, 2, 4, 8, 16, 17])]
+)
+def test_k_goes_up_by_powers_of_two_and_ends_at_all_answers(samples: int, ks: list[int]) -> None:
+    assert powers_up_to(samples) == ks
+
+
+@pytest.mark.parametrize("k", [0, -1, 5])
+def test_a_k_beyond_the_answers_is_refused_and_says_how_many_there_are(k: int) -> None:
+    with pytest.raises(DataError, match=rf"pass@{k} was asked for, but there are 4 answers .* 1 to 4"):
+        pass_chances(4, k)
+
+
+def test_the_interval_is_that_of_all_resamples() -> None:
+    """Five problems have 3125 resamples; their percentiles are the bootstrap's, without chance."""
+    right, values = np.array([0, 1, 2, 3, 3]), np.array([0.0, 0.25, 0.55, 1.0])
+    means = sorted(np.mean(one) for one in itertools.product(values[right], repeat=5))
+    found = estimate(right, values, seed=0)
+    assert found.value == pytest.approx(np.mean(values[right]))
+    slack = int(4 * math.sqrt(0.025 * 0.975 / RESAMPLES) * len(means))  # four standard errors of a share
+    for value, share in ((found.low, 0.025), (found.high, 0.975)):
+        place = int(share * len(means))
+        assert means[place - slack] <= value <= means[place + slack]
+
+
+def test_the_interval_of_many_problems_is_the_normal_one() -> None:
+    draw = np.random.default_rng(5)
+    right = draw.binomial(8, draw.uniform(size=2000))
+    found = mean_at_k(right, 8, seed=1)
+    error = np.std(right / 8) / math.sqrt(2000)
+    assert found.low == pytest.approx(found.value - 1.96 * error, abs=0.05 * error)
+    assert found.high == pytest.approx(found.value + 1.96 * error, abs=0.05 * error)
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    """300 sets of 200 problems whose accuracy is known: 95 % of them, within four standard errors of that share."""
+    draw = np.random.default_rng(11)
+    held = 0
+    for seed in range(300):
+        found = mean_at_k(draw.binomial(4, draw.beta(2.0, 3.0, size=200)), 4, seed)
+        held += found.low <= 0.4 <= found.high
+    assert abs(held / 300 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 300)
+
+
+def test_the_same_seed_draws_the_same_problems() -> None:
+    right = np.random.default_rng(0).integers(0, 17, size=1000)
+    assert mean_at_k(right, 16, seed=1) == mean_at_k(right[::-1], 16, seed=1)  # the order of problems says nothing
+    assert mean_at_k(right, 16, seed=1) != mean_at_k(right, 16, seed=2)
+
+
+def test_a_single_problem_has_no_interval_and_none_is_refused() -> None:
+    one = mean_at_k(np.array([3]), 4, seed=0)
+    assert (one.value, one.low, one.high) == (0.75, None, None)
+    with pytest.raises(DataError, match="no problems"):
+        mean_at_k(np.zeros(0, dtype=np.int64), 4, seed=0)
+
+
+def test_a_summary_counts_what_went_wrong() -> None:
+    outcomes = Outcomes(
+        correct=np.array([[True, False], [False, False]]),
+        rewards=np.array([[1.0, 0.1], [0.0, 0.0]]),
+        tokens=np.array([[10, 20], [30, 100]]),
+        finishes=np.array([["stop", "length"], ["aborted", "length"]]),
+        problems=np.array([["", ""], ["", "timeout"]]),
+    )
+    found = summarize(outcomes, seed=0)
+    assert (found.problems, found.k) == (2, 2)
+    assert (found.mean_at_k.value, found.pass_at_k[2].value) == (0.25, 0.5)
+    assert (found.truncated, found.aborted, found.judge_timeouts, found.judge_crashes) == (0.5, 0.25, 0.25, 0.0)
+    assert found.reward == pytest.approx(0.275)
+    assert (found.tokens, found.tokens_median, found.tokens_longest, found.tokens_total) == (40.0, 25.0, 100, 160)

@@ -1,0 +1,285 @@
+"""One iteration's rollout batch: which groups are kept, what they are worth, and what is counted of the rest."""
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.runs import COSTS, small_config
+from jackpot.core.clock import Clock
+from jackpot.core.types import Prompt, Request, Rollout, Score
+from jackpot.models.load import load_tokenizer
+from jackpot.rollout.rewards.rewards import overlong_penalty
+from jackpot.rollout.sampler import Sampler, shaped_score
+from jackpot.rollout.tasks.base import PromptStream, Task
+from jackpot.training.components import Parts
+
+LENGTH = 6
+
+
+class Numbered(Task):
+    """Prompt number n of an endless split has the rewards that `rules[n]` gives to its members, in turn."""
+
+    def __init__(self, rules):
+        self.rules, self.first = rules, None
+
+    def size(self, split):
+        return None
+
+    def prompt(self, split, index):
+        self.first = index if self.first is None else self.first
+        return Prompt(uid=str(index - self.first), text="", answer="", token_ids=(3, 4))
+
+    def score(self, prompt, response, finished):
+        self.asked = getattr(self, "asked", {})
+        member = self.asked[prompt.uid] = self.asked.get(prompt.uid, -1) + 1
+        reward = self.rules(int(prompt.uid))[member]
+        return Score(reward=reward, correct=reward > 0.5)
+
+
+class Writer:
+    """Answers every request with `LENGTH` tokens; what `change` makes of each rollout is handed over."""
+
+    def __init__(self, change=lambda rollout: rollout):
+        self.change, self.shuffle, self.requests, self.done, self.collected = change, lambda rollouts: None, [], [], []
+        self.capabilities = SimpleNamespace(context_length=64)
+
+    def submit(self, requests):
+        self.requests += requests
+        self.done += [self.change(answer(request)) for request in requests]
+        self.shuffle(self.done)
+
+    def collect(self, n, timeout=None, uids=None):
+        taken, self.done = self.done[:n], self.done[n:]
+        self.collected += [rollout.uid for rollout in taken]
+        return taken
+
+
+def answer(request):
+    return Rollout(
+        uid=request.uid,
+        prompt=request.prompt,
+        finish="stop",
+        token_ids=torch.full((LENGTH,), 5),
+        rollout_log_probs=torch.full((LENGTH,), -1.0),
+        sampled_mask=torch.ones(LENGTH, dtype=torch.bool),
+        top_ids=torch.zeros(LENGTH, 0, dtype=torch.int64),
+        top_log_probs=torch.zeros(LENGTH, 0),
+        versions=torch.zeros(LENGTH, 2, dtype=torch.int64),
+    )
+
+
+def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Numbered):
+    """A sampler of 4 prompts with 4 answers each, its prompt stream, the events it told, and its engine."""
+    config = small_config(*overrides)
+    task, engine, told = task_class(rules), Writer(change), []
+    tokenizer = load_tokenizer("starter:policy")
+    parts = Parts(
+        config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=engine, learner=None, costs=COSTS
+    )
+    prompts = PromptStream(task, "train", 0)
+    return (
+        Sampler(parts, prompts, Clock(), lambda n, event: told.append(event | {"iteration": n})),
+        prompts,
+        told,
+        engine,
+    )
+
+
+def without_advantage(batch):
+    """Share of the responses."""
+    return sum(not item.advantages.any() for item in batch.scored) / len(batch.scored)
+
+
+def value(batch, name):
+    return batch.sums[name].value.item()
+
+
+def kept(batch):
+    """The prompts that are trained on, in order."""
+    return list(dict.fromkeys(int(item.rollout.prompt.uid) for item in batch.scored))
+
+
+MIXED, RIGHT, WRONG = (1.0, 0.0, 0.0, 1.0), (1.0,) * 4, (0.0,) * 4
+DYNAMIC = "batch.dynamic_sampling.max_rounds=3"
+
+
+def every_third(number):
+    return MIXED if number % 3 == 0 else RIGHT if number % 3 == 1 else WRONG
+
+
+@pytest.mark.parametrize("overrides", [(), (DYNAMIC,)])
+def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
+    def spoil(rollout):
+        return replace(rollout, finish="aborted") if rollout.uid.endswith("#2") else rollout
+
+    def batch_of(shuffle):
+        sampler, _, told, engine = sampler_of(lambda number: (number % 2, 1, 0), *overrides, change=spoil)
+        engine.shuffle = shuffle
+        return sampler.next_batch(1), told, engine
+
+    (asked, told, _), (shuffled, told_again, engine) = (
+        batch_of(lambda rollouts: None),
+        batch_of(random.Random(0).shuffle),
+    )
+    assert engine.collected != [request.uid for request in engine.requests]
+    assert [item.rollout.uid for item in shuffled.scored] == [item.rollout.uid for item in asked.scored]
+    assert [item.score for item in shuffled.scored] == [item.score for item in asked.scored]
+    assert [one.uid for one in shuffled.first] == [one.uid for one in asked.first]
+    assert told_again == told and 4 * len(told) == len(engine.requests)
+
+
+def test_without_dynamic_sampling_every_group_is_kept_and_one_round_written():
+    sampler, *_, engine = sampler_of(every_third)
+    batch = sampler.next_batch(1)
+    assert kept(batch) == [0, 1, 2, 3] and len(engine.requests) == len(batch.scored) == 16
+    assert value(batch, "sampling/rounds") == 1.0 and value(batch, "sampling/groups_left_out") == 0.0
+    assert value(batch, "reward/all_right") == 0.25 and value(batch, "reward/all_wrong") == 0.25
+    assert without_advantage(batch) == 0.5
+
+
+def test_dynamic_sampling_writes_rounds_until_there_are_enough_unequal_groups():
+    sampler, _, _, engine = sampler_of(every_third, DYNAMIC)
+    batch = sampler.next_batch(1)
+    assert kept(batch) == [0, 3, 6, 9]
+    assert value(batch, "sampling/rounds") == 3.0 and value(batch, "sampling/groups_left_out") == 8.0
+    assert without_advantage(batch) == 0.0
+    assert len(engine.requests) == len({request.uid for request in engine.requests}) == 48
+    # the shares are of all that was written, what was left out too
+    assert value(batch, "reward/all_right") == value(batch, "reward/all_wrong") == pytest.approx(1 / 3)
+    assert value(batch, "reward/mean") == pytest.approx((4 * 2 + 4 * 4) / 48)
+    assert value(batch, "tokens/rollout") == 48 * LENGTH
+
+
+def test_surplus_unequal_groups_are_left_out_and_counted():
+    sampler, *_ = sampler_of(lambda number: RIGHT if number < 2 else MIXED, DYNAMIC)
+    batch = sampler.next_batch(1)
+    assert kept(batch) == [2, 3, 4, 5]
+    assert [int(rollout.prompt.uid) for rollout in batch.first[::4]] == [0, 1, 2, 3]  # nobody has chosen among them
+    assert value(batch, "sampling/rounds") == 2.0 and value(batch, "sampling/groups_left_out") == 4.0
+
+
+def test_after_the_last_round_equal_groups_fill_what_is_missing():
+    sampler, *_ = sampler_of(lambda number: MIXED if number == 7 else WRONG, DYNAMIC)
+    batch = sampler.next_batch(1)
+    assert kept(batch) == [7, 0, 1, 2]
+    assert value(batch, "sampling/rounds") == 3.0 and value(batch, "sampling/groups_left_out") == 8.0
+    assert without_advantage(batch) == 0.75
+    found = torch.stack([item.advantages for item in batch.scored])
+    assert found[:4].abs().min() > 0.5 and not found[4:].any()
+
+
+def test_the_prompts_go_on_where_the_last_round_ended():
+    sampler, prompts, *_ = sampler_of(every_third, DYNAMIC)
+    assert kept(sampler.next_batch(1)) == [0, 3, 6, 9] and prompts.state_dict() == {"position": 12}
+    assert kept(sampler.next_batch(2)) == [12, 15, 18, 21] and prompts.state_dict() == {"position": 24}
+
+
+# What a response is worth
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted"), [(0, 0.0), (1, 0.0), (16, 0.0), (17, -0.125), (20, -0.5), (23, -0.875), (24, -1.0)]
+)
+def test_the_overlong_penalty_falls_evenly_over_the_last_tokens_before_the_limit(length, wanted):
+    """DAPO eq. 13 with L_max 24 and L_cache 8: 0, then ((L_max - L_cache) - |y|) / L_cache, then -1."""
+    assert overlong_penalty(length, 24, 8, 1.0) == wanted
+    assert overlong_penalty(length, 24, 8, 0.5) == 0.5 * wanted
+
+
+def test_the_penalty_is_taken_from_the_reward_and_not_from_what_is_correct():
+    config = small_config("objective.overlong.buffer=20", "objective.overlong.penalty=2.0")
+    prompt = Prompt(uid="0", text="", answer="", token_ids=(3,))
+    rollout = answer(Request(uid="0#0", prompt=prompt, seed=0, sampling=config.sampling))
+    score = shaped_score(config, rollout, Score(reward=1.0, correct=True))
+    assert score == Score(reward=1.0 - 2.0 * (LENGTH - 4) / 20, correct=True)
+    assert shaped_score(small_config(), rollout, score) is score
+
+
+def test_dynamic_sampling_asks_whether_the_tasks_own_rewards_are_equal_and_not_what_a_penalty_made_of_them():
+    def longer(rollout):
+        if not rollout.uid.endswith("#1"):
+            return rollout
+        names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
+        return replace(rollout, **{name: torch.cat([getattr(rollout, name)] * 4) for name in names})
+
+    sampler, *_ = sampler_of(lambda number: RIGHT, "objective.overlong.buffer=4", DYNAMIC, change=longer)
+    batch = sampler.next_batch(1)
+    assert value(batch, "sampling/rounds") == 3.0 and value(batch, "reward/mean") == pytest.approx(0.75)
+    assert value(batch, "reward/all_right") == 1.0 and without_advantage(batch) == 0.0
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+def test_a_rollout_whose_log_probs_are_not_finite_is_dropped_counted_and_told(number):
+    def spoil(rollout):
+        if not rollout.uid.endswith("#2"):
+            return rollout
+        return replace(rollout, rollout_log_probs=torch.tensor([number] + [-1.0] * (LENGTH - 1)))
+
+    sampler, _, told, _ = sampler_of(lambda number: MIXED, change=spoil)
+    batch = sampler.next_batch(5)
+    assert len(batch.scored) == 12 and not any(item.rollout.uid.endswith("#2") for item in batch.scored)
+    assert value(batch, "response/non_finite") == 0.25 and value(batch, "response/aborted") == 0.0
+    assert [event["event"] for event in told] == ["non_finite_rollout"] * 4
+    assert told[0] == {"event": "non_finite_rollout", "uid": "5/0#2", "iteration": 5}
+
+
+def test_what_a_tool_wrote_may_have_any_log_prob():
+    def tool(rollout):
+        logs = torch.tensor([math.nan] + [-1.0] * (LENGTH - 1))
+        return replace(rollout, rollout_log_probs=logs, sampled_mask=torch.arange(LENGTH) > 0)
+
+    sampler, _, told, _ = sampler_of(lambda number: MIXED, change=tool)
+    batch = sampler.next_batch(1)
+    assert len(batch.scored) == 16 and not told and value(batch, "response/tool_tokens") == 1.0
+
+
+def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled():
+    def shorter(rollout):
+        is_first = rollout.uid.endswith("#0")
+        return replace(rollout, sampled_mask=torch.arange(LENGTH) < (2 if is_first else LENGTH))
+
+    sampler, *_ = sampler_of(lambda number: (1.0, 0.0, 0.0, 0.0), "objective.advantage=reinforce_pp", change=shorter)
+    batch = sampler.next_batch(1)
+    tokens = torch.tensor(4 * (2 * [1.0] + 3 * LENGTH * [0.0]), dtype=torch.float64)
+    wanted = ((1.0 - tokens.mean()) / tokens.std()).item()
+    assert batch.scored[0].advantages.tolist() == pytest.approx([wanted] * LENGTH, rel=1e-6)
+
+
+def test_what_could_not_be_judged_is_counted_by_its_cause_and_told():
+    class Failing(Numbered):
+        def scores(self, answers):
+            scores = super().scores(answers)
+            if answers[0].prompt.uid == "1":
+                scores[2], scores[3] = (replace(scores[2], problem=why) for why in ("timeout", "crash"))
+            return [replace(one, problem="timeout") if answers[0].prompt.uid == "3" else one for one in scores]
+
+    sampler, _, told, _ = sampler_of(lambda number: MIXED, task_class=Failing)
+    batch = sampler.next_batch(5)
+    assert value(batch, "reward/judge_timeouts") == 5 / 16 and value(batch, "reward/judge_crashes") == 1 / 16
+    assert len(batch.scored) == 16  # with the reward that it has
+    wanted = [("judge_timeout", "5/1#2"), ("judge_crash", "5/1#3")] + [("judge_timeout", f"5/3#{n}") for n in range(4)]
+    assert told == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
+
+
+def test_a_group_is_judged_at_once_with_what_a_task_needs_to_know():
+    asked = []
+
+    class Asked(Numbered):
+        def scores(self, answers):
+            asked.append(list(answers))
+            return super().scores(answers)
+
+    def cut(rollout):
+        return replace(rollout, finish="length") if rollout.uid.endswith("#1") else rollout
+
+    sampler_of(lambda number: MIXED, change=cut, task_class=Asked)[0].next_batch(1)
+    assert [len(answers) for answers in asked] == [4] * 4
+    assert [answer.finished for answer in asked[0]] == [True, False, True, True]
+    assert {answer.prompt.uid for answer in asked[2]} == {"2"}

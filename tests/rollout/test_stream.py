@@ -1,0 +1,125 @@
+"""What runs side by side when the engine writes by itself: judging, training. A real engine on a thread of its own."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from helpers.engines.threaded import ThreadedEngine
+from helpers.runs import COSTS, assert_same_run, run, small_config
+from jackpot.core.clock import Clock
+from jackpot.core.types import Prompt, Request, Score, Version
+from jackpot.launch import local
+from jackpot.launch.engines import make_engine
+from jackpot.models.load import load_tokenizer
+from jackpot.rollout.multi_turn import stream, write
+from jackpot.rollout.sampler import Sampler
+from jackpot.rollout.tasks.arithmetic import Arithmetic
+from jackpot.rollout.tasks.base import PromptStream
+from jackpot.rollout.tasks.registry import make_task
+from jackpot.training.components import Parts
+
+PATIENCE = 30.0  # seconds until a test gives up
+ONE_GROUP = "engine.max_batch_size=4"  # decoded at once: the groups end one after the other
+TOKENIZER = load_tokenizer("starter:policy")
+
+
+def threaded(config, path="starter:rollout_model", before_step: Callable[[], None] = lambda: None) -> ThreadedEngine:
+    return ThreadedEngine(make_engine(config.engine, path, local.pick_device(config), Version(0, 0)), before_step)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs get engines that write by themselves."""
+    monkeypatch.setattr(local, "make_engine", lambda *arguments: ThreadedEngine(make_engine(*arguments)))
+
+
+class Watched(Arithmetic):
+    """Notes at each score how many rollouts had been written. The first one waits until there are more."""
+
+    def __init__(self, tokenizer, settings) -> None:
+        super().__init__(tokenizer, settings)
+        self.called = threading.Event()
+        self.engine: ThreadedEngine | None = None
+        self.written: list[int] = []
+        self.seconds = 0.0
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        started = time.perf_counter()
+        self.written.append(self.engine.finished)
+        if not self.called.is_set():
+            self.called.set()
+            assert self.engine.wait_for_more(self.written[0], PATIENCE)
+        score = super().score(prompt, response, finished)
+        self.seconds += time.perf_counter() - started
+        return score
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[Watched, Sampler, Clock]]:
+    """A sampler of 4 groups of 4, whose writer goes on to the second group when the first response is being judged."""
+    config = small_config(ONE_GROUP)
+    task, clock = Watched(TOKENIZER, config.task), Clock()
+
+    def hold() -> None:
+        if engine.finished >= 4:
+            assert task.called.wait(PATIENCE)
+
+    with closing(threaded(config, before_step=hold)) as engine:
+        task.engine = engine
+        parts = Parts(
+            config=config,
+            task=task,
+            tokenizer=TOKENIZER,
+            engine=engine,
+            policy_engine=engine,
+            learner=None,
+            costs=COSTS,
+        )
+        yield task, Sampler(parts, PromptStream(task, "train", 0), clock, lambda number, event: None), clock
+
+
+def test_a_group_is_judged_while_the_engine_writes_the_others(watched) -> None:
+    task, sampler, _ = watched
+    batch = sampler.next_batch(1)
+    assert len(batch.scored) == len(task.written) == 16
+    assert task.written[0] == 4 < task.written[1] <= 16  # one group was there, and more came while it was judged
+
+
+def test_waiting_and_judging_are_timed_apart(watched) -> None:
+    task, sampler, clock = watched
+    started = time.perf_counter()
+    sampler.next_batch(1)
+    elapsed = time.perf_counter() - started
+    seconds = {phase: spent.wall for phase, spent in clock.take().items()}
+    assert task.seconds <= seconds["score"] and seconds["rollout"] > 0.0
+    assert seconds["score"] + seconds["rollout"] <= elapsed
+
+
+def test_responses_come_as_they_end_and_nobody_has_to_ask_for_them() -> None:
+    config = small_config(ONE_GROUP)
+    task = make_task(config.task, TOKENIZER)
+    requests = [
+        Request(uid=f"{n}", prompt=task.prompt("train", n // 4), seed=n, sampling=config.sampling) for n in range(16)
+    ]
+    uids = [request.uid for request in requests]
+    with closing(threaded(config)) as engine:
+        coming = stream(engine, task, TOKENIZER, requests)
+        assert engine.wait_for_more(15, PATIENCE)  # all are written, and not one was asked for
+        came = [rollout.uid for rollout in coming]
+        assert came != uids and sorted(came, key=int) == uids
+        assert [rollout.uid for rollout in write(engine, task, TOKENIZER, requests)] == uids
+
+
+@pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.dynamic_sampling.max_rounds=2",)])
+def test_a_run_does_not_depend_on_how_its_rollouts_come_in(overrides, tmp_path: Path, threads: None) -> None:
+    """By themselves, or in the trainer's own thread."""
+    config = small_config(*overrides)
+    run(config, tmp_path / "threaded")
+    with pytest.MonkeyPatch.context() as undone:
+        undone.setattr(local, "make_engine", make_engine)
+        run(config, tmp_path / "asked")
+    assert_same_run(tmp_path / "asked", tmp_path / "threaded", ["policy", "rollout_model"])

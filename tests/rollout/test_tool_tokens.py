@@ -1,0 +1,132 @@
+"""Tokens that a tool wrote in the middle of responses are read by both models and learned from by none."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.learners import (
+    LINEAR,
+    VOCAB,
+    ReferenceAdamW,
+    assert_same_move,
+    batches,
+    double,
+    flat,
+    gradient,
+    make_learner,
+    parameters,
+    policy_objective,
+    reference_losses,
+    rollout_model_objective,
+    sampled_log_probs,
+    smallest_model,
+    train,
+    write,
+)
+from jackpot.core.prng import stream_key, uniform_row
+from jackpot.objectives.losses import AGGREGATES
+from jackpot.training.batching import collate
+
+MODELS = {"policy": smallest_model(0), "rollout_model": smallest_model(1)}
+ITEMS = write(MODELS["rollout_model"], seed=5, turn_ends=range(2, 12))
+SAMPLED = [item.rollout.sampled_mask for item in ITEMS]
+ANY = [{"aggregate": name, "mask": mask} for name in AGGREGATES for mask in ("sampled", "expected")]
+
+
+def learner_for(**changes):
+    aggregate = changes.get("aggregate", "token")
+    return make_learner(
+        *MODELS.values(),
+        objective=policy_objective(**changes),
+        rollout_objective=rollout_model_objective(aggregate=aggregate),
+    )
+
+
+def test_the_batch_has_tool_tokens_between_sampled_ones():
+    """Else everything here would pass on empty masks."""
+    inside = [mask for mask in SAMPLED if mask[0] and mask[-1] and not mask.all()]
+    assert len(inside) > 5
+    assert sum(int((~mask).sum()) for mask in SAMPLED) > 15
+
+
+@pytest.mark.parametrize("budget", [10_000, 40])
+@pytest.mark.parametrize(
+    "changes",
+    [*ANY, {"aggregate": "sequence", "count": "accepted"}, {"count": "accepted"}, {"target": "new", "proximal": "new"}],
+    ids=str,
+)
+def test_losses_and_both_gradients_are_those_of_the_float64_reference(changes, budget):
+    """K = V makes Z exact, and the reference leaves the tool's tokens out of every sum and of every count."""
+    learner = learner_for(**changes)
+    [step] = batches(ITEMS, budget=budget)
+    [result] = train(learner, [step])
+    now, old = ({role: double(model) for role, model in MODELS.items()} for _ in range(2))
+    coins = {item.rollout.uid: uniform_row(stream_key(0, "accept", item.rollout.uid, 0), 99) for item in ITEMS}
+    for (role, model), loss in zip(MODELS.items(), reference_losses(now, old, ITEMS, coins, **changes), strict=True):
+        assert result.metrics[f"{role}/loss"].value.item() == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        wanted = ReferenceAdamW(LINEAR).step(flat(model).double(), gradient(loss, now[role]))
+        assert_same_move(parameters(learner, role), wanted, flat(model))
+
+
+def everything_else(item, seed):
+    """The same response with other numbers wherever nothing was sampled."""
+    rollout, draw = item.rollout, torch.Generator().manual_seed(seed)
+    tool, shape = ~rollout.sampled_mask, rollout.top_ids.shape
+    changed = replace(
+        rollout,
+        rollout_log_probs=rollout.rollout_log_probs.masked_fill(tool, torch.nan),
+        top_ids=torch.where(tool[:, None], torch.randint(VOCAB, shape, generator=draw), rollout.top_ids),
+        top_log_probs=torch.where(tool[:, None], torch.randn(shape, generator=draw), rollout.top_log_probs),
+        versions=torch.where(tool[:, None], 99, rollout.versions),
+    )
+    return replace(item, rollout=changed, advantages=item.advantages.masked_fill(tool, 1e6))
+
+
+@pytest.mark.parametrize(
+    "changes", [*ANY, {"normalizer": "exact"}, {"proximal": "rollout"}, {"target": "new", "proximal": "new"}], ids=str
+)
+def test_what_stands_beside_a_tool_token_changes_nothing(changes):
+    """Bit for bit: every metric, every per-token column and both models, in anchored steps too."""
+    steps = dict(step_size=6, epochs=2, budget=60) if changes.get("target") != "new" else {}
+    first, second = learner_for(**changes), learner_for(**changes)
+    other = [everything_else(item, seed) for seed, item in enumerate(ITEMS)]
+    for one, two in zip(train(first, batches(ITEMS, **steps)), train(second, batches(other, **steps)), strict=True):
+        for name in one.metrics.keys() - {"seconds/prepass"}:
+            assert not any(part.isnan().any() for part in one.metrics[name]), name
+            assert all(map(torch.equal, one.metrics[name], two.metrics[name])), name
+        for uid, columns in one.traces.items():
+            assert all(torch.equal(column, two.traces[uid][name]) for name, column in columns.items())
+    for role, model in MODELS.items():
+        assert torch.equal(parameters(first, role), parameters(second, role))
+        assert not torch.equal(parameters(first, role), flat(model))
+
+
+def test_coins_of_tool_tokens_are_thrown_away():
+    """A coin belongs to the position in the response, so one that nobody uses moves no other."""
+    batch = collate(ITEMS, seed=0, epoch=0)
+    coins = torch.where(batch.response_mask, batch.uniforms, 0.5)
+    results = [train(learner_for(), [[one]])[0] for one in (batch, replace(batch, uniforms=coins))]
+    for name in ("correction/accepted", "policy/loss"):
+        assert torch.equal(*(result.metrics[name].total for result in results))
+
+
+def test_the_columns_of_a_tool_token_are_zero_and_the_others_follow_from_the_text_before_them():
+    """In the second of two steps, whose anchors went through padding and back."""
+    results = train(learner_for(), batches(ITEMS, step_size=len(ITEMS) // 2, budget=60))
+    traces = {uid: trace for result in results for uid, trace in result.traces.items()}
+    model = double(MODELS["policy"])
+    for item in ITEMS:
+        mask, trace = item.rollout.sampled_mask, traces[item.rollout.uid]
+        exact = sampled_log_probs(model, item.rollout, 1.0).detach().float()
+        torch.testing.assert_close(trace["old_log_probs"][mask], exact[mask], rtol=0, atol=1e-5)
+        for name, column in trace.items():
+            assert len(column) == len(mask) and (column[~mask] == 0).all(), name
+
+
+def test_counts_are_of_sampled_tokens():
+    [result] = train(learner_for(), batches(ITEMS, budget=40))
+    sampled = sum(int(mask.sum()) for mask in SAMPLED)
+    for name in ("policy/loss", "rollout_model/loss", "obrs/acceptance", "mismatch/ratio", "policy/entropy"):
+        assert result.metrics[name].count == sampled, name
+    assert result.metrics["mismatch/engine_gap_max"].value < 1e-5

@@ -1,0 +1,49 @@
+"""The README's own code runs, and its commands exist."""
+
+import re
+
+import torch
+from typer.testing import CliRunner
+
+from helpers.paths import ROOT
+from jackpot import obrs
+from jackpot.config.recipes import parse_override, resolve
+from jackpot.config.run import Config
+from jackpot.ui.cli import app
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_block_gives_the_loss_of_equation_5() -> None:
+    torch.manual_seed(0)
+    rollout, target = (torch.log_softmax(torch.randn(2, 3, 5), -1) for _ in range(2))
+    ids = torch.randint(5, (2, 3, 1))
+    names = {
+        "rollout_log_probs": rollout.gather(-1, ids)[..., 0],
+        "old_log_probs": target.gather(-1, ids)[..., 0],
+        "response_mask": torch.tensor([[True, True, False], [True, True, True]]),
+        "z": obrs.exact_z(rollout, target, 1.0),
+        "surrogate": torch.randn(2, 3),
+    }
+    [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(block, names)
+    mask, rho = names["response_mask"], (names["old_log_probs"] - names["rollout_log_probs"]).exp()
+    kappa = rho.clamp(max=1.0)[mask].sum() / names["z"][mask].sum()
+    weights = (kappa * names["z"] * rho.clamp(min=1.0)).clamp(max=3.0)
+    kept = names["result"].accept_mask.bool()
+    expected = -(weights * names["surrogate"])[kept & mask].sum() / mask.sum()
+    assert kept.any() and torch.allclose(names["loss"], expected, rtol=1e-5)
+
+
+def test_every_jackpot_command_in_the_readme_parses() -> None:
+    commands = re.findall(r"^jackpot (\w+) ?(.*?)(?:\s+#.*)?$", README, re.MULTILINE)
+    assert {name for name, _ in commands} >= {"train", "sample", "starter"}
+    help_text = CliRunner().invoke(app, ["--help"]).output
+    for name, arguments in commands:
+        assert name in help_text
+        words = arguments.split()
+        if name == "train":
+            arm = words[words.index("--arm") + 1] if "--arm" in words else None
+            overrides = [word for word in words if "=" in word]
+            assert isinstance(resolve(words[0], arm, overrides), Config)
+            assert all(parse_override(word) for word in overrides)

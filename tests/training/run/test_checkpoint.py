@@ -1,0 +1,253 @@
+"""Checkpoints are whole, or known not to be."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers.disks import largest_file
+from helpers.runs import Killed
+from jackpot.core.errors import CheckpointError
+from jackpot.models.load import load_tokenizer
+from jackpot.training.run.checkpoint import Checkpoints, CorruptCheckpoint, load_state
+
+TOKENIZER = load_tokenizer("starter:policy")
+
+
+class OneTensor:
+    """Enough of a learner to be saved."""
+
+    def __init__(self, iteration: int) -> None:
+        self._iteration = iteration
+
+    def save_model(self, role: str, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        save_file({"weight": torch.full((1000,), float(self._iteration))}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+
+    def state_dict(self) -> dict:
+        return {"moment": torch.ones(2000)}
+
+
+def save(folder: Path, iteration: int, keep: int = 2, is_best: bool = False, best: int | None = None) -> None:
+    best = iteration if is_best else best
+    state = {"iteration": iteration, "best": None if best is None else {"iteration": best, "accuracy": 0.5}}
+    checkpoints = Checkpoints(folder, keep)
+    checkpoints.save(iteration, OneTensor(iteration), ["policy", "rollout_model"], TOKENIZER, state, is_best)
+    checkpoints.prune()
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def rewrite_state(path: Path) -> None:
+    """No torch file, with the checksum of what it is."""
+    path.write_bytes(b"not a state")
+    listed = path.with_name("checksums.json")
+    entry = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    listed.write_text(json.dumps(json.loads(listed.read_text()) | {"state.pt": entry}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "flipped byte": (flip, "policy/model.safetensors", "has changed since it was written"),
+    "truncated state": (truncate, "state.pt", "were written"),
+    "missing weights": (Path.unlink, "rollout_model/model.safetensors", "No such file"),
+    "missing config": (Path.unlink, "policy/config.json", "No such file"),
+    "truncated checksums": (truncate, "checksums.json", "cannot be read"),
+    "no state": (rewrite_state, "state.pt", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(damage: str, tmp_path: Path) -> None:
+    change, file, why = DAMAGE[damage]
+    for iteration in (2, 4):
+        save(tmp_path, iteration)
+    change(tmp_path / "step-4" / file)
+    before = sorted(tmp_path.rglob("*"))
+    found, [corrupt] = Checkpoints(tmp_path, 2).find()
+    assert found.folder.name == "step-2" and found.state["iteration"] == 2
+    assert corrupt.folder.name == "step-4" and corrupt.file == file and why in corrupt.why
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_where_all_are_corrupt_nothing_begins_again_in_silence(damage: str, tmp_path: Path) -> None:
+    change, file, _ = DAMAGE[damage]
+    for iteration in (2, 4):
+        save(tmp_path, iteration)
+        change(tmp_path / f"step-{iteration}" / file)
+    checkpoints = Checkpoints(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="every checkpoint") as error:
+        checkpoints.find()
+    assert all(f"step-{iteration}/{file}" in str(error.value) for iteration in (2, 4))
+    checkpoints.set_aside(tmp_path / "step-2")
+    checkpoints.set_aside(tmp_path / "step-4")
+    with pytest.raises(CheckpointError, match=r"every checkpoint[^$]*step-4\.corrupt, set aside"):
+        checkpoints.find()
+
+
+def test_an_untouched_one_is_found_with_its_state(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path, 2).find() == (None, [])
+    save(tmp_path, 2)
+    (tmp_path / "step-2" / "notes.txt").write_text("a file of somebody else")
+    found, corrupt = Checkpoints(tmp_path, 2).find()
+    assert corrupt == [] and found.state["learner"]["moment"].sum() == 2000
+    listed = json.loads((tmp_path / "step-2" / "checksums.json").read_text())
+    assert {"state.pt", "policy/model.safetensors", "rollout_model/tokenizer.json"} <= listed.keys()
+    assert listed["state.pt"]["size"] == (tmp_path / "step-2" / "state.pt").stat().st_size
+
+
+def test_one_of_an_earlier_version_without_checksums_is_used_if_it_can_be_read(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        save(tmp_path, iteration)
+        (tmp_path / f"step-{iteration}" / "checksums.json").unlink()
+    checkpoints = Checkpoints(tmp_path, 2)
+    assert checkpoints.find()[0].folder.name == "step-4"
+    truncate(tmp_path / "step-4" / "rollout_model" / "model.safetensors")
+    found, [corrupt] = checkpoints.find()
+    assert found.folder.name == "step-2" and corrupt.file == "rollout_model/model.safetensors"
+
+
+def test_what_is_set_aside_is_kept_under_a_name_of_its_own(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    save(tmp_path, 2)
+    for expected in ("step-4.corrupt", "step-4.corrupt1", "step-4.corrupt2"):
+        save(tmp_path, 4, keep=2)
+        checkpoints.set_aside(tmp_path / "step-4")
+        assert (tmp_path / expected / "state.pt").is_file()
+    checkpoints.restore_links(None)
+    save(tmp_path, 6, keep=1)
+    kept = {"step-6", "step-4.corrupt", "step-4.corrupt1", "step-4.corrupt2", "last"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_the_newest_are_kept_and_a_best_that_is_older(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6, 8):
+        save(tmp_path, iteration, keep=1, is_best=iteration == 4, best=4)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-4", "step-8", "best", "last"}
+    save(tmp_path, 10, keep=1, is_best=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-10", "best", "last"}
+    assert (tmp_path / "best").readlink() == (tmp_path / "last").readlink() == Path("step-10")
+
+
+def test_links_that_lead_nowhere_are_mended(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    save(tmp_path, 2)
+    save(tmp_path, 4, is_best=True)
+    checkpoints.set_aside(tmp_path / "step-4")
+    assert checkpoints.restore_links({"iteration": 1, "accuracy": 0.5}) is None  # pruned when step-4 was better
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4.corrupt", "last"}
+    assert (tmp_path / "last").readlink() == Path("step-2")
+
+
+LIMITS = {"config": 1, "tokenizer": 1000, "weights": 3000, "state": 6000}
+
+
+@pytest.mark.parametrize("size", LIMITS.values(), ids=LIMITS)
+def test_one_that_does_not_fit_leaves_those_before_it(size: int, tmp_path: Path) -> None:
+    """Each library has its own error for it: all say what the system said."""
+    save(tmp_path, 2, is_best=True)
+    with largest_file(size), pytest.raises(CheckpointError, match=r"step-4: .*File too large"):
+        save(tmp_path, 4, is_best=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "best", "last"}
+    save(tmp_path, 4, is_best=True)
+    assert (tmp_path / "best").resolve().name == "step-4"
+
+
+class Kill:
+    """Dies instead of the n-th call that changes something on the disk."""
+
+    CALLS = ((os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (shutil, "rmtree"))
+    CALLS += ((Path, "unlink"), (os, "unlink"), (torch, "save"))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.left = at
+        for owner, name in self.CALLS:
+            monkeypatch.setattr(owner, name, self._or_die(getattr(owner, name)))
+
+    def _or_die(self, call: Callable) -> Callable:
+        def counted(*arguments, **keywords):
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+            return call(*arguments, **keywords)
+
+        return counted
+
+
+def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    """At every call that changes the disk: those of writing, linking and removing."""
+    survived = set()
+    for at in range(1, 1000):
+        folder = tmp_path / str(at)
+        save(folder, 2, keep=1, is_best=True)
+        save(folder, 4, keep=1, best=2)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            kill = Kill(monkeypatch, at)
+            with contextlib.suppress(Killed):
+                save(folder, 6, keep=1, is_best=True)
+        checkpoints = Checkpoints(folder, 1)
+        found, corrupt = checkpoints.find()
+        newest = found.state["iteration"]
+        assert not corrupt and newest in (4, 6)
+        survived.add(newest)
+        best = checkpoints.restore_links(found.state["best"])
+        checkpoints.prune()
+        assert best["iteration"] == {4: 2, 6: 6}[newest]
+        expected = {"step-4", "step-2", "last", "best"} if newest == 4 else {"step-6", "last", "best"}
+        assert {path.name for path in folder.iterdir()} == expected
+        assert (folder / "last").readlink().name == f"step-{newest}"
+        assert (folder / "best").readlink().name == f"step-{int(best['iteration'])}"
+        if kill.left > 0:
+            break
+    assert kill.left > 0 and at > 20 and survived == {4, 6}
+
+
+def test_a_kill_while_a_start_tidies_up_is_made_good_by_the_next(tmp_path: Path) -> None:
+    for at in range(1, 1000):
+        folder = tmp_path / str(at)
+        checkpoints = Checkpoints(folder, 1)
+        for iteration in (2, 4, 6):
+            save(folder, iteration, keep=3)
+        (folder / "step-8.partial").mkdir()
+        (folder / "last").unlink()
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(Killed):
+            kill = Kill(monkeypatch, at)
+            checkpoints.restore_links({"iteration": 4, "accuracy": 0.5})
+            checkpoints.prune()
+        assert checkpoints.find()[0].state["iteration"] == 6
+        checkpoints.restore_links({"iteration": 4, "accuracy": 0.5})
+        checkpoints.prune()
+        assert {path.name for path in folder.iterdir()} == {"step-4", "step-6", "last", "best"}
+        if kill.left > 0:
+            break
+    assert kill.left > 0 and at > 5
+
+
+def test_a_checkpoint_that_is_there_and_lacks_its_links_is_not_written_again(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    written = (tmp_path / "step-2" / "state.pt").stat().st_mtime_ns
+    (tmp_path / "last").unlink()
+    save(tmp_path, 2)
+    assert (tmp_path / "step-2" / "state.pt").stat().st_mtime_ns == written
+    assert (tmp_path / "last").readlink() == Path("step-2")
+
+
+def test_a_state_that_cannot_be_read_says_which(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"state\.pt cannot be read: FileNotFoundError"):
+        load_state(tmp_path)

@@ -1,0 +1,161 @@
+"""What a start makes of a run that a disk, another process or a signal got in the way of."""
+
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import assert_same_run, metrics, run, small_config
+from jackpot.analysis.evaluate.sample import sample_answers
+from jackpot.core.errors import CheckpointError
+from jackpot.launch.local import launch
+from jackpot.training.run.folder import RunFolder
+from jackpot.training.trainer import Line
+
+BOTH = ["policy", "rollout_model"]
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE = {
+    "policy/model.safetensors": flip_a_byte,
+    "state.pt": truncate,
+    "rollout_model/config.json": Path.unlink,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run(small_config("checkpoint.every=1"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("file", DAMAGE)
+def test_a_corrupt_checkpoint_is_named_set_aside_and_the_one_before_continues(file, whole, tmp_path, caplog) -> None:
+    config = small_config("checkpoint.every=1")
+    run(config, tmp_path, kill_after=3)
+    checkpoints = tmp_path / "checkpoints"
+    DAMAGE[file](checkpoints / "step-3" / file)
+    damaged = {path: path.read_bytes() for path in (checkpoints / "step-3").rglob("*") if path.is_file()}
+    run(config, tmp_path)
+    assert_same_run(whole, tmp_path, BOTH)
+    [event] = [line for line in RunFolder(tmp_path).read("events.jsonl") if line["event"] == "corrupt_checkpoint"]
+    assert (event["iteration"], event["checkpoint"], event["file"]) == (2, "step-3", file)
+    assert f"corrupt_checkpoint: step-3: {file}: {event['why']}" in caplog.text
+    assert all(
+        (checkpoints / "step-3.corrupt" / path.relative_to(checkpoints / "step-3")).read_bytes() == content
+        for path, content in damaged.items()
+    )
+    for link in ("last", "best"):
+        assert (checkpoints / link).readlink() == (whole / "checkpoints" / link).readlink()
+
+
+def test_links_lead_to_what_is_left_when_the_best_is_the_corrupt_one(tmp_path: Path) -> None:
+    config = small_config("checkpoint.every=1", "checkpoint.keep=3")
+    run(config, tmp_path, kill_after=3)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "best").unlink()
+    (checkpoints / "best").symlink_to("step-3")
+    truncate(checkpoints / "step-3" / "state.pt")
+    launch(config, tmp_path, lambda line: None).close()
+    for link in ("last", "best"):
+        assert (checkpoints / link).readlink().name == "step-2"  # the first one evaluated
+
+
+@pytest.mark.parametrize("file", DAMAGE)
+def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(file: str, tmp_path: Path) -> None:
+    config = small_config("checkpoint.every=1")
+    run(config, tmp_path, kill_after=3)
+    for iteration in (2, 3):
+        DAMAGE[file](tmp_path / "checkpoints" / f"step-{iteration}" / file)
+    before = metrics(tmp_path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=f"(?s)step-3/{file}.*step-2/{file}"):
+            launch(config, tmp_path, lambda line: None)
+    assert metrics(tmp_path) == before
+
+
+def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(tmp_path: Path, caplog) -> None:
+    run(small_config("checkpoint.every=1"), tmp_path)
+    [(_, right)] = sample_answers(tmp_path, 1, 0)
+    for path in (tmp_path / "checkpoints" / "step-4").rglob("*"):
+        if path.is_file() and path.name != "checksums.json":
+            path.unlink()
+    before = sorted(tmp_path.rglob("*"))
+    [(_, answers)] = sample_answers(tmp_path, 1, 0)
+    assert len(answers) == len(right) == 4
+    assert "step-4" in caplog.text and "taking the checkpoint before it" in caplog.text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_in_use_is_refused_and_one_that_was_left_is_not(tmp_path: Path) -> None:
+    config = small_config("iterations=2")
+    with closing(launch(config, tmp_path, lambda line: None)) as trainer:
+        with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on"):
+            launch(config, tmp_path, lambda line: None)
+        assert trainer.train()
+    with pytest.raises(CheckpointError, match="other settings"):
+        launch(small_config("iterations=3"), tmp_path, lambda line: None)
+    launch(config, tmp_path, lambda line: None).close()  # a start that failed holds nothing
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(number, whole: Path, tmp_path: Path) -> None:
+    config = small_config("checkpoint.every=100", "evaluation.every=2", "checkpoint.keep=2")
+
+    def listen(line: Line) -> None:
+        if line["iteration"] == 3:
+            signal.raise_signal(number)
+
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    with closing(launch(config, tmp_path, listen)) as trainer:
+        assert trainer.train() is False
+    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-3"
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+    run(config, tmp_path)
+    assert_same_run(whole, tmp_path, BOTH)
+
+
+def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    def listen(line: Line) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    with closing(launch(small_config(), tmp_path, listen)) as trainer, pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.iteration == 0
+
+
+def test_the_second_ctrl_c_ends_it_at_once_where_sigint_was_ignored(tmp_path: Path) -> None:
+    """As in `jackpot train ... &` of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        test_the_second_signal_ends_it_at_once(tmp_path)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
+    """As on a network file system while somebody reads it."""
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr("jackpot.training.run.checkpoint.shutil.rmtree", busy)
+    lines = run(small_config("checkpoint.every=1", "checkpoint.keep=1"), tmp_path)
+    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
+    assert [line["files/failed"] for line in lines] == [0, 0, 0, 1, 2]  # after 2 and 3; a line comes first
+    assert [line["checkpoint/failed"] for line in lines] == [0] * 5

@@ -1,0 +1,151 @@
+"""A run on a full disk: it goes on, says so, counts it, and writes what it can when there is room again."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from helpers.disks import OVERRIDES, largest_file
+from helpers.paths import TESTS
+from helpers.runs import Killed, metrics, run, small_config, weights
+from jackpot.config.run import Config
+from jackpot.core.errors import CheckpointError
+from jackpot.launch.local import launch
+from jackpot.training.run.folder import RunFolder
+from jackpot.training.trainer import Line
+
+NO_CHECKPOINT = 300_000  # bytes: the policy has 1.1 million, everything else less than this
+NO_LINE = 500
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of six iterations that always had room."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(small_config(*OVERRIDES), folder)
+    return folder
+
+
+def run_limited(config: Config, folder: Path, size: int, after: int, until: int, kill_after: int = -1) -> list[Line]:
+    """Train with no file larger than `size` from the end of iteration `after` to the end of `until`; the lines seen."""
+    lines: list[Line] = []
+
+    def listen(line: Line) -> None:
+        lines.append(line)
+        if line["iteration"] == after:
+            limit.enter_context(largest_file(size))
+        if line["iteration"] == until:
+            limit.close()
+        if line["iteration"] == kill_after:
+            raise Killed
+
+    with closing(launch(config, folder, listen)) as trainer, ExitStack() as limit, suppress(Killed):
+        trainer.train()
+    return lines
+
+
+def assert_same_but_for_failures(first: Path, second: Path) -> None:
+    for role in ("policy", "rollout_model"):
+        ours, theirs = weights(first, role), weights(second, role)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    lines = [[line | dict.fromkeys(RunFolder(first).failed) for line in metrics(folder)] for folder in (first, second)]
+    assert lines[0] == lines[1]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(folder)]
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    return [event for event in RunFolder(folder).read("events.jsonl") if event["event"] == name]
+
+
+def test_a_checkpoint_that_does_not_fit_is_tried_again_at_the_next_iteration(whole, tmp_path, caplog) -> None:
+    config = small_config(*OVERRIDES, "checkpoint.every=3", "evaluation.every=100", "checkpoint.keep=4")
+    run_limited(config, tmp_path, NO_CHECKPOINT, after=0, until=4)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-5", "step-6", "last", "best"}
+    assert column(tmp_path, "checkpoint/failed") == [0, 0, 0, 0, 1, 2, 2]  # a line is written before its checkpoint
+    failures = events(tmp_path, "checkpoint_failed")
+    assert [event["iteration"] for event in failures] == [3, 4]
+    assert "step-3: SafetensorError" in failures[0]["why"] and "File too large" in failures[0]["why"]
+    assert "checkpoint_failed" in caplog.text
+    for role in ("policy", "rollout_model"):
+        assert all(torch.equal(tensor, weights(whole, role)[name]) for name, tensor in weights(tmp_path, role).items())
+
+
+def test_a_last_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_continues(whole, tmp_path) -> None:
+    config = small_config(*OVERRIDES)
+    with pytest.raises(CheckpointError, match=r"Free space there and run the same command.* iteration 2"):
+        run_limited(config, tmp_path, NO_CHECKPOINT, after=2, until=-1)
+    assert metrics(tmp_path)[-1]["iteration"] == 6
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
+    run(config, tmp_path)
+    assert_same_but_for_failures(whole, tmp_path)
+
+
+def test_the_count_of_failures_survives_a_kill(tmp_path: Path) -> None:
+    config = small_config(*OVERRIDES)
+    run_limited(config, tmp_path, NO_LINE, after=0, until=1, kill_after=3)
+    run(config, tmp_path)
+    assert column(tmp_path, "files/failed") == [0, 1, 1, 1, 1, 1, 1]
+
+
+def test_lines_wait_for_room_and_other_files_are_given_up_and_named(whole, tmp_path, caplog) -> None:
+    config = small_config(*OVERRIDES, "checkpoint.every=100")
+    run_limited(config, tmp_path, NO_LINE, after=2, until=4)
+    assert_same_but_for_failures(whole, tmp_path)
+    assert column(tmp_path, "iteration") == list(range(7))
+    assert column(tmp_path, "files/failed") == [0, 0, 0, 1, 4, 4, 4]  # rollouts; rollouts and two evaluations
+    evaluations = [f"eval/iteration-000004-{role}.jsonl" for role in ("policy", "rollout_model")]
+    assert [event["file"] for event in events(tmp_path, "write_failed")] == ["rollouts", "rollouts", *evaluations]
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not (tmp_path / "rollouts" / "iteration-000003.parquet").exists()
+    assert caplog.text.count("metrics.jsonl: [Errno 27] File too large; what belongs there waits") == 1
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
+    assert [point.step for point in shown] == list(range(1, 7))
+
+
+def test_lines_that_never_fit_are_said_to_be_lost(tmp_path: Path, caplog) -> None:
+    folder = RunFolder(tmp_path)
+    folder.event(0, {"event": "first"})
+    with largest_file((tmp_path / "events.jsonl").stat().st_size + 10):
+        folder.event(1, {"event": "second"})
+        folder.close()
+    assert re.search(r"events\.jsonl: \d+ bytes did not fit on the disk and are lost", caplog.text)
+    assert [event["event"] for event in folder.read("events.jsonl")] == ["first"]
+    assert (tmp_path / "events.jsonl").read_bytes().endswith(b"\n")
+
+
+def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is the disk full"), largest_file(0):
+        launch(small_config(), tmp_path / "run", lambda line: None)
+
+
+def test_a_small_disk_that_fills_up(whole: Path, tmp_path: Path) -> None:
+    """ENOSPC itself, on a file system of our own."""
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(disk)]
+    own_mounts = ["unshare", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*own_mounts, *mount], capture_output=True).returncode:
+        pytest.skip("this system lets us mount no file system of our own")
+    train = f"{sys.executable} {TESTS / 'helpers' / 'disks.py'} {disk / 'run'}"
+    script = f"{' '.join(mount)} && {train} && cp -r {disk / 'run'} {kept}"
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*own_mounts, "sh", "-c", script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stdout and "checkpoint_failed" in done.stderr
+    assert_same_but_for_failures(whole, kept)
+    assert column(kept, "checkpoint/failed") == [0, 0, 0, 0, 0, 1, 1]
+    assert column(kept, "files/failed") == [0, 0, 0, 1, 4, 4, 4]
+    [event] = events(kept, "checkpoint_failed")
+    assert event["iteration"] == 4 and "No space left on device" in event["why"]

@@ -1,0 +1,155 @@
+"""A run that was stopped and continued ends bit-equal to one that was not."""
+
+import shutil
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
+from jackpot.core.errors import CheckpointError
+from jackpot.launch.local import launch
+from jackpot.models.load import starter_path
+from jackpot.training.run.checkpoint import load_state
+
+REGIMES = {
+    "joint": (),
+    "stale": ("batch.step_size=8", "batch.epochs=2", "objective.correction.target=new", "batch.micro_batch_tokens=128"),
+    "kappa previous": ("objective.correction.kappa=previous", "policy.optimizer.schedule=cosine"),
+    "frozen": ("rollout_model.optimizer=null",),
+    "tool": ("task=tool_arithmetic",),
+    "on policy": ("rollout_model=null", "objective.correction=none"),
+    "lora": ("policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3"),
+    "lora on both": ("policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.step_size=8"),
+    "gae": ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-3", "batch.step_size=8"),
+    "dynamic": ("batch.dynamic_sampling.max_rounds=2", "objective.overlong.buffer=8"),
+    "iteration": ("rollout_model.update=iteration", "batch.step_size=4"),
+    "reference": ("objective.reference.weight=0.1", "objective.entropy_weight=0.01"),
+    "quantised": ("rollout_model=null", "objective.correction=tis", "engine.quantization=int8_w8a8"),
+    "quantised writer": ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
+    "lora on policy": ("policy.lora.rank=4", "rollout_model=null", "objective.correction=none"),
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
+    config = small_config(*REGIMES[regime])
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)  # the checkpoint is that of iteration 2
+    assert metrics(tmp_path / "killed")[-1]["iteration"] == 3
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "reward/me')  # a line cut short
+    (tmp_path / "killed" / "rollouts" / "iteration-000004.parquet.partial").write_bytes(b"half a file")
+    run(config, tmp_path / "killed")
+    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", roles + (["critic"] if config.critic else []))
+
+
+@pytest.mark.parametrize("regime", ["joint", "lora"])
+def test_a_run_killed_before_its_first_checkpoint_begins_again(regime: str, tmp_path: Path) -> None:
+    config = small_config(*REGIMES[regime])
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=1)
+    run(config, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+
+
+def test_training_moves_both_models_and_counts_their_steps(tmp_path: Path) -> None:
+    run(small_config("checkpoint.every=1", "checkpoint.keep=4"), tmp_path)
+    for role in ("policy", "rollout_model"):
+        steps = [tmp_path / "checkpoints" / f"step-{n}" / role for n in (1, 4)]
+        first, last = (step / "model.safetensors" for step in steps)
+        assert first.read_bytes() != last.read_bytes()
+    state = load_state(tmp_path / "checkpoints" / "last")
+    assert state["version"][1] == 4 and state["version"][0] <= 4
+
+
+def test_a_changed_setting_is_refused_and_named(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=2)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match=r"objective\.correction\.lam: 1\.0 in the folder, 2\.0 now"):
+        launch(small_config("objective.correction.lam=2.0"), tmp_path, lambda line: None)
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_a_partial_checkpoint_is_never_taken_for_one(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    partial = tmp_path / "checkpoints" / "step-3.partial"
+    partial.mkdir()
+    (partial / "state.pt").write_bytes(b"half a file")
+    run(small_config(), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 4
+    assert not partial.exists()
+
+
+def test_keep_and_best_links(tmp_path: Path) -> None:
+    run(small_config("checkpoint.every=1", "checkpoint.keep=1", "evaluation.every=1"), tmp_path)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
+    best = (tmp_path / "checkpoints" / "best").readlink().name
+    assert names == {"last", "best", "step-4", best}
+    accuracy = {line["iteration"]: line["eval/policy_accuracy"] for line in metrics(tmp_path) if line["iteration"]}
+    assert accuracy[int(best.removeprefix("step-"))] == max(accuracy.values())
+
+
+def test_the_run_folder_holds_the_resolved_settings(tmp_path: Path) -> None:
+    config = small_config()
+    run(config, tmp_path)
+    assert type(config).model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
+
+
+def test_another_regime_is_refused_with_the_difference_not_with_a_missing_file(tmp_path: Path) -> None:
+    run(small_config("iterations=2", arm="on_policy"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"rollout_model: null in the folder"):
+        launch(small_config("iterations=2"), tmp_path, lambda line: None)
+
+
+def test_a_setting_that_came_later_does_not_stop_an_older_run(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del settings["rollouts"]  # as if that block had not existed yet
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    run(small_config(), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 4
+
+
+def test_a_run_that_has_not_trained_yet_takes_other_settings(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=0)
+    run(small_config("iterations=2"), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
+    run(small_config("evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path)
+    lines = [line for line in metrics(tmp_path) if line["iteration"]]
+    best = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))["iteration"]
+    assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best}"
+    assert (tmp_path / "checkpoints" / f"step-{best}" / "policy" / "model.safetensors").is_file()
+
+
+def test_links_that_a_kill_left_behind_are_mended(tmp_path: Path) -> None:
+    run(small_config(), tmp_path, kill_after=3)
+    links = {name: (tmp_path / "checkpoints" / name).readlink() for name in ("last", "best")}
+    for name in links:
+        (tmp_path / "checkpoints" / name).unlink()
+    launch(small_config(), tmp_path, lambda line: None).close()
+    assert {name: (tmp_path / "checkpoints" / name).readlink() for name in links} == links
+
+
+def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_start(tmp_path: Path) -> None:
+    with closing(launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
+        assert not trainer.train() and trainer.iteration == 0
+    assert not (tmp_path / "checkpoints").exists()
+    run(small_config("iterations=2", "rollout_model.optimizer=null"), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_a_run_is_not_continued_beside_another_reference(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    shutil.copytree(starter_path("policy"), reference)
+    config = small_config("objective.reference={weight: 0.1}", f"objective.reference.path={reference}")
+    run(config, tmp_path / "run", kill_after=2)
+    shutil.copy(tmp_path / "run" / "checkpoints" / "last" / "policy" / "model.safetensors", reference)
+    with pytest.raises(CheckpointError, match=r"objective\.reference are not those that the run began with"):
+        run(config, tmp_path / "run")

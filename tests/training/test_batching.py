@@ -1,0 +1,258 @@
+"""Rollouts into optimizer steps and tensors: nothing lost, nothing cut, nothing that depends on who shares a batch."""
+
+import hashlib
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jackpot.core.errors import ConfigError
+from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout, Version
+from jackpot.training.batching import collate, micro_batches, optimizer_steps
+
+few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+K = 3
+lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=14)
+
+
+def make_rollouts(sizes, seed=0, share_prompts=False):
+    """One response for each (prompt length, response length), all numbers random; every fourth token is a tool's."""
+    draw = random.Random(seed)
+    items = []
+    for number, (prompt_length, length) in enumerate(sizes):
+        first = 7 if share_prompts else 100 + number
+        prompt = Prompt(uid=f"p{number}", text="", answer="", token_ids=(first, *range(1, prompt_length)))
+        generator = torch.Generator().manual_seed(draw.randrange(2**32))
+        sampled = torch.arange(length) % 4 != 3
+        log_probs = -torch.rand(length, generator=generator) - 0.1
+        items.append(
+            ScoredRollout(
+                rollout=Rollout(
+                    uid=f"r{number}",
+                    prompt=prompt,
+                    finish="stop",
+                    token_ids=torch.randint(2, 50, (length,), generator=generator),
+                    rollout_log_probs=torch.where(sampled, log_probs, math.nan),
+                    sampled_mask=sampled,
+                    top_ids=torch.randint(0, 50, (length, K), generator=generator),
+                    top_log_probs=-torch.rand(length, K, generator=generator) - 0.1,
+                    versions=torch.tensor([Version(number, 2 * number)] * length, dtype=torch.int64).view(length, 2),
+                ),
+                score=Score(reward=0.0, correct=False),
+                advantages=torch.full((length,), draw.uniform(-1, 1)),
+            )
+        )
+    return items
+
+
+def uids(step):
+    return [uid for batch in step for uid in batch.uids]
+
+
+def size(batch):
+    """Padded tokens."""
+    return len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
+
+
+# Steps
+
+
+@few
+@given(lengths, st.integers(1, 5), st.integers(1, 3), st.integers(15, 60))
+def test_every_sequence_is_in_exactly_one_step_of_every_epoch(sizes, step_size, epochs, budget):
+    items = make_rollouts(sizes)
+    options = dict(step_size=step_size, epochs=epochs, micro_batch_tokens=budget, seed=0)
+    steps = [uids(step) for step in optimizer_steps(items, **options)]
+    per_epoch = math.ceil(len(items) / step_size)
+    assert len(steps) == per_epoch * epochs
+    for epoch in range(epochs):
+        seen = [uid for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for uid in step]
+        assert sorted(seen) == sorted(item.rollout.uid for item in items)
+    assert all(len(step) == step_size for step in steps if len(items) % step_size == 0)
+
+
+def test_several_steps_are_shuffled_by_seed_and_epoch_and_one_step_is_not():
+    items = make_rollouts([(2, 3)] * 24)
+    options = dict(micro_batch_tokens=1000)
+
+    def order(seed, epochs=1, step_size=6):
+        return [uids(step) for step in optimizer_steps(items, step_size=step_size, epochs=epochs, seed=seed, **options)]
+
+    first, second = order(0, epochs=2)[:4], order(0, epochs=2)[4:]
+    assert order(0) == first != order(1) and first != second
+    assert {uid for step in first for uid in step} == {uid for step in second for uid in step}
+    assert order(0, step_size=24) == [[item.rollout.uid for item in items]]
+    assert items[0].rollout.uid == "r0"  # the caller's list keeps its order
+
+
+def test_different_rollout_batches_are_shuffled_differently():
+    """The uid of the first rollout names the batch; else every iteration would cut its groups at the same places."""
+    items, others = make_rollouts([(2, 3)] * 12), make_rollouts([(2, 3)] * 13)[1:]
+    options = dict(step_size=4, epochs=1, micro_batch_tokens=1000, seed=0)
+    places = [
+        [[batch_items.index(item) for item in batch_items if item.rollout.uid in uids(step)] for step in steps]
+        for batch_items, steps in (
+            (items, optimizer_steps(items, **options)),
+            (others, optimizer_steps(others, **options)),
+        )
+    ]
+    assert places[0] != places[1]
+
+
+def test_no_rollouts_make_no_steps():
+    assert list(optimizer_steps([], step_size=4, epochs=2, micro_batch_tokens=10, seed=0)) == []
+
+
+# Micro-batches
+
+
+@few
+@given(lengths, st.integers(15, 80))
+def test_no_micro_batch_has_more_padded_tokens_than_the_budget(sizes, budget):
+    parts = micro_batches(make_rollouts(sizes), budget, seed=0, epoch=0)
+    assert all(0 < size(part) <= budget for part in parts)
+    assert sorted(uid for part in parts for uid in part.uids) == sorted(f"r{n}" for n in range(len(sizes)))
+
+
+def test_sequences_of_like_length_share_a_micro_batch():
+    items = make_rollouts([(2, 8), (2, 1), (2, 8), (2, 1), (2, 1), (2, 8)])
+    parts = micro_batches(items, 30, seed=0, epoch=0)
+    assert [sorted(part.uids) for part in parts] == [["r1", "r3", "r4"], ["r0", "r2", "r5"]]
+
+
+def test_responses_to_one_prompt_share_a_micro_batch_where_reading_it_again_costs_more_than_padding():
+    """Two prompts of 40 tokens with responses of 1 and 3: together 2 x 43 <= 90, and each prompt is read once."""
+    sizes = [(40, 1), (40, 1), (40, 3), (40, 3)]
+    items = make_rollouts(sizes)
+    prompts = [items[0].rollout.prompt, items[1].rollout.prompt]
+    items = [
+        replace(item, rollout=replace(item.rollout, prompt=prompts[number % 2])) for number, item in enumerate(items)
+    ]
+    parts = micro_batches(items, 90, seed=0, epoch=0)
+    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r2"], ["r1", "r3"]]
+    parts = micro_batches(items, 90, seed=0, epoch=0, shares_prompts=False)  # they are read again anyway
+    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
+    short = [
+        replace(item, rollout=replace(item.rollout, prompt=small))
+        for item, small in zip(
+            items, [make_rollouts([(1, 1), (1, 1)])[n % 2].rollout.prompt for n in range(4)], strict=True
+        )
+    ]
+    parts = micro_batches(short, 8, seed=0, epoch=0)  # prompts of one token: padding costs more
+    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
+
+
+def test_the_budget_counts_the_widest_prompt_and_the_widest_response_together():
+    """Eleven tokens each, but as a rectangle 2 x (10 + 10)."""
+    items = make_rollouts([(10, 1), (1, 10)])
+    assert len(micro_batches(items, 39, seed=0, epoch=0)) == 2
+    assert len(micro_batches(items, 40, seed=0, epoch=0)) == 1
+
+
+def test_a_sequence_longer_than_the_budget_is_refused_and_named():
+    items = make_rollouts([(3, 2), (4, 9), (1, 1)])
+    with pytest.raises(
+        ConfigError, match=r"rollout r1 has 13 tokens, more than batch\.micro_batch_tokens 12; raise it"
+    ):
+        micro_batches(items, 12, seed=0, epoch=0)
+    assert sum(len(part.uids) for part in micro_batches(items, 13, seed=0, epoch=0)) == 3
+
+
+# Tensors
+
+
+@few
+@given(lengths, st.booleans())
+def test_a_batch_holds_every_number_of_its_rollouts_and_nothing_else(sizes, share_prompts):
+    items = make_rollouts(sizes, share_prompts=share_prompts)
+    batch = collate(items, seed=0, epoch=0)
+    width = max(length for _, length in sizes)
+    assert batch.response_ids.shape == (len(items), width) and batch.top_ids.shape == (len(items), width, K)
+    for row, item in enumerate(items):
+        rollout, length = item.rollout, len(item.rollout.token_ids)
+        prompt = batch.prompt_ids[batch.prompt_index[row]][batch.prompt_mask[batch.prompt_index[row]]]
+        assert tuple(prompt.tolist()) == rollout.prompt.token_ids
+        assert batch.attention_mask[row].tolist() == [True] * length + [False] * (width - length)
+        assert batch.response_mask[row].tolist() == rollout.sampled_mask.tolist() + [False] * (width - length)
+        assert torch.equal(batch.response_ids[row, :length], rollout.token_ids)
+        assert torch.equal(batch.top_ids[row, :length], rollout.top_ids)
+        assert torch.equal(batch.top_log_probs[row, :length], rollout.top_log_probs)
+        assert torch.equal(batch.versions[row, :length], rollout.versions)
+        sampled = batch.response_mask[row]
+        assert torch.equal(batch.rollout_log_probs[row][sampled], rollout.rollout_log_probs[rollout.sampled_mask])
+        assert (batch.rollout_log_probs[row][~sampled] == 0).all()
+        assert torch.equal(batch.advantages[row, :length], item.advantages)
+        assert (batch.advantages[row, length:] == 0).all()
+
+
+def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+    batch = collate(make_rollouts([(1, 1), (3, 2)]), seed=0, epoch=0)
+    assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]
+    assert batch.prompt_ids.tolist() == [[0, 0, 100], [101, 1, 2]]
+    assert batch.attention_mask.tolist() == [[True, False], [True, True]]
+
+
+def test_each_prompt_stands_once_however_many_responses_it_has():
+    items = make_rollouts([(2, 1), (3, 1), (2, 2), (2, 3)], share_prompts=True)  # three with the same two ids
+    batch = collate(items, seed=0, epoch=0)
+    assert batch.prompt_ids.tolist() == [[0, 7, 1], [7, 1, 2]]
+    assert batch.prompt_index.tolist() == [0, 1, 0, 0]
+
+
+def test_dtypes_are_those_of_the_types():
+    batch = collate(make_rollouts([(2, 3), (1, 0)]), seed=0, epoch=0)
+    found = {name: getattr(batch, name).dtype for name in batch.__slots__ if name != "uids"}
+    whole, flags = torch.int64, torch.bool
+    assert found == {
+        **dict.fromkeys(("prompt_ids", "prompt_index", "response_ids", "top_ids", "versions"), whole),
+        **dict.fromkeys(("prompt_mask", "attention_mask", "response_mask"), flags),
+        **dict.fromkeys(("rollout_log_probs", "advantages", "top_log_probs"), torch.float32),
+        "uniforms": torch.float64,
+    }
+
+
+def test_a_batch_of_empty_responses_is_a_batch():
+    batch = collate(make_rollouts([(2, 0), (1, 0)]), seed=0, epoch=0)
+    assert batch.response_ids.shape == (2, 0) and batch.top_ids.shape == (2, 0, K)
+    assert batch.response_mask.dtype == torch.bool
+
+
+# Coins
+
+
+def splitmix64(key, position):
+    """Number `position` of the stream, with Python's integers."""
+    mask = 2**64 - 1
+    z = (key + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return ((z ^ (z >> 31)) >> 11) / 2**53
+
+
+def hashed(*parts):
+    data = b"".join(f"{type(part).__name__}:{len(str(part))}:{part}".encode() for part in parts)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+@few
+@given(lengths, st.integers(15, 60), st.permutations(range(14)))
+def test_coins_depend_on_seed_uid_position_and_epoch_alone(sizes, budget, order):
+    items = make_rollouts(sizes)
+    shuffled = [items[index] for index in order if index < len(items)]
+    for part in micro_batches(shuffled, budget, seed=5, epoch=2):
+        for row, uid in enumerate(part.uids):
+            expected = [splitmix64(hashed(5, "accept", uid, 2), t) for t in range(part.uniforms.shape[1])]
+            assert part.uniforms[row].tolist() == expected
+
+
+def test_another_seed_or_epoch_throws_other_coins():
+    items = make_rollouts([(2, 6), (2, 6)])
+    throws = [collate(items, seed, epoch).uniforms for seed, epoch in ((0, 0), (1, 0), (0, 1))]
+    rows = [tuple(row.tolist()) for throw in throws for row in throw]
+    assert len(set(rows)) == 6
+    epochs = [step[0].uniforms for step in optimizer_steps(items, step_size=2, epochs=2, micro_batch_tokens=99, seed=0)]
+    assert torch.equal(epochs[0], throws[0]) and torch.equal(epochs[1], throws[2])

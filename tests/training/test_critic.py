@@ -1,0 +1,229 @@
+"""The critic against plain forward passes, the recursion of GAE and PPO's value loss written out."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.learners import LINEAR, batches, make_learner, smallest_model, write
+from helpers.runs import run, small_config
+from jackpot.config.run import OptimizerConfig
+from jackpot.core.types import Score
+from jackpot.launch.local import make_critic
+from jackpot.models.load import load_value_model
+from jackpot.objectives.losses import clipped_value_error
+from jackpot.training.critic import Critic, CriticNumbers
+from jackpot.training.optimizer import ModelOptimizer
+from objectives.test_advantages import gae_by_recursion
+
+POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
+TURN_ENDS = (7, 8, 9)  # a tool writes after these: its tokens are in the text and not in the loss
+GAMMA, LAM, CLIP = 0.9, 0.8, 0.3
+
+
+def rewarded(items, rewards=None):
+    draw = np.random.default_rng(5)
+    rewards = rewards or [float(draw.normal()) for _ in items]
+    return [
+        replace(item, score=Score(reward=reward, correct=False)) for item, reward in zip(items, rewards, strict=True)
+    ]
+
+
+WRITTEN = rewarded(write(ROLLOUT_MODEL, seed=9, turn_ends=TURN_ENDS))
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """A value model made of a language model."""
+    folder = tmp_path_factory.mktemp("model")
+    smallest_model(3).save_pretrained(folder)
+    return load_value_model(folder, torch.float32)
+
+
+@pytest.fixture
+def model(fresh):
+    """The same with a value head that is not zero."""
+    model = copy.deepcopy(fresh)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def critic_of(model, optimizer=LINEAR, **numbers):
+    settings = dict(gamma=GAMMA, lam=LAM, clip=CLIP, micro_batch_tokens=60) | numbers
+    return Critic(model, ModelOptimizer(model.parameters(), optimizer, 100), CriticNumbers(**settings))
+
+
+def raw_values(model, rollout):
+    """V of the state before each response token, from the whole text at once in float64: [T], tool tokens too."""
+    prompt = rollout.prompt.token_ids
+    ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits[0, :, 0]
+    return logits[len(prompt) - 1 : -1].numpy()
+
+
+def credited_by_hand(model, items):
+    """{uid: (values, advantages, returns)} of every rollout, before whitening."""
+    found = {}
+    for item in items:
+        mask = item.rollout.sampled_mask.tolist()
+        values = raw_values(model, item.rollout)
+        rewards = np.zeros(len(mask))
+        rewards[max(t for t, own in enumerate(mask) if own)] = item.score.reward
+        advantages = np.array(gae_by_recursion(rewards, values, mask, GAMMA, LAM))
+        found[item.rollout.uid] = values, advantages, np.where(mask, advantages + values, 0.0)
+    return found
+
+
+def test_there_are_tool_tokens_and_responses_that_end_with_one():
+    masks = [item.rollout.sampled_mask for item in WRITTEN]
+    assert any((~mask).any() for mask in masks) and all(mask.any() for mask in masks)
+
+
+def test_values_are_those_of_the_states_that_the_tokens_were_sampled_in(model):
+    critic = critic_of(model)
+    (step,) = batches(WRITTEN, budget=60)
+    assert len(step) > 2
+    rollouts = {item.rollout.uid: item.rollout for item in WRITTEN}
+    for batch in step:
+        values = critic.values(batch).detach()
+        for row, uid in enumerate(batch.uids):
+            rollout = rollouts[uid]
+            wanted = np.zeros(values.shape[1])
+            wanted[: len(rollout.token_ids)] = np.where(rollout.sampled_mask, raw_values(model, rollout), 0.0)
+            assert values[row].numpy() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_a_critic_made_of_a_language_model_values_everything_at_zero_and_keeps_its_body(fresh):
+    critic = critic_of(copy.deepcopy(fresh))
+    assert not any(critic.values(batch).any() for batch in batches(WRITTEN)[0])
+    body = dict(smallest_model(3).model.named_parameters())
+    assert all(torch.equal(body[name], parameter) for name, parameter in fresh.model.named_parameters())
+
+
+def test_a_value_model_is_saved_with_its_head(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    again = load_value_model(tmp_path, torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
+    assert again.score.weight.abs().max() > 0.0
+
+
+def test_credit_is_gae_on_the_sampled_tokens_whitened_over_the_batch(model):
+    found = critic_of(model).credit(WRITTEN, nullcontext())
+    raw = credited_by_hand(model, WRITTEN)
+    own = np.concatenate([raw[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN])
+    mean, std = own.mean(), own.std(ddof=1)
+    for item, credited in zip(WRITTEN, found, strict=True):
+        assert credited.rollout is item.rollout and credited.score == item.score
+        wanted = np.where(item.rollout.sampled_mask, (raw[item.rollout.uid][1] - mean) / std, 0.0)
+        assert credited.advantages.numpy() == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        assert credited.advantages.dtype == torch.float32
+
+
+def test_the_value_loss_and_its_gradient_are_ppos_clipped_one_after_the_critic_has_moved(model):
+    critic = critic_of(model)
+    critic.credit(WRITTEN, nullcontext())
+    raw = credited_by_hand(model, WRITTEN)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    items = {item.rollout.uid: item for item in WRITTEN}
+    clipped_tokens = tokens = reported = 0
+    for batch in batches(WRITTEN, budget=60)[0]:
+        numerator, metrics = critic.loss(batch)
+        wanted = 0.0
+        for uid in batch.uids:
+            old, _, returns = raw[uid]
+            now = raw_values(model, items[uid].rollout)
+            for t in np.flatnonzero(items[uid].rollout.sampled_mask.numpy()):
+                near = min(max(now[t], old[t] - CLIP), old[t] + CLIP)
+                wanted += max((now[t] - returns[t]) ** 2, (near - returns[t]) ** 2) / 2
+                tokens += 1
+                clipped_tokens += (near - returns[t]) ** 2 > (now[t] - returns[t]) ** 2
+        assert numerator.item() == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+        assert metrics["critic/loss"].count.item() == batch.response_mask.sum().item()
+        reported += metrics["critic/clipped"].total.item()
+    assert 0 < clipped_tokens < tokens and reported == clipped_tokens
+
+
+@pytest.mark.parametrize("clip", [0.3, 2.0, float("inf")])
+def test_the_clipped_error_and_its_gradient_are_those_of_numpy(clip):
+    draw = np.random.default_rng(0)
+    now, old, returns = (draw.normal(size=(6, 9)) for _ in range(3))
+    values = torch.tensor(now, requires_grad=True)
+    error, is_clipped = clipped_value_error(values, torch.tensor(old), torch.tensor(returns), clip)
+    near = np.clip(now, old - clip, old + clip)
+    plain, bounded = (now - returns) ** 2 / 2, (near - returns) ** 2 / 2
+    assert error.detach().numpy() == pytest.approx(np.maximum(plain, bounded), rel=1e-12)
+    loses = (bounded > plain) & (near != now)
+    assert (is_clipped.numpy() == loses).all()
+    error.sum().backward()
+    assert values.grad.numpy() == pytest.approx(np.where(loses, 0.0, now - returns), rel=1e-12)
+    assert loses.any() or clip > 1.0
+
+
+def test_the_learner_steps_the_critic_on_the_mean_over_sampled_tokens(model):
+    """AdamW's first step with a large eps, from the gradient of the unclipped float64 loss."""
+    critic = critic_of(model, clip=100.0)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, critic=critic)
+    slow = copy.deepcopy(model).double()
+    raw = credited_by_hand(model, WRITTEN)
+    loss, count = 0.0, 0
+    for item in WRITTEN:
+        ids = torch.tensor([[*item.rollout.prompt.token_ids, *item.rollout.token_ids.tolist()]])
+        values = slow(input_ids=ids, use_cache=False).logits[0, len(item.rollout.prompt.token_ids) - 1 : -1, 0]
+        own = item.rollout.sampled_mask
+        loss = loss + ((values - torch.from_numpy(raw[item.rollout.uid][2]))[own] ** 2).sum() / 2
+        count += int(own.sum())
+    slopes = torch.autograd.grad(loss / count, list(slow.parameters()))
+    (result,) = learner.train(batches(learner.credit(WRITTEN), budget=60), False)
+    norm = torch.cat([slope.flatten() for slope in slopes]).norm().item()
+    assert result.metrics["critic/grad_norm"].value.item() == pytest.approx(norm, rel=1e-3)
+    assert result.metrics["critic/loss"].value.item() == pytest.approx((loss / count).item(), rel=1e-3)
+    assert critic.optimizer.steps == 1
+    for after, start, slope in zip(model.parameters(), slow.parameters(), slopes, strict=True):
+        wanted = start - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+        torch.testing.assert_close(after.double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_the_critic_learns_what_a_prompt_is_worth(fresh):
+    """Rewards that the prompt decides: the explained variance rises from 0 towards 1."""
+    items = write(ROLLOUT_MODEL, prompts=6, group=4, seed=2)
+    rewards = [float(item.rollout.prompt.token_ids[0] % 2) for item in items]
+    critic = critic_of(
+        copy.deepcopy(fresh),
+        OptimizerConfig(learning_rate=3e-3),
+        gamma=1.0,
+        lam=1.0,
+        clip=100.0,
+        micro_batch_tokens=999,
+    )
+    learner = make_learner(POLICY, ROLLOUT_MODEL, critic=critic)
+    explained = []
+    assert 0.0 < np.mean(rewards) < 1.0
+    for _ in range(15):
+        (result,) = learner.train(batches(learner.credit(rewarded(items, rewards))), False)
+        error, returns = (result.metrics[f"critic/{name}"] for name in ("error", "return"))
+        explained.append(1.0 - (error.variance / returns.variance).item())
+    assert abs(explained[0]) < 1e-6  # a head of zeros explains nothing
+    assert explained[-1] > 0.8 and explained[-1] > explained[5] > explained[1] > 0.0
+
+
+def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
+    overrides = ("iterations=2", "objective.advantage=gae", "critic.optimizer.learning_rate=1e-3")
+    lines = run(small_config(*overrides), tmp_path)
+    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clipped"} <= lines[2].keys()
+    saved = load_value_model(tmp_path / "checkpoints" / "last" / "critic", torch.float32)
+    assert saved.score.weight.abs().max() > 0.0
+
+
+def test_a_batch_without_a_usable_rollout_gets_no_credit():
+    config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
+    assert make_critic(config, None, torch.device("cpu")).credit([], nullcontext()) == []

@@ -1,0 +1,325 @@
+"""Checks that stop a run which only looks as if it trained: each is shown a real engine, and one that lies."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from scipy.stats import binom
+
+from helpers.engines.reference import EOS
+from helpers.learners import make_learner, scored, smallest_model
+from helpers.runs import metrics, run, small_config
+from jackpot.core.digest import weights_digest
+from jackpot.core.errors import EngineError, TrainingError
+from jackpot.core.types import Prompt, Request, Sampling, Score, Version
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.tasks.arithmetic import Arithmetic
+from jackpot.training.batching import micro_batches
+from jackpot.training.guards import (
+    NonFiniteGuard,
+    check_engine,
+    engine_gap,
+    glance,
+    largest_surplus,
+    some_rollouts,
+    top_token_surplus,
+)
+from jackpot.training.run.checkpoint import load_state
+
+MODEL = smallest_model(1)
+LEARNER = make_learner(smallest_model(0), MODEL)
+FILTERED = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=16, num_top_log_probs=4)
+PLAIN = Sampling(max_new_tokens=16, num_top_log_probs=4)
+
+
+def requests(sampling, count=150):
+    prompts = [Prompt(uid=str(n), text="", answer="", token_ids=(2 + n % 17, 3 + n % 11)) for n in range(count)]
+    return [Request(uid=f"{prompt.uid}#", prompt=prompt, seed=n, sampling=sampling) for n, prompt in enumerate(prompts)]
+
+
+def written(engine_class, sampling):
+    engine = engine_class(copy.deepcopy(MODEL), eos_token_ids=(EOS,), version=Version(0, 0), max_batch_size=64)
+    return engine.generate(requests(sampling))
+
+
+def score(rollouts):
+    """As training does: `Learner.score` of the model that wrote."""
+    batches = micro_batches([scored(rollout, 0.0) for rollout in rollouts], 4096, seed=0, epoch=0)
+    return lambda sampling: LEARNER.score("rollout_model", batches, sampling)
+
+
+class Raw(TransformersEngine):
+    """Samples as asked and reports what the model says before temperature, top-p and top-k, as some servers do."""
+
+    def collect(self, n, timeout=None, uids=None):
+        rollouts = super().collect(n, timeout, uids)
+        raw = self.score(rollouts, 1.0)
+        return [replace(one, rollout_log_probs=logs) for one, logs in zip(rollouts, raw, strict=True)]
+
+
+class Hotter(TransformersEngine):
+    """Reports the distribution that it was asked for, and samples from a hotter one."""
+
+    def generate(self, requests):
+        asked = requests[0].sampling
+        hot = asked.model_copy(update={"temperature": 2.0 * asked.temperature})
+        rollouts = super().generate([replace(request, sampling=hot) for request in requests])
+        rows = [self._asked(rollout, asked) for rollout in rollouts]
+        return [replace(rollout, **row) for rollout, row in zip(rollouts, rows, strict=True)]
+
+    @torch.no_grad()
+    def _asked(self, rollout, sampling):
+        prompt = rollout.prompt.token_ids
+        ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
+        logits = self._model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        logs = torch.log_softmax(logits / sampling.temperature, -1)
+        top = logs.topk(sampling.num_top_log_probs)
+        own = logs.gather(1, rollout.token_ids[:, None])[:, 0]
+        return {"rollout_log_probs": own, "top_ids": top.indices, "top_log_probs": top.values}
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, FILTERED, PLAIN.model_copy(update={"temperature": 1.6})])
+def test_an_honest_engine_passes_whatever_it_filters(sampling):
+    rollouts = written(TransformersEngine, sampling)
+    found = check_engine(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
+    assert found["event"] == "engine_check" and found["tokens"] == sum(len(one.token_ids) for one in rollouts) > 500
+    assert found["mean_gap"] < 1e-5 and abs(found["top_token_surplus"]) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("sampling", "what"),
+    [
+        (FILTERED, "before temperature, top_p and top_k"),
+        (PLAIN.model_copy(update={"temperature": 0.7}), "before temperature, top_p and top_k|before the temperature"),
+        (PLAIN.model_copy(update={"top_p": 0.6}), "before top_p and top_k|before temperature, top_p and top_k"),
+    ],
+)
+def test_an_engine_that_reports_raw_log_probs_is_refused_and_told_what_they_are(sampling, what):
+    rollouts = written(Raw, sampling)
+    with pytest.raises(EngineError, match=rf"They are the log-probs of the model ({what}); have the engine return"):
+        check_engine(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
+
+
+def test_an_engine_that_samples_from_another_temperature_than_it_reports_is_refused_though_training_agrees():
+    rollouts = written(Hotter, PLAIN)
+    assert engine_gap(rollouts, score(rollouts)(PLAIN)) < 1e-5
+    with pytest.raises(EngineError, match=r"samples from another: .*drawn 1\d\d times less often"):
+        check_engine(rollouts, PLAIN, ["fp32", "fp32"], score(rollouts))
+
+
+def test_an_engine_with_other_weights_is_refused_and_the_likely_cause_named():
+    rollouts = written(TransformersEngine, PLAIN)
+    other = make_learner(smallest_model(0), smallest_model(5))
+    batches = micro_batches([scored(rollout, 0.0) for rollout in rollouts], 4096, seed=0, epoch=0)
+    with pytest.raises(EngineError, match="Likely causes: other weights, or another tokenizer"):
+        check_engine(rollouts, PLAIN, ["fp32"], lambda sampling: other.score("rollout_model", batches, sampling))
+
+
+def test_the_coarsest_precision_rules_what_is_rounding():
+    rollouts = written(TransformersEngine, PLAIN)
+    off = [replace(one, rollout_log_probs=(one.rollout_log_probs.exp() * 0.98).log()) for one in rollouts]
+    assert 1e-3 < engine_gap(off, score(rollouts)(PLAIN)) < 2e-2
+    check_engine(off, PLAIN, ["fp32", "bf16"], score(rollouts))
+    with pytest.raises(EngineError, match=r"at most 0\.001 is allowed in fp32"):
+        check_engine(off, PLAIN, ["fp32", "fp32"], score(rollouts))
+
+
+def test_gaps_that_are_not_a_number_are_refused():
+    rollouts = written(TransformersEngine, PLAIN)
+    broken = [replace(one, rollout_log_probs=one.rollout_log_probs * torch.nan) for one in rollouts]
+    with pytest.raises(EngineError, match="differ from training's by nan"):
+        check_engine(broken, PLAIN, ["fp32"], score(rollouts))
+
+
+def test_the_gap_of_no_rollouts_is_not_a_number():
+    assert math.isnan(engine_gap([], {}))
+
+
+def test_the_top_token_statistic_is_its_equation_and_sees_only_sampled_tokens():
+    rollouts = written(TransformersEngine, PLAIN)
+    rollouts = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) % 3 != 1) for one in rollouts]
+    surplus = variance = 0.0
+    for one in rollouts:
+        for t in range(len(one.token_ids)):
+            if t % 3 != 1:
+                p = one.top_log_probs[t, 0].double().exp().item()
+                surplus += (one.token_ids[t] == one.top_ids[t, 0]).item() - p
+                variance += p * (1 - p)
+    assert top_token_surplus(rollouts) == pytest.approx((surplus, variance), rel=1e-6)
+    bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
+    assert top_token_surplus(bare) == top_token_surplus([]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 30, 4096])
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.999, 0.999999])
+def test_a_sound_engine_fails_once_in_a_thousand_million_starts(count, p):
+    """The exact tails of a binomial beyond what is allowed."""
+    allowed = largest_surplus(count * p * (1.0 - p))
+    tails = binom.cdf(np.ceil(count * p - allowed) - 1, count, p) + binom.sf(np.floor(count * p + allowed), count, p)
+    assert tails <= 1e-9
+    assert allowed < 15.0 + 7.0 * math.sqrt(count * p * (1.0 - p))
+
+
+def test_some_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():
+    rollouts = written(TransformersEngine, PLAIN)
+    many = rollouts * 8
+    some = some_rollouts(many)
+    assert some == many[: len(some)]
+    tokens = sum(len(one.token_ids) for one in some)
+    assert tokens <= 4096 < tokens + len(many[len(some)].token_ids)
+    assert some_rollouts([]) == []
+
+
+# Gradients that are not finite
+
+
+def test_the_guard_counts_in_a_row_begins_again_after_a_good_step_and_raises_at_the_limit():
+    guard = NonFiniteGuard(3)
+    for is_bad, count in ((True, 1), (True, 2), (False, 0), (True, 1), (True, 2)):
+        guard.see(is_bad, 7)
+        assert guard.count == count
+    with pytest.raises(TrainingError, match=r"last 3 optimizer steps, up to iteration 9.*max_non_finite_steps is 3"):
+        guard.see(True, 9)
+    continued = NonFiniteGuard(3, count=2)
+    with pytest.raises(TrainingError):
+        continued.see(True, 1)
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def poison(monkeypatch, first):
+    """Every second reward is infinite from train score number `first` on."""
+    score, seen = Arithmetic.score, []
+
+    def bad(task, prompt, response, finished):
+        if "/test/" in prompt.uid:
+            return score(task, prompt, response, finished)
+        seen.append(prompt.uid)
+        is_bad = len(seen) > first and len(seen) % 2
+        return Score(reward=float("inf"), correct=False) if is_bad else score(task, prompt, response, finished)
+
+    monkeypatch.setattr(Arithmetic, "score", bad)
+
+
+POISONED = ("iterations=6", "checkpoint.every=1", "guard.max_non_finite_steps=2", "objective.advantage=reinforce_pp")
+
+
+def test_a_run_whose_gradients_are_not_finite_skips_both_models_and_stops_with_its_checkpoint(tmp_path, monkeypatch):
+    poison(monkeypatch, first=40)  # in the middle of the third rollout batch of 16
+    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 4"):
+        run(small_config(*POISONED), tmp_path)
+    skipped = [event for event in events(tmp_path) if event["event"] == "skipped_step"]
+    bad = [(event["model"], event["iteration"]) for event in skipped if event["why"] == "non-finite gradient"]
+    assert set(bad) == {(role, n) for role in ("policy", "rollout_model") for n in (3, 4)}
+    lines = {line["iteration"]: line for line in metrics(tmp_path)}
+    assert [lines[n]["health/non_finite_steps"] for n in (1, 2, 3)] == [0.0, 0.0, 1.0]
+    (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
+    assert stopped["iteration"] == 4 and "non-finite" in stopped["why"]
+    for role in ("policy", "rollout_model"):
+        before, last = ((tmp_path / "checkpoints" / step / role) for step in ("step-2", "step-3"))
+        before, last = (folder / "model.safetensors" for folder in (before, last))
+        assert before.read_bytes() == last.read_bytes()
+    state = load_state(tmp_path / "checkpoints" / "last")
+    assert state["iteration"] == 3 and state["non_finite"] == 1
+    assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
+
+
+def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
+    poison(monkeypatch, first=16)
+    run(small_config(*POISONED), tmp_path, kill_after=2)
+    assert load_state(tmp_path / "checkpoints" / "last")["non_finite"] == 1
+    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
+        run(small_config(*POISONED), tmp_path)
+
+
+def test_a_run_whose_engine_reports_raw_log_probs_stops_before_it_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Raw)
+    overrides = ("sampling.temperature=0.6", "batch.prompts=16", "iterations=1")
+    with pytest.raises(EngineError, match="before temperature, top_p and top_k"):
+        run(small_config(*overrides), tmp_path / "checked")
+    assert [event["event"] for event in events(tmp_path / "checked")] == ["stopped"]  # by the first evaluation
+    assert not (tmp_path / "checked" / "metrics.jsonl").exists()
+    run(small_config(*overrides, "guard.check_engine=false"), tmp_path / "unchecked")
+    assert metrics(tmp_path / "unchecked")[-1]["iteration"] == 1
+
+
+def test_a_run_writes_down_what_the_checks_before_and_after_the_first_update_found(tmp_path):
+    run(small_config(), tmp_path, kill_after=3)  # the checkpoint is that of iteration 2
+    found = [event for event in events(tmp_path) if event["event"] == "engine_check"]
+    assert [event["iteration"] for event in found] == [1, 2]
+    assert all(event["tokens"] > 50 and event["mean_gap"] < 1e-4 for event in found)
+    run(small_config(), tmp_path)
+    assert [event["iteration"] for event in events(tmp_path) if event["event"] == "engine_check"] == [1, 2, 3, 4]
+
+
+# Weight updates that do not arrive
+
+
+def losing(update, names):
+    """An engine that from its weight update number `update` on says that it took over what it was sent, and loses the
+    tensors whose names contain `names`."""
+
+    class Losing(TransformersEngine):
+        updates = 0
+
+        def update_weights(self, named_tensors, version):
+            self.updates += 1
+            sent, held = dict(named_tensors), dict(self._model.named_parameters())
+            kept = {name: held[name].clone() for name in held if names in name and self.updates >= update}
+            super().update_weights((sent | kept).items(), version)
+            return weights_digest(sent.items(), self.capabilities.dtype)
+
+    return Losing
+
+
+FAST = ("rollout_model.optimizer.learning_rate=5e-3", "iterations=8", "evaluation.every=8", "checkpoint.every=1")
+
+
+@pytest.mark.parametrize("names", ["", "embed_tokens"])  # all, and the tied output layer
+@pytest.mark.parametrize("update", [1, 2, 4])
+def test_a_weight_update_that_does_not_arrive_stops_the_run_before_it_trains_on_what_comes_of_it(
+    update, names, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(update, names))
+    with pytest.raises(EngineError, match=r"not those of the distribution.*Likely causes: other weights"):
+        run(small_config(*FAST), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] == update  # the last one whose batch was written with the right weights
+    assert load_state(tmp_path / "checkpoints" / "last")["iteration"] == update
+    (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
+    assert stopped["iteration"] == update + 1 and "other weights" in stopped["why"]
+
+
+def test_a_run_that_is_not_to_be_checked_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(1, ""))
+    run(small_config(*FAST, "guard.check_engine=false"), tmp_path)
+    lines = metrics(tmp_path)
+    assert lines[-1]["iteration"] == 8 and lines[-1]["mismatch/engine_gap"] > 1e-3
+
+
+def test_a_glance_is_at_the_beginnings_of_rollouts_from_all_over_the_batch():
+    rollouts = [replace(one, uid=f"{n}") for n, one in enumerate((written(TransformersEngine, PLAIN) * 2)[:288])]
+    some = glance(rollouts, seed=5)
+    places = [int(one.uid) for one in some]
+    assert [place // 18 for place in places] == list(range(16))
+    assert len({place % 4 for place in places}) == 4  # whichever of four servers takes turns
+    assert places != [int(one.uid) for one in glance(rollouts, seed=6)]
+    names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
+    for one in some:
+        whole = rollouts[int(one.uid)]
+        assert all(torch.equal(getattr(one, name), getattr(whole, name)[:16]) for name in names)
+
+
+def test_a_glance_at_few_rollouts_sees_more_of_each():
+    rollouts = [replace(one, uid=f"{n}") for n, one in enumerate(written(TransformersEngine, PLAIN)[:3])]
+    assert [one.uid for one in glance(rollouts, seed=0)] == ["0", "1", "2"]
+    assert all(
+        torch.equal(one.token_ids, two.token_ids) for one, two in zip(glance(rollouts, 0), rollouts, strict=True)
+    )
+    assert glance([], seed=0) == []

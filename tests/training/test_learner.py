@@ -1,0 +1,606 @@
+"""A whole optimizer step of both models against a float64 reference, and everything that must not change it."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.learners import (
+    EOS,
+    LINEAR,
+    MAX_NEW,
+    OBRS,
+    VOCAB,
+    ReferenceAdamW,
+    assert_same_move,
+    batches,
+    cut,
+    double,
+    flat,
+    gradient,
+    make_learner,
+    parameters,
+    policy_objective,
+    reference_losses,
+    rollout_model_objective,
+    sampled_log_probs,
+    smallest_model,
+    train,
+    vocabulary_log_probs,
+    write,
+)
+from helpers.sums import assert_equal_sums
+from jackpot.config.run import OptimizerConfig
+from jackpot.core.prng import stream_key, uniform_row
+from jackpot.core.types import Version
+from jackpot.training.batching import collate
+from jackpot.training.joint_learner import MicroBatch
+
+POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
+WRITTEN = write(ROLLOUT_MODEL)
+ADAM = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="cosine")
+few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+
+
+def one_step(learner, items, **batching):
+    return train(learner, batches(items, **batching))[0]
+
+
+def why(result):
+    return {event["model"]: event["why"] for event in result.events if event["event"] == "skipped_step"}
+
+
+def value(result, name):
+    return result.metrics[name].value.item()
+
+
+def with_advantages(items, advantage):
+    return [replace(item, advantages=torch.full_like(item.advantages, advantage)) for item in items]
+
+
+# The step itself
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature"),
+    [
+        ({}, 1.0),
+        ({"target": "new"}, 1.0),
+        ({"target": "new", "proximal": "new"}, 1.0),
+        ({"proximal": "rollout", "mask": "expected"}, 1.0),
+        ({"aggregate": "sequence", "count": "accepted"}, 0.7),
+        ({"aggregate": "constant", "mask": "expected"}, 1.5),
+    ],
+)
+def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
+    """The second step has moved weights, so the anchor, PPO's ratio and its clip are at work; K = V makes Z exact."""
+    items = write(ROLLOUT_MODEL, temperature=temperature, seed=5)
+    fast = OptimizerConfig(learning_rate=2.0, eps=1.0, max_grad_norm=1e6)
+    learner = make_learner(
+        POLICY,
+        ROLLOUT_MODEL,
+        objective=policy_objective(**changes),
+        rollout_objective=rollout_model_objective(aggregate=changes.get("aggregate", "token")),
+        temperature=temperature,
+        optimizer=fast,
+    )
+    roles = {"policy": POLICY, "rollout_model": ROLLOUT_MODEL}
+    old = {role: double(model) for role, model in roles.items()}
+    adamw = {role: ReferenceAdamW(fast) for role in roles}
+    for epoch, step in enumerate(learner.anchor(batches(items, epochs=2, budget=40))):
+        assert len(step) > 2
+        start = {role: parameters(learner, role) for role in roles}
+        now = {role: double(learner._models[role]) for role in roles}
+        coins = {item.rollout.uid: uniform_row(stream_key(0, "accept", item.rollout.uid, epoch), 99) for item in items}
+        losses = reference_losses(now, old, items, coins, temperature=temperature, **changes)
+        result = learner.update(step)
+        for role, loss in zip(roles, losses, strict=True):
+            assert value(result, f"{role}/loss") == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+            slope = gradient(loss, now[role])
+            assert value(result, f"{role}/grad_norm") == pytest.approx(slope.norm().item(), rel=1e-4)
+            wanted = adamw[role].step(start[role].double(), slope)
+            assert_same_move(parameters(learner, role), wanted, start[role])
+    assert 0.0 < value(result, "policy/clipped") < 1.0 or changes.get("proximal") == "new"
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+@pytest.mark.parametrize(
+    ("aggregate", "count"),
+    [("token", "accepted"), ("sequence", "proposed"), ("sequence", "accepted"), ("constant", "proposed")],
+)
+@pytest.mark.parametrize("target", ["old", "new"])
+def test_a_step_in_micro_batches_is_the_step_on_the_whole_batch(mask, aggregate, count, target):
+    """Loss, kappa, denominators and gradients of both models, whatever the micro-batches, anchored or not."""
+    objective = policy_objective(aggregate=aggregate, count=count, mask=mask, target=target)
+    longest = max(len(item.rollout.prompt.token_ids) + len(item.rollout.token_ids) for item in WRITTEN)
+    for epochs in (1, 2):
+        whole = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
+        expected = train(whole, batches(WRITTEN, epochs=epochs))
+        for budget in (longest, 40):
+            parts = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
+            steps = batches(WRITTEN, epochs=epochs, budget=budget)
+            assert len(steps[0]) > 2
+            found = train(parts, steps)
+            for one, other in zip(found, expected, strict=True):
+                for name in ("policy/loss", "rollout_model/loss", "obrs/kappa", "policy/grad_norm", "obrs/acceptance"):
+                    assert value(one, name) == pytest.approx(value(other, name), rel=1e-4, abs=1e-6), name
+                for role in ("policy", "rollout_model"):
+                    assert one.metrics[f"{role}/loss"].count == pytest.approx(other.metrics[f"{role}/loss"].count)
+                assert one.traces.keys() == other.traces.keys()
+            for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
+                assert_same_move(parameters(parts, role), parameters(whole, role), flat(model))
+
+
+def test_kappa_is_the_one_of_the_whole_step():
+    """With a truncated top k, kappa is far from 1, and every micro-batch has another one of its own."""
+    items = write(ROLLOUT_MODEL, num_top_log_probs=2)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, faithful=False)
+    result = one_step(learner, items, budget=30)
+    a, z, own = 0.0, 0.0, []
+    for item in items:
+        rows = double(POLICY), double(ROLLOUT_MODEL)
+        log_p, log_q = (vocabulary_log_probs(model, item.rollout, 1.0) for model in rows)
+        log_inf = item.rollout.rollout_log_probs.double()
+        chosen = log_p.gather(-1, item.rollout.token_ids[:, None])[:, 0]
+        accepted = (chosen - log_inf).exp().div(OBRS["lam"]).clamp(max=1.0).sum().item()
+        kept = torch.minimum(log_q.exp(), log_p.exp() / OBRS["lam"]).gather(-1, item.rollout.top_ids).sum().item()
+        a, z, own = a + accepted, z + kept, [*own, accepted / kept]
+    assert max(own) > 1.1 * min(own) and a / z > 1.1
+    assert value(result, "obrs/kappa") == pytest.approx(a / z, rel=1e-4)
+
+
+def test_previous_kappa_is_that_of_the_step_before_and_one_at_first():
+    items = write(ROLLOUT_MODEL, num_top_log_probs=2)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(totals="previous"), faithful=False)
+    first, second = train(learner, batches(items, epochs=2, budget=40))
+    assert value(first, "obrs/kappa") == 1.0
+    assert value(second, "obrs/kappa") == pytest.approx(value(first, "obrs/acceptance") / value(first, "obrs/z"))
+
+
+@pytest.mark.parametrize("budget", [40, 4096])
+def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of_the_step_before(budget):
+    items = write(ROLLOUT_MODEL, num_top_log_probs=2)
+    objective = policy_objective(totals="auto", target="new")  # anchors do not tell a target that moves
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, faithful=False)
+    steps = train(learner, batches(items, epochs=3, budget=budget))
+    own = [value(step, "obrs/acceptance") / value(step, "obrs/z") for step in steps]
+    assert len(set(own)) == 3
+    expected = own if budget == 4096 else [own[0], own[0], own[1]]
+    assert [value(step, "obrs/kappa") for step in steps] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kappa", ["prepass", "previous", "none"])
+def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(kappa, monkeypatch):
+    forwards = []
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(totals=kappa))
+    scores = learner._scores
+    monkeypatch.setattr(learner, "_scores", lambda *args, **options: forwards.append(1) or scores(*args, **options))
+
+    def count(steps):
+        forwards.clear()
+        result = learner.update(steps)
+        return len(forwards), value(result, "seconds/prepass") > 0.0
+
+    whole, parts = batches(WRITTEN)[0], batches(WRITTEN, budget=40)[0]
+    needs = kappa == "prepass"
+    assert count([MicroBatch(tokens=batch, anchor=None) for batch in whole]) == (1, False)
+    assert count([MicroBatch(tokens=batch, anchor=None) for batch in parts]) == (len(parts) * (1 + needs), needs)
+    anchored = learner.anchor([parts, parts])[1]
+    assert count(anchored) == (len(parts), needs)  # target old: the anchors hold all that kappa wants
+
+
+# Anchors
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_old_log_probs_of_several_steps_are_those_before_the_first_update(epochs):
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    steps = learner.anchor(batches(WRITTEN, step_size=4, epochs=epochs, budget=60))
+    assert len(steps) == 3 * epochs
+    start = double(POLICY)
+    before = {item.rollout.uid: sampled_log_probs(start, item.rollout, 1.0).detach() for item in WRITTEN}
+    seen = []
+    for step in steps:
+        result = learner.update(step)
+        for uid, trace in result.traces.items():
+            torch.testing.assert_close(trace["old_log_probs"].double(), before[uid], rtol=0, atol=1e-5)
+            seen.append(uid)
+    assert sorted(seen) == sorted([*before] * epochs)
+    # the policy itself has moved on by the last step
+    assert any((trace["log_probs"].double() - before[uid]).abs().max() > 1e-2 for uid, trace in result.traces.items())
+
+
+def test_a_single_step_needs_no_anchor_and_costs_no_extra_forward(monkeypatch):
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    monkeypatch.setattr(learner, "_scores", lambda *args: pytest.fail("a forward pass"))
+    assert all(micro.anchor is None for micro in learner.anchor(batches(WRITTEN, budget=40))[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"epochs": 2}])
+def test_the_exact_normaliser_serves_every_step_on_a_batch_with_the_old_target(changes):
+    """Z belongs to the old policy and the writing weights: the anchor holds it after both models have moved."""
+    items = write(ROLLOUT_MODEL, num_top_log_probs=0)
+    exact = policy_objective(normalizer="exact")
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=exact)
+    steps = batches(items, step_size=len(items) // 2, **changes)
+    results = train(learner, steps)
+    assert learner.version == Version(len(steps), len(steps))
+    old, writer = double(POLICY), double(ROLLOUT_MODEL)
+    for item in items:
+        pair = (vocabulary_log_probs(model, item.rollout, 1.0).exp() for model in (old, writer))
+        p, q = pair
+        z = torch.minimum(q, p / OBRS["lam"]).sum(-1).float()
+        for result in results:
+            if item.rollout.uid in result.traces:
+                torch.testing.assert_close(result.traces[item.rollout.uid]["z"], z, rtol=1e-4, atol=1e-5)
+
+
+def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(normalizer="exact"))
+    one_step(learner, WRITTEN)
+    with pytest.raises(ValueError, match="were not sampled from the weights"):
+        one_step(learner, WRITTEN)
+    one_step(learner, write(learner._models["rollout_model"], version=learner.version))
+
+
+@pytest.mark.parametrize(("version", "faithful"), [(Version(0, 0), False), (Version(0, 1), True)])
+def test_fill_ins_are_used_only_while_the_writing_weights_are_in_training(version, faithful):
+    items = write(ROLLOUT_MODEL, num_top_log_probs=2, version=version)
+    blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, faithful=faithful), items)
+    assert value(blind, "obrs/z_bound_width") > 0.01
+    fresh = one_step(make_learner(POLICY, ROLLOUT_MODEL), write(ROLLOUT_MODEL, num_top_log_probs=2))
+    assert value(fresh, "obrs/z_bound_width") < 1e-5
+    assert value(fresh, "obrs/z") > value(blind, "obrs/z") + 0.01
+
+
+# The policy as its own rollout model
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+@pytest.mark.parametrize("is_separate", [False, True])
+def test_on_policy_obrs_is_plain_grpo(lam, is_separate):
+    """rho = 1 up to rounding, so all is accepted at weight Z max(lam, rho) = 1."""
+    items = write(POLICY)
+    learners = [
+        make_learner(POLICY, POLICY if is_separate else None, objective=objective)
+        for objective in (policy_objective(lam=lam, normalizer="exact"), policy_objective("none"))
+    ]
+    obrs, plain = (one_step(learner, items, budget=60) for learner in learners)
+    assert value(obrs, "correction/accepted") == 1.0
+    for result in (obrs, plain):
+        assert value(result, "correction/weight") == pytest.approx(1.0, abs=1e-5)
+    assert_same_move(*(parameters(learner, "policy") for learner in learners), flat(POLICY))
+
+
+def test_without_correction_the_step_is_grpo_by_hand():
+    items = write(POLICY)
+    learner = make_learner(POLICY, None, objective=policy_objective("none"))
+    one_step(learner, items, budget=40)
+    model = double(POLICY)
+    total = sum(-(item.advantages * sampled_log_probs(model, item.rollout, 1.0)).sum() for item in items)
+    loss = total / sum(len(item.rollout.token_ids) for item in items)
+    wanted = ReferenceAdamW(LINEAR).step(flat(POLICY).double(), gradient(loss, model))
+    assert_same_move(parameters(learner, "policy"), wanted, flat(POLICY))
+    assert learner.version == Version(1, 1)
+    assert torch.equal(parameters(learner, "rollout_model"), parameters(learner, "policy"))
+
+
+# Steps that are not taken
+
+
+def test_groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model():
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    result = one_step(learner, with_advantages(WRITTEN, 0.0), budget=60)
+    assert why(result) == {"policy": "all groups have equal rewards"}
+    assert torch.equal(parameters(learner, "policy"), flat(POLICY))
+    assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+    assert learner.version == Version(0, 1)
+    assert value(result, "policy/skipped_steps") == 1.0 and value(result, "rollout_model/skipped_steps") == 0.0
+    assert result.metrics["policy/loss"].count == sum(len(item.rollout.token_ids) for item in WRITTEN)
+
+
+def test_a_skipped_step_leaves_momentum_and_schedule_alone():
+    skipping, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM, is_frozen=True) for _ in range(2))
+    for learner in (skipping, straight):
+        one_step(learner, WRITTEN)
+        if learner is skipping:
+            one_step(learner, with_advantages(WRITTEN, 0.0))
+        one_step(learner, WRITTEN)
+    assert torch.equal(parameters(skipping, "policy"), parameters(straight, "policy"))
+
+
+def test_a_rollout_model_that_nothing_pulls_is_not_moved_by_its_momentum():
+    objective = rollout_model_objective(distill_weight=0.0)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=objective, optimizer=ADAM)
+    one_step(learner, WRITTEN)
+    before = parameters(learner, "rollout_model")
+    result = one_step(learner, with_advantages(WRITTEN, 0.0))
+    assert why(result)["rollout_model"] == "the gradient is zero"
+    assert torch.equal(parameters(learner, "rollout_model"), before)
+
+
+@pytest.mark.parametrize("count", ["proposed", "accepted"])
+@pytest.mark.parametrize("aggregate", ["token", "sequence"])
+def test_when_everything_is_rejected_the_loss_is_zero_and_the_step_is_counted_as_skipped(count, aggregate):
+    objective = policy_objective(lam=1e9, count=count, aggregate=aggregate)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
+    result = one_step(learner, WRITTEN, budget=60)
+    assert why(result) == {"policy": "all tokens with an advantage were rejected"}
+    assert result.metrics["policy/loss"].total == 0.0 and value(result, "policy/grad_norm") == 0.0
+    assert value(result, "correction/accepted") == 0.0
+    assert learner.version == Version(0, 1)
+
+
+def test_only_rejected_tokens_with_an_advantage_count_as_nothing_to_learn():
+    """A kept token of advantage 0 gives no gradient; momentum alone must not move the policy."""
+    kept = with_advantages(WRITTEN[:6], 0.0)
+    rejected = [
+        replace(item, rollout=replace(item.rollout, rollout_log_probs=torch.full((len(item.rollout.token_ids),), 60.0)))
+        for item in WRITTEN[6:]
+    ]
+    result = one_step(make_learner(POLICY, ROLLOUT_MODEL), [*kept, *rejected])
+    assert value(result, "correction/accepted") > 0.1
+    assert why(result)["policy"] == "all tokens with an advantage were rejected"
+
+
+def test_empty_and_one_token_responses_are_trained_on_like_all_others():
+    short = [cut(item, length) for item, length in zip(WRITTEN, [0, 1, 0, 1, 2, 1], strict=False)]
+    items = [*short, *WRITTEN[6:]]
+    whole, parts, without = (make_learner(POLICY, ROLLOUT_MODEL) for _ in range(3))
+    one_step(whole, items)
+    one_step(parts, items, budget=16)
+    one_step(without, [item for item in items if len(item.rollout.token_ids)])
+    for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
+        for learner in (parts, without):
+            assert_same_move(parameters(learner, role), parameters(whole, role), flat(model))
+
+
+def test_a_step_without_any_token_moves_nothing_and_says_so():
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    result = one_step(learner, [cut(item, 0) for item in WRITTEN[:3]])
+    assert why(result) == {"policy": "no token", "rollout_model": "no token"}
+    assert learner.version == Version(0, 0)
+    assert [len(trace["z"]) for trace in result.traces.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_gradient_skips_both_models_and_leaves_their_optimizers_as_they_were(bad):
+    hurt, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM) for _ in range(2))
+    spoiled = [*with_advantages(WRITTEN[:1], bad), *WRITTEN[1:]]
+    for learner in (hurt, straight):
+        one_step(learner, WRITTEN)
+        if learner is hurt:
+            before = {role: parameters(learner, role) for role in ("policy", "rollout_model")}
+            result = one_step(learner, spoiled)
+            assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}
+            assert all(torch.equal(parameters(learner, role), before[role]) for role in before)
+            assert learner.version == Version(1, 1)
+        one_step(learner, WRITTEN)
+    for role in ("policy", "rollout_model"):
+        assert torch.equal(parameters(hurt, role), parameters(straight, role))
+
+
+def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
+    """Z from the top k of the engine alone, so that a broken rollout model leaves the policy's gradient finite."""
+    broken = copy.deepcopy(ROLLOUT_MODEL)
+    broken.model.norm.weight.data[0] = math.nan
+    learner = make_learner(POLICY, broken, faithful=False)
+    result = one_step(learner, WRITTEN)
+    assert math.isfinite(value(result, "policy/grad_norm")) and math.isnan(value(result, "rollout_model/grad_norm"))
+    assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}
+    assert torch.equal(parameters(learner, "policy"), flat(POLICY))
+
+
+# Who is trained, and by what
+
+
+def test_a_frozen_rollout_model_does_not_move_and_is_still_compared_with():
+    learner = make_learner(POLICY, ROLLOUT_MODEL, is_frozen=True)
+    results = train(learner, batches(WRITTEN, epochs=2))
+    assert torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+    assert learner.version == Version(2, 0)
+    assert not any(weight.requires_grad for weight in learner._models["rollout_model"].parameters())
+    assert value(results[0], "mismatch/kl_rollout_policy") > 0.01
+    assert "rollout_model/loss" not in results[0].metrics
+
+
+def test_distillation_pulls_the_rollout_model_and_never_the_policy():
+    objective = rollout_model_objective(ppo_weight=0.0)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=objective)
+    divergences = [
+        value(one_step(learner, with_advantages(WRITTEN, 0.0)), "rollout_model/distill_kl") for _ in range(8)
+    ]
+    assert value(one_step(learner, with_advantages(WRITTEN, 0.0)), "policy/grad_norm") == 0.0
+    assert torch.equal(parameters(learner, "policy"), flat(POLICY))
+    assert divergences[-1] < 0.7 * divergences[0]
+
+
+def test_tokens_that_nobody_sampled_are_read_but_not_trained_on():
+    """A tool's tokens stay in the context of what follows; what the engine says of them does not matter."""
+
+    def with_tool(items, garbage):
+        spoiled = []
+        for item in items:
+            sampled = torch.arange(len(item.rollout.token_ids)) != 1
+            log_probs = torch.where(sampled, item.rollout.rollout_log_probs, garbage)
+            spoiled.append(
+                replace(item, rollout=replace(item.rollout, sampled_mask=sampled, rollout_log_probs=log_probs))
+            )
+        return spoiled
+
+    for proximal in ("old", "rollout"):
+        objective = policy_objective(proximal=proximal)
+        one, other = (make_learner(POLICY, ROLLOUT_MODEL, objective=objective) for _ in range(2))
+        clean, soiled = one_step(one, with_tool(WRITTEN, -1.0)), one_step(other, with_tool(WRITTEN, math.nan))
+        assert torch.equal(parameters(one, "policy"), parameters(other, "policy"))
+        assert value(clean, "policy/loss") == value(soiled, "policy/loss")
+        sampled = sum(len(item.rollout.token_ids) - (len(item.rollout.token_ids) > 1) for item in WRITTEN)
+        assert clean.metrics["policy/loss"].count == sampled
+    uid, item = WRITTEN[0].rollout.uid, WRITTEN[0]
+    wanted = sampled_log_probs(double(POLICY), item.rollout, 1.0).detach()
+    wanted[1] = 0.0
+    torch.testing.assert_close(clean.traces[uid]["log_probs"].double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_weights_are_named_once_where_they_are_tied():
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
+        sent = dict(learner.weights(role))
+        assert sent.keys() == dict(model.named_parameters()).keys() and "lm_head.weight" not in sent
+        assert all(torch.equal(tensor, sent[name]) for name, tensor in model.named_parameters())
+        assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+# Precision and continuation
+
+
+def test_bf16_autocast_runs_and_stays_near_fp32():
+    plain, cast = (make_learner(POLICY, ROLLOUT_MODEL, autocast=dtype) for dtype in (None, torch.bfloat16))
+    one, other = (one_step(learner, WRITTEN, budget=60) for learner in (plain, cast))
+    differences = []
+    for uid, trace in one.traces.items():
+        differences.append((trace["log_probs"] - other.traces[uid]["log_probs"]).abs().max().item())
+        assert other.traces[uid]["log_probs"].dtype == torch.float32
+    # bfloat16 keeps 8 bits: logits of size 4 are off by some 2**-8 * 4; equal numbers would mean that nothing was cast
+    assert 1e-4 < max(differences) < 0.15
+    for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
+        moves = [parameters(learner, role) - flat(model) for learner in (plain, cast)]
+        assert torch.cosine_similarity(*moves, dim=0) > 0.95
+        assert all(tensor.dtype == torch.float32 for _, tensor in cast.weights(role))
+
+
+@pytest.mark.parametrize("kappa", ["prepass", "previous"])
+def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
+    objective = policy_objective(totals=kappa)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, optimizer=ADAM)
+    items = write(ROLLOUT_MODEL, num_top_log_probs=2)
+    for _ in range(2):
+        one_step(learner, items, budget=60)
+    torch.save(learner.state_dict(), tmp_path / "state.pt")
+    learner.save_model("policy", tmp_path / "policy")
+    assert torch.equal(flat(type(POLICY).from_pretrained(tmp_path / "policy")), parameters(learner, "policy"))
+    models = learner._models["policy"], learner._models["rollout_model"]
+    resumed = make_learner(*models, objective=objective, optimizer=ADAM)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.version == learner.version == Version(2, 2)
+    for _ in range(2):
+        expected, found = one_step(learner, items, budget=60), one_step(resumed, items, budget=60)
+        del expected.metrics["seconds/prepass"], found.metrics["seconds/prepass"]
+        assert_equal_sums(expected.metrics, found.metrics)
+    for role in ("policy", "rollout_model"):
+        assert torch.equal(parameters(resumed, role), parameters(learner, role))
+
+
+# What must not matter
+
+
+@few
+@given(st.integers(0, 5), st.integers(0, 4), st.integers(0, 2**32))
+def test_padding_and_what_stands_in_it_change_nothing(left, right, seed):
+    """Wider rectangles with random numbers where nothing is: the same step."""
+    generator = torch.Generator().manual_seed(seed)
+    (step,) = batches(WRITTEN, budget=70)
+
+    def pad(tensor, before, after, dim=1):
+        shape = list(tensor.shape)
+        sides = []
+        for count in (before, after):
+            shape[dim] = count
+            garbage = torch.randint(0, VOCAB, shape, generator=generator).to(tensor.dtype)
+            sides.append(garbage if tensor.dtype != torch.bool else torch.zeros(shape, dtype=torch.bool))
+        return torch.cat([sides[0], tensor, sides[1]], dim)
+
+    def wider(batch):
+        columns = ("response_ids", "uniforms", "top_ids", "top_log_probs", "versions", "attention_mask")
+        columns = (*columns, "response_mask")
+        changes = {name: pad(getattr(batch, name), 0, right) for name in columns}
+        changes |= {name: pad(getattr(batch, name), left, 0) for name in ("prompt_ids", "prompt_mask")}
+        zeros = torch.zeros(len(batch.uids), right)
+        changes |= {name: torch.cat([getattr(batch, name), zeros], 1) for name in ("rollout_log_probs", "advantages")}
+        return replace(batch, **changes)
+
+    narrow_learner, wide_learner = make_learner(POLICY, ROLLOUT_MODEL), make_learner(POLICY, ROLLOUT_MODEL)
+    narrow = train(narrow_learner, [step])[0]
+    wide = train(wide_learner, [[wider(batch) for batch in step]])[0]
+    assert value(wide, "policy/loss") == pytest.approx(value(narrow, "policy/loss"), rel=1e-4, abs=1e-6)
+    for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
+        assert_same_move(parameters(wide_learner, role), parameters(narrow_learner, role), flat(model))
+
+
+@few
+@given(st.permutations(range(len(WRITTEN))))
+def test_the_order_of_the_batch_changes_nothing(order):
+    """Nor does it matter who shares a micro-batch with whom."""
+    learners = [make_learner(POLICY, ROLLOUT_MODEL) for _ in range(2)]
+    for learner, items in zip(learners, (WRITTEN, [WRITTEN[index] for index in order]), strict=True):
+        learner.update([MicroBatch(tokens=collate(part, 0, 0), anchor=None) for part in (items[:5], items[5:])])
+    for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
+        assert_same_move(*(parameters(learner, role) for learner in learners), flat(model))
+
+
+# Measured on real samples
+
+
+@pytest.mark.parametrize("normalizer", ["exact", "topk"])
+@pytest.mark.parametrize("lam", [0.7, 1.0, 1.6])
+def test_on_a_sampled_batch_acceptance_averages_to_z_and_the_ratio_to_one(lam, normalizer):
+    """A martingale difference each: within 4 standard errors of 0 and 1, unless Z or the log-probs are wrong.
+
+    top-k with fill-ins misses what is in neither list: its Z must lie below the acceptance, and its upper bound above.
+    """
+    items = write(ROLLOUT_MODEL, prompts=24, group=12, num_top_log_probs=4, seed=11)
+    objective = policy_objective(lam=lam, normalizer=normalizer)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, num_top_log_probs=4)
+    metrics = one_step(learner, items).metrics
+    ratio, gap = metrics["mismatch/ratio"], metrics["obrs/acceptance_minus_z"]
+    assert ratio.count > 1000
+    assert abs(ratio.value - 1.0) < 4.0 * ratio.standard_error < 0.3
+    if normalizer == "exact":
+        assert abs(gap.value) < 4.0 * gap.standard_error < 0.05
+        assert metrics["obrs/z_bound_width"].value == 0.0
+    else:
+        assert gap.value > -4.0 * gap.standard_error
+        assert gap.value - metrics["obrs/z_bound_width"].value < 4.0 * gap.standard_error
+        assert metrics["obrs/z_bound_width"].value > 0.001
+
+
+def test_the_sampled_coins_accept_as_often_as_the_acceptance_says():
+    items = write(ROLLOUT_MODEL, prompts=24, group=12, seed=12)
+    metrics = one_step(make_learner(POLICY, ROLLOUT_MODEL), items).metrics
+    accepted, expected = metrics["correction/accepted"], metrics["obrs/acceptance"].value
+    assert 0.3 < expected < 0.9
+    assert abs(accepted.value - expected) < 4.0 * accepted.standard_error
+
+
+def test_the_engine_and_the_learner_agree_on_the_written_tokens():
+    """The setting itself: p_inf is the rollout model in training, in float32, at the first update."""
+    result = one_step(make_learner(POLICY, ROLLOUT_MODEL), WRITTEN)
+    assert value(result, "mismatch/engine_gap_max") < 1e-5
+    assert all(EOS not in item.rollout.token_ids[:-1] for item in WRITTEN)
+    assert max(len(item.rollout.token_ids) for item in WRITTEN) == MAX_NEW
+
+
+@pytest.mark.parametrize("step_size", [None, 6])
+def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others(step_size):
+    """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""
+    shift = 0.125  # of every reported probability, so that the gap is known
+    fresh, items = WRITTEN[::2], []
+    for item in WRITTEN:
+        one = item.rollout
+        reported = (one.rollout_log_probs.exp() + shift).log()
+        change = (
+            {"rollout_log_probs": reported}
+            if any(item is other for other in fresh)
+            else {"versions": torch.full_like(one.versions, -1)}
+        )
+        items.append(replace(item, rollout=replace(one, **change)))
+    results = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, step_size=step_size), trace=False)
+    gaps = [result.metrics["mismatch/engine_gap"] for result in results]
+    assert len(gaps) == len(items) // (step_size or len(items))
+    assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh)
+    assert sum(gap.total for gap in gaps) / sum(gap.count for gap in gaps) == pytest.approx(shift, abs=1e-5)
+    assert max(value(result, "mismatch/engine_gap_max") for result in results) == pytest.approx(shift, abs=1e-5)

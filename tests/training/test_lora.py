@@ -1,0 +1,153 @@
+"""Real runs in which adapters are trained: what moves, what the engines hold, what is written down."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from helpers.engines.reference import rollout_of
+from helpers.learners import sampled_log_probs
+from helpers.runs import metrics, run, small_config, weights
+from jackpot.analysis.plan.sizes import model_sizes
+from jackpot.config.run import Config
+from jackpot.core.errors import CheckpointError, EngineError
+from jackpot.core.types import Role, Version
+from jackpot.launch.engines import make_engine
+from jackpot.launch.local import launch, load_trained, make_learner, make_parts, model_paths
+from jackpot.models.load import load_model, starter_path
+from jackpot.rollout.engines.base import Engine
+from jackpot.training.run.checkpoint import load_state
+from jackpot.training.run.folder import RunFolder
+from jackpot.training.trainer import Parts, Trainer
+
+POLICY = ("policy.lora.rank=4", "policy.optimizer.learning_rate=3e-3")
+BOTH = (*POLICY, "rollout_model.lora.rank=2", "rollout_model.optimizer.learning_rate=3e-3")
+REGIMES: dict[str, tuple[tuple[str, ...], list[Role]]] = {  # settings, and the roles with an adapter
+    "policy": (POLICY, ["policy"]),
+    "both": (BOTH, ["policy", "rollout_model"]),
+    "on policy": ((*POLICY, "rollout_model=null", "objective.correction=none"), ["policy"]),
+}
+
+
+class Finished(NamedTuple):
+    """A run that was trained to its end."""
+
+    config: Config
+    adapted: list[Role]
+    folder: Path
+    parts: Parts
+    models: dict[Role, PreTrainedModel]  # that it trained
+
+
+@pytest.fixture(scope="module", params=REGIMES)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    settings, adapted = REGIMES[request.param]
+    config, folder = small_config(*settings), tmp_path_factory.mktemp("run")
+    paths, device = model_paths(config, None), torch.device("cpu")
+    models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
+    learner = make_learner(config, models, faithful=True, critic=None)
+    parts = replace(make_parts(config, None, None), learner=learner)
+    run_folder = RunFolder(folder)
+    run_folder.start(config, 1)
+    run_folder.rewind(-1)
+    assert Trainer(parts, run_folder, None, lambda line: None).train()
+    return Finished(config, adapted, folder, parts, models)
+
+
+def largest_gap(engine: Engine, model: PreTrainedModel, parts: Parts) -> float:
+    """Between the log-probs of the engine and of a model's own forward pass, on text that neither chose.
+
+    In units of the log-prob where it is below -1: these reach -13, and the starter is 6e-6 from its own float64 copy.
+    """
+    draw = torch.Generator().manual_seed(0)
+    prompts = [parts.task.prompt("test", index) for index in range(4)]
+    rollouts = [rollout_of(prompt, torch.randint(3, 32, (8,), generator=draw).tolist()) for prompt in prompts]
+    scores = engine.score(rollouts, 1.0)
+    with torch.no_grad():
+        wanted = [sampled_log_probs(model, rollout, 1.0) for rollout in rollouts]
+    ours, theirs = torch.cat(scores).double(), torch.cat(wanted)
+    return ((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max().item()
+
+
+def test_adapters_move_the_base_stays_and_the_engines_follow(finished: Finished) -> None:
+    config, parts, models = finished.config, finished.parts, finished.models
+    for role in finished.adapted:
+        start = load_model(f"starter:{role}", torch.float32)
+        fresh = load_trained(config, role, f"starter:{role}", torch.device("cpu"), resumes=False)
+        was, now = dict(fresh.named_parameters()), dict(models[role].named_parameters())
+        moved = {name for name in now if not torch.equal(was[name], now[name])}
+        assert moved == {name for name in now if ".lora_" in name}
+        engine = parts.policy_engine if role == "policy" else parts.engine
+        assert largest_gap(engine, models[role], parts) < 1e-5 < 1e-2 < largest_gap(engine, start, parts)
+
+
+def test_training_sees_the_distribution_that_the_engine_samples_from(finished: Finished) -> None:
+    gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished.folder)[1:]]
+    assert len(gaps) == 4 and max(gaps) < 1e-5
+
+
+def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
+    config = small_config(*POLICY, "rollout_model=null", "objective.correction=none")
+    model = load_trained(config, "policy", "starter:policy", torch.device("cpu"), resumes=False)
+    engine = make_engine(config.engine, "starter:policy", torch.device("cpu"), Version(0, 0))
+    learner = make_learner(config, {"policy": model}, faithful=True, critic=None)
+    for missed in range(len(sent := list(learner.weights("policy")))):
+        with pytest.raises(EngineError, match=f"1 missing .{sent[missed][0]}"):
+            engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))
+
+
+def test_a_checkpoint_holds_a_plain_model_and_an_adapter_that_peft_reads(finished: Finished) -> None:
+    ids = torch.arange(3, 12).view(1, 9)
+    for role, model in finished.models.items():
+        folder = finished.folder / "checkpoints" / "last" / role
+        assert (folder / "adapter").exists() == (role in finished.adapted)
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+            if role in finished.adapted:
+                base = AutoModelForCausalLM.from_pretrained(starter_path(role), dtype=torch.float32)
+                assert torch.equal(PeftModel.from_pretrained(base, folder / "adapter")(ids).logits, model(ids).logits)
+
+
+def test_the_optimizer_keeps_moments_of_the_adapter_alone_as_the_plan_says(finished: Finished) -> None:
+    state = load_state(finished.folder / "checkpoints" / "last")["learner"]
+    for role, size in model_sizes(finished.config).items():
+        moments = [entry["exp_avg"].numel() for entry in state[role]["adamw"]["state"].values()]
+        assert sum(moments) == size.trained and size.trained > 0
+
+
+def test_the_seed_of_the_run_decides_the_adapters_and_each_model_has_its_own() -> None:
+    def first(seed: int, role: Role) -> torch.Tensor:
+        config = small_config(*BOTH, f"seed={seed}", "rollout_model.path=starter:policy", "rollout_model.lora.rank=4")
+        model = load_trained(config, role, "starter:policy", torch.device("cpu"), resumes=False)
+        return next(parameter for name, parameter in model.named_parameters() if ".lora_A" in name)
+
+    assert torch.equal(first(0, "policy"), first(0, "policy"))
+    assert not torch.equal(first(0, "policy"), first(1, "policy"))
+    assert not torch.equal(first(0, "policy"), first(0, "rollout_model"))
+
+
+def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(starter_path("policy"), base)
+    config = small_config(*POLICY, f"policy.path={base}")
+    run(config, tmp_path / "run", kill_after=3)
+    changed = load_model(base, torch.float32)
+    changed.model.norm.weight.data[0] += 1e-3
+    changed.save_pretrained(base)
+    with pytest.raises(CheckpointError, match="trained beside other weights"):
+        launch(config, tmp_path / "run", lambda line: None)
+
+
+def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(tmp_path: Path) -> None:
+    run(small_config(*POLICY), tmp_path / "first")
+    start = tmp_path / "first" / "checkpoints" / "last" / "policy"
+    config = small_config(*POLICY, f"policy.path={start}")
+    parts = make_parts(config, None, None)
+    merged = weights(tmp_path / "first", "policy")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))

@@ -1,0 +1,149 @@
+"""AdamW with its denominators, clipping and schedule, against formulas."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.learners import ReferenceAdamW
+from jackpot.config.run import OptimizerConfig
+from jackpot.training.optimizer import ModelOptimizer, learning_rate
+
+NO_CLIP = OptimizerConfig(learning_rate=0.1, max_grad_norm=1e6)
+
+
+def make(config=NO_CLIP, total_steps=10):
+    """Two parameters of five numbers together, and one that is never reached."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(2, dtype=torch.float64)), nn.Parameter(torch.randn(3, dtype=torch.float64))]
+    return [*weights, nn.Parameter(torch.zeros(1, dtype=torch.float64))], weights, config, total_steps
+
+
+def give_gradients(weights, seed):
+    """Random sums of gradients; returns them in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    return torch.cat([weight.grad for weight in weights])
+
+
+def prepare(optimizer, denominator):
+    """Gradients as they are stepped on; their norm before clipping."""
+    optimizer.reduce(denominator)
+    return optimizer.clip()
+
+
+def row(weights):
+    return torch.cat([weight.detach().clone() for weight in weights])
+
+
+def test_steps_are_adamw_on_the_mean_gradient():
+    everything, weights, config, total = make()
+    optimizer, reference = ModelOptimizer(everything, config, total), ReferenceAdamW(config)
+    for seed, denominator in enumerate((4.0, 8.0, 0.5)):
+        before, gradient = row(weights), give_gradients(weights, seed) / denominator
+        assert prepare(optimizer, denominator) == pytest.approx(gradient.norm().item(), rel=1e-12)
+        optimizer.step()
+        torch.testing.assert_close(row(weights), reference.step(before, gradient), rtol=1e-12, atol=1e-14)
+        assert all(weight.grad is None for weight in weights)
+    assert optimizer.steps == 3
+
+
+def test_gradients_are_clipped_after_they_are_divided_and_the_norm_is_from_before():
+    everything, weights, config, total = make(OptimizerConfig(learning_rate=0.1, max_grad_norm=0.5))
+    optimizer = ModelOptimizer(everything, config, total)
+    mean = give_gradients(weights, 0) / 2.0
+    norm = mean.norm().item()
+    assert norm > 0.5
+    assert prepare(optimizer, 2.0) == pytest.approx(norm, rel=1e-12)
+    found = torch.cat([weight.grad for weight in weights])
+    torch.testing.assert_close(found, mean * 0.5 / norm, rtol=1e-5, atol=0)  # torch divides by norm + 1e-6
+    small = give_gradients(weights, 0) / 100.0
+    prepare(optimizer, 100.0)
+    torch.testing.assert_close(torch.cat([weight.grad for weight in weights]), small, rtol=1e-12, atol=0)
+
+
+def test_a_denominator_of_zero_leaves_zero_gradients_zero():
+    everything, weights, config, total = make()
+    optimizer = ModelOptimizer(everything, config, total)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    assert prepare(optimizer, 0.0) == 0.0
+    assert all((weight.grad == 0).all() for weight in weights)
+
+
+def test_weight_decay_pulls_towards_zero_at_the_scheduled_rate():
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.3, max_grad_norm=1e6)
+    everything, weights, _, total = make()
+    optimizer = ModelOptimizer(everything, config, total)
+    before, gradient = row(weights), give_gradients(weights, 0)
+    prepare(optimizer, 1.0)
+    optimizer.step()
+    wanted = ReferenceAdamW(config).step(before, gradient) - 0.1 * 0.3 * before
+    torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_without_gradients_there_is_nothing_to_prepare_and_discarding_forgets_them():
+    everything, weights, config, total = make()
+    optimizer = ModelOptimizer(everything, config, total)
+    assert prepare(optimizer, 3.0) == 0.0
+    give_gradients(weights, 0)
+    before = row(weights)
+    optimizer.discard()
+    assert torch.equal(row(weights), before) and optimizer.steps == 0 and weights[0].grad is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, *(0.5 + 0.5 * math.cos(math.pi * x / 4) for x in (1, 2, 3))]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule, expected):
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, schedule=schedule)
+    rates = [learning_rate(config, step, 8) for step in range(8)]
+    assert rates == pytest.approx([2.0 * share for share in expected], rel=1e-12)
+    after = learning_rate(config, 8, 8), learning_rate(config, 20, 8)
+    assert after == pytest.approx((2.0, 2.0) if schedule == "constant" else (0.0, 0.0), abs=1e-12)
+
+
+def test_a_warm_up_as_long_as_the_run_ends_at_the_full_rate():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=3, schedule="linear")
+    assert [learning_rate(config, step, 3) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_each_step_is_taken_at_its_scheduled_rate():
+    config = OptimizerConfig(learning_rate=0.1, schedule="linear", eps=1e-30, betas=(0.0, 0.0), max_grad_norm=1e6)
+    everything, weights, _, _ = make()
+    optimizer = ModelOptimizer(everything, config, 4)
+    for step in range(4):
+        before, gradient = row(weights), give_gradients(weights, step)
+        assert optimizer.learning_rate == pytest.approx(0.1 * (1 - step / 4))
+        prepare(optimizer, 1.0)
+        optimizer.step()
+        # without momentum AdamW moves every weight by the rate against its gradient's sign
+        wanted = before - 0.1 * (1 - step / 4) * gradient.sign()
+        torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loaded_state_continues_bit_by_bit():
+    (everything, weights, config, total), (others, copies, _, _) = make(), make()
+    config = config.model_copy(update={"schedule": "cosine", "warmup_steps": 2})
+    optimizer, resumed = ModelOptimizer(everything, config, total), ModelOptimizer(others, config, total)
+    for seed in range(3):
+        give_gradients(weights, seed)
+        prepare(optimizer, 2.0)
+        optimizer.step()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors that it loads
+    with torch.no_grad():
+        for weight, other in zip(weights, copies, strict=True):
+            other.copy_(weight)
+    for own, mine in ((optimizer, weights), (resumed, copies)):
+        give_gradients(mine, 7)
+        prepare(own, 2.0)
+        own.step()
+    assert torch.equal(row(weights), row(copies)) and resumed.steps == 4

@@ -1,0 +1,174 @@
+"""`rollout_model.update`: one step for each rollout batch, and where its gradient comes from."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.learners import (
+    LINEAR,
+    assert_same_move,
+    batches,
+    double,
+    flat,
+    gradient,
+    make_learner,
+    parameters,
+    policy_objective,
+    reference_losses,
+    rollout_model_objective,
+    smallest_model,
+    train,
+    write,
+)
+from jackpot.config.run import OptimizerConfig
+from jackpot.core.prng import stream_key, uniform_row
+
+POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
+WRITTEN = write(ROLLOUT_MODEL)
+ROLES = {"policy": POLICY, "rollout_model": ROLLOUT_MODEL}
+STILL = OptimizerConfig(learning_rate=1e-30, eps=1.0, max_grad_norm=1e6)
+
+
+def value(result, name):
+    return result.metrics[name].value.item()
+
+
+def coins_of(items, epoch=0):
+    return {item.rollout.uid: uniform_row(stream_key(0, "accept", item.rollout.uid, epoch), 99) for item in items}
+
+
+def parts_of(items, aggregate="token"):
+    """Float64 gradients of eq. 6 and of eq. 7 alone, at the models as they begin."""
+    old = {role: double(model) for role, model in ROLES.items()}
+    now = {role: double(model) for role, model in ROLES.items()}
+    _, whole = reference_losses(now, old, items, coins_of(items), aggregate=aggregate)
+    still = [replace(item, advantages=torch.zeros_like(item.advantages)) for item in items]
+    _, distill = reference_losses(now, old, still, coins_of(items), aggregate=aggregate)
+    whole, distill = gradient(whole, now["rollout_model"]), gradient(distill, now["rollout_model"])
+    return whole - distill, distill
+
+
+@pytest.mark.parametrize("step_size", [3, 4, 6])
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_it_steps_once_on_the_gradient_of_the_whole_rollout_batch(step_size, aggregate):
+    """While the policy stays where it is, all steps together are one step on everything."""
+    learner = make_learner(
+        POLICY,
+        ROLLOUT_MODEL,
+        objective=policy_objective(aggregate=aggregate),
+        rollout_objective=rollout_model_objective(aggregate=aggregate),
+        rollout_model_each_step=False,
+    )
+    learner._policy_optimizer._config = STILL
+    results = learner.train(batches(WRITTEN, step_size=step_size), True)
+    assert len(results) == len(WRITTEN) // step_size
+    assert learner.version.rollout_model == 1 and learner.version.policy == len(results)
+    assert torch.allclose(parameters(learner, "policy"), flat(POLICY), rtol=0.0, atol=1e-12)
+    slope = sum(parts_of(WRITTEN, aggregate))
+    first = flat(ROLLOUT_MODEL).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+    assert_same_move(parameters(learner, "rollout_model"), first, flat(ROLLOUT_MODEL))
+    assert value(results[-1], "rollout_model/grad_norm") == pytest.approx(slope.norm().item(), rel=1e-4)
+    assert not any("rollout_model/grad_norm" in result.metrics for result in results[:-1])
+
+
+def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
+    """So fill-ins and the exact Z stay valid at `target: new`, in every step and every epoch."""
+    learner = make_learner(
+        POLICY,
+        ROLLOUT_MODEL,
+        objective=policy_objective(target="new", proximal="new", normalizer="exact"),
+        rollout_model_each_step=False,
+    )
+    results = learner.train(batches(WRITTEN, step_size=4, epochs=2), False)
+    assert len(results) == 6 and learner.version.rollout_model == 1
+    assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
+    assert value(results[-1], "lag/policy_max") == 5.0
+    later = write(learner._models["rollout_model"], version=learner.version)
+    assert len(learner.train(batches(later, step_size=6), False)) == 2 and learner.version.rollout_model == 2
+
+
+def test_with_the_policy_it_steps_as_often_as_the_policy():
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    learner.train(batches(WRITTEN, step_size=4), False)
+    assert learner.version == (3, 3)
+
+
+def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    for optimizer in (learner._policy_optimizer, learner._rollout_optimizer):
+        optimizer._config = STILL
+    norms = [value(learner.train(batches(WRITTEN, step_size=4), False)[-1], "rollout_model/grad_norm") for _ in "12"]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("budget", [10_000, 40])
+@pytest.mark.parametrize("step_size", [4, 12])
+def test_the_parts_of_its_gradient_are_those_of_separate_losses(budget, step_size):
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    learner._policy_optimizer._config = STILL
+    result = learner.train(batches(WRITTEN, budget=budget, step_size=step_size), True)[-1]
+    ppo, distill = parts_of(WRITTEN)
+    assert value(result, "rollout_model/ppo_grad_norm") == pytest.approx(ppo.norm().item(), rel=1e-4)
+    assert value(result, "rollout_model/distill_grad_norm") == pytest.approx(distill.norm().item(), rel=1e-4)
+    cosine = torch.cosine_similarity(ppo, distill, dim=0).item()
+    assert value(result, "rollout_model/grad_cosine") == pytest.approx(cosine, rel=1e-3, abs=1e-5)
+    assert ppo.norm() > 1e-3 and distill.norm() > 1e-3 and abs(cosine) < 0.99
+
+
+def test_the_parts_change_no_weight_and_are_measured_only_where_they_are_wanted():
+    learners = [make_learner(POLICY, ROLLOUT_MODEL) for _ in range(2)]
+    one, other = (
+        learner.train(batches(WRITTEN, budget=40), wanted)[0]
+        for learner, wanted in zip(learners, (True, False), strict=True)
+    )
+    assert "rollout_model/grad_cosine" in one.metrics and "rollout_model/grad_cosine" not in other.metrics
+    for role in ROLES:
+        assert torch.equal(*(parameters(learner, role) for learner in learners))
+
+
+def test_a_part_that_is_not_there_has_norm_zero_and_no_cosine():
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=rollout_model_objective(distill_weight=0.0))
+    (result,) = train(learner, batches(WRITTEN))
+    assert value(result, "rollout_model/distill_grad_norm") < 1e-6 * value(result, "rollout_model/ppo_grad_norm")
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=rollout_model_objective(ppo_weight=0.0))
+    (result,) = train(learner, batches(WRITTEN))
+    assert value(result, "rollout_model/ppo_grad_norm") == 0.0
+    assert "rollout_model/grad_cosine" not in result.metrics
+
+
+def test_a_last_step_without_a_token_does_not_lose_the_gradient_of_those_before_it():
+    unsampled = [
+        replace(item, rollout=replace(item.rollout, sampled_mask=torch.zeros_like(item.rollout.sampled_mask)))
+        for item in WRITTEN[:2]
+    ]
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    [first] = batches(WRITTEN)
+    [last] = batches(unsampled)
+    *_, result = learner.train([first, last], False)
+    assert [event["model"] for event in result.events] == ["policy"] and learner.version.rollout_model == 1
+    assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_step_that_is_not_finite_is_left_out_of_the_sum_and_counted(broken):
+    """For all models, whichever step it is; the rollout model steps on what the other steps gave."""
+    steps = batches(WRITTEN, step_size=4)
+    infinite = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken]]
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    results = learner.train([*steps[:broken], infinite, *steps[broken + 1 :]], True)
+    assert [value(result, "health/non_finite_steps") for result in results] == [float(i == broken) for i in range(3)]
+    assert learner.version.policy == 2 and learner.version.rollout_model == 1
+    assert parameters(learner, "rollout_model").isfinite().all()
+    assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+
+
+def test_where_no_step_is_finite_the_rollout_model_stays():
+    steps = [
+        [replace(batch, advantages=batch.advantages * torch.inf) for batch in step]
+        for step in batches(WRITTEN, step_size=6)
+    ]
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    results = learner.train(steps, False)
+    assert all(value(result, "health/non_finite_steps") == 1.0 for result in results)
+    assert learner.version == (0, 0) and torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))

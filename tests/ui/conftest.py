@@ -1,0 +1,100 @@
+"""A real Chromium that may not load anything, and pages to open in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from helpers.folders import run_folder, save_tokens
+from helpers.runs import run, small_config
+from jackpot.ui.report.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Request
+
+Open = Callable[..., Any]  # gives a Page
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no chromium on this machine; apt-get install chromium")
+    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Open a file; at the end there must have been no script error and no request but for files."""
+    errors: list[str] = []
+    requests: list[str] = []
+    contexts = []
+
+    def note(request: Request) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            requests.append(request.url)
+
+    def open_page(path: Path, *, dark: bool = False, width: int = 1400, height: int = 1000, state: str = "") -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", offline=True
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("request", note)
+        page.goto(f"{path.as_uri()}{state}")
+        page.wait_for_function("NUMBERS.length > 0")
+        if page.locator("#tokens").count():
+            page.wait_for_function("view.rows !== null")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert errors == [] and requests == []
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two arms that have trained, one of them with two seeds."""
+    folder = tmp_path_factory.mktemp("runs")
+    for arm, seed in (("obrs", 0), ("obrs", 1), ("none", 0)):
+        run(small_config(f"seed={seed}", arm=arm), folder / f"{arm}-seed{seed}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About all of them."""
+    return write_report([trained], tmp_path_factory.mktemp("page") / "report.html").path
+
+
+ODD = ["</script>", "<img src=x onerror=hacked=1>", "\n", "  ", "Ġthe", "Ã©", "\u202e", "&amp;", "中文", "", "\x07"]
+
+
+@pytest.fixture(scope="session")
+def odd_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens and a prompt that try to be markup, and a tool's token at position 3."""
+    folder = run_folder(tmp_path_factory.mktemp("odd"), [{"obrs/acceptance": 0.9}])
+    prompts = ["<script>hacked = 1</script>", "<b>bold</b>\nsecond line"]
+    save_tokens(folder, 1, [ODD, ODD[::-1]], prompts=prompts, tool=3)
+    return write_report([folder]).path
+
+
+@pytest.fixture(scope="session")
+def huge_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100,000 tokens at one iteration, in 40 responses."""
+    folder = run_folder(tmp_path_factory.mktemp("huge"), [{"obrs/acceptance": 0.9}])
+    words = ["a", "longer", "word", "and", "\n", "x", "=", "12", "therefore", "."]
+    responses = [[words[(7 * place + place // 11 + number) % 10] for place in range(2500)] for number in range(40)]
+    save_tokens(folder, 1, responses)
+    return write_report([folder]).path

@@ -1,0 +1,366 @@
+"""The page in a real Chromium, as somebody reads it. `make test-browser` fetches the browser where it can."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from report.conftest import ODD, Open
+
+from helpers.folders import run_folder, write_lines
+from jackpot.ui.charts import Chart, Heatmap, Section, Series
+from jackpot.ui.html import write_page
+from jackpot.ui.report.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
+FIELDS = {
+    "rollout": "rollout_log_probs",
+    "rescored": "rollout_model_log_probs",
+    "old": "old_log_probs",
+    "current": "log_probs",
+    "acceptance": "acceptance",
+    "z": "z",
+    "weight": "weights",
+    "kl": "kl_rollout_policy",
+    "advantage": "advantages",
+}
+
+
+def rows_of(run: Path, iteration: int = 4) -> list[dict[str, Any]]:
+    return pq.read_table(run / "rollouts" / f"iteration-{iteration:06d}.parquet").to_pylist()
+
+
+def show_tokens(page: Page, run: str = "") -> None:
+    page.get_by_role("link", name="Tokens", exact=True).click()
+    if run:
+        page.get_by_label("Run", exact=True).select_option(label=run)
+        page.wait_for_function("name => chosenRun().name === name && view.data && packs.size >= 4", arg=run)
+
+
+def field(page: Page, name: str) -> str:
+    return page.locator(f'#detail [data-field="{name}"]').inner_text()
+
+
+def chosen(page: Page) -> tuple[int, int]:
+    """Response and position of the chosen token, as the address says."""
+    response, position = re.search(r"token=(\d+)\.(\d+)", page.url).groups()
+    return int(response), int(position)
+
+
+def first_rejected(rows: list[dict[str, Any]], after: tuple[int, int] = (-1, -1)) -> tuple[int, int]:
+    return min(
+        (number, position)
+        for number, row in enumerate(rows)
+        for position, kept in enumerate(row["accept_mask"])
+        if kept == 0 and row["sampled_mask"][position] and (number, position) > after
+    )
+
+
+def test_the_page_opens_with_the_summary_and_draws_what_comes_into_view(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    expect(page.get_by_role("heading", level=1)).to_contain_text("3 runs")
+    runs = page.locator("figure", has_text="Accuracy on held-out problems")
+    expect(runs.get_by_role("row")).to_have_count(4)
+    expect(runs.get_by_role("cell", name="none-seed0")).to_be_visible()
+    assert page.locator(".plot .main-svg").count() < 60  # the rest waits
+    page.get_by_role("link", name="Rejection (OBRS)").click()
+    chart = page.locator('figure[data-name="obrs/acceptance"]')
+    expect(chart.locator(".scatterlayer .trace path.js-line")).to_have_count(2 + 1)  # two lines and a band
+    heatmap = page.locator('figure[data-name="obrs/acceptance by position: obrs"]')
+    expect(heatmap.locator(".heatmaplayer image")).to_have_count(1)
+    expect(heatmap.locator(".ytick text").first).to_have_text("0")
+
+
+def test_arms_can_be_switched_off_and_charts_found(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    page.get_by_role("button", name="none").click()
+    page.get_by_role("link", name="Rejection (OBRS)").click()
+    chart = page.locator('figure[data-name="obrs/acceptance"]')
+    expect(chart.locator(".scatterlayer .trace")).to_have_count(2)
+    page.get_by_label("Find a chart").fill("kappa")
+    names = page.locator("#sections figure:visible figcaption").all_inner_texts()
+    assert names == ["Z against kappa", "obrs/kappa", "obrs/kappa_z_above_1"]
+
+
+def test_a_gap_is_a_gap_and_a_named_axis_has_names(tmp_path: Path, open_page: Open) -> None:
+    gap = Series(name="a", x=[0, 1, 2, 3, 4], y=[1, 2, None, 2, 1], low=[0, 1, None, 1, 0], high=[2, 3, None, 3, 2])
+    chart = Chart(title="gap", x_label="x", y_label="y", series=(gap,))
+    heat = Heatmap(
+        title="h", x_label="x", y_label="y", x=[1, 2], y=["low", "high"], values=[[1, None], [3, 4]], value_label="v"
+    )
+    write_page(tmp_path / "page.html", "t", [Section(title="s", intro="", items=(chart, heat))])
+    page = open_page(tmp_path / "page.html")
+    page.wait_for_selector(".heatmaplayer image")
+    fills, outlines = (
+        page.evaluate(f"[...document.querySelectorAll('{kind}')].map((one) => one.getAttribute('d'))")
+        for kind in ("path.js-fill", "path.js-line")
+    )
+    assert [path.count("M") for path in fills] == [2] and len(outlines) == 4  # two polygons, and two pieces of the line
+    assert page.locator(".ytick:visible", has_text=re.compile("low|high")).count() == 2
+
+
+def test_hovering_a_token_shows_the_numbers_of_the_file(report: Path, trained: Path, open_page: Open) -> None:
+    page, rows = open_page(report), rows_of(trained / "obrs-seed0")
+    show_tokens(page, "obrs-seed0")
+    tokens: list[Locator] = page.locator(".t").all()[:40]
+    places = [(number, position) for number, row in enumerate(rows) for position in range(len(row["tokens"]))]
+    for token, (number, position) in list(zip(tokens, places, strict=False))[::7]:
+        token.hover()
+        row = rows[number]
+        for name, column in FIELDS.items():
+            assert float(field(page, name)) == float(f"{row[column][position]:.4g}"), name
+        assert field(page, "id") == str(row["token_ids"][position])
+        assert field(page, "position") == f"{position + 1} of {len(row['tokens'])}"
+        assert field(page, "state") == ("accepted" if row["accept_mask"][position] else "rejected")
+        versions = (int(field(page, "policy_version")), int(field(page, "rollout_model_version")))
+        assert list(versions) == row["versions"][position]
+        assert (field(page, "uid"), float(field(page, "reward"))) == (row["uid"], row["reward"])
+        assert field(page, "correct") == ("right" if row["correct"] else "wrong")
+        top = page.locator('[data-field="top"]').inner_text()
+        most = max(row["rollout_top_log_probs"][position])
+        assert page.locator('[data-field="top"] tr').count() >= 9 and "rollout model" in top
+        assert f"{2.718281828459045**most * 100:.3g} %" in top
+
+
+def test_just_the_rejected_tokens_are_struck_through(report: Path, trained: Path, open_page: Open) -> None:
+    page, rows = open_page(report), rows_of(trained / "obrs-seed0")
+    show_tokens(page, "obrs-seed0")
+    script = (
+        "[...document.querySelectorAll('.t')].map((one) => [one.textContent, getComputedStyle(one).textDecorationLine])"
+    )
+    seen = page.evaluate(script)
+    flat = [(token, kept) for row in rows for token, kept in zip(row["tokens"], row["accept_mask"], strict=True)]
+    assert len(seen) > 60 and [text for text, _ in seen] == [token for token, _ in flat[: len(seen)]]
+    struck = ["line-through" in line for _, line in seen]
+    assert struck == [kept == 0 for _, kept in flat[: len(seen)]] and any(struck)
+
+
+def test_filters_leave_what_they_say(report: Path, trained: Path, open_page: Open) -> None:
+    page, rows = open_page(report), rows_of(trained / "obrs-seed0")
+    show_tokens(page, "obrs-seed0")
+    count = page.locator("#count")
+
+    def expected(wanted: Any) -> str:
+        return f"{sum(map(wanted, rows))} of {len(rows)} responses match"
+
+    expect(count).to_contain_text(expected(lambda row: True))
+    page.get_by_label("Right or wrong").select_option("wrong")
+    expect(count).to_contain_text(expected(lambda row: not row["correct"]))
+    page.get_by_label("Right or wrong").select_option("all")
+    page.get_by_label("Least reward").fill("0.5")
+    expect(count).to_contain_text(expected(lambda row: row["reward"] >= 0.5))
+    page.get_by_label("Least reward").fill("")
+    page.get_by_label("Rejected tokens").select_option("at least one")
+    expect(count).to_contain_text(expected(lambda row: 0 in row["accept_mask"]))
+    page.get_by_label("Rejected tokens").select_option("above 10 %")
+    expect(count).to_contain_text(expected(lambda row: row["accept_mask"].count(0) / len(row["tokens"]) > 0.1))
+    page.get_by_label("Rejected tokens").select_option("any number")
+    prompt = rows[5]["prompt"]
+    page.get_by_label("Text in prompt or response").fill(prompt)
+    expect(count).to_contain_text(expected(lambda row: prompt in row["prompt"] + "\n" + "".join(row["tokens"])))
+    page.get_by_label("Text in prompt or response").fill("no such text")
+    expect(count).to_contain_text(f"0 of {len(rows)} responses")
+    assert page.locator(".t").count() == 0
+    page.get_by_label("Text in prompt or response").fill("")
+    page.get_by_label("Order").select_option("most rejected")
+    shares = [row["accept_mask"].count(0) / len(row["tokens"]) for row in rows]
+    shown = page.evaluate("view.order")
+    assert sorted(shown) == list(range(len(rows))) and all(shares[a] >= shares[b] for a, b in pairwise(shown))
+
+
+def test_the_keyboard_does_it_all(report: Path, trained: Path, open_page: Open) -> None:
+    page, rows = open_page(report), rows_of(trained / "obrs-seed0")
+    show_tokens(page, "obrs-seed0")
+    page.locator("#list").focus()
+    page.keyboard.press("j")
+    assert chosen(page) == (0, 0)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert chosen(page) == (0, 2) and field(page, "position").startswith("3 of")
+    expect(page.locator('[aria-selected="true"]')).to_have_count(1)
+    assert page.locator("#list").get_attribute("aria-activedescendant") == page.locator(
+        '[aria-selected="true"]'
+    ).get_attribute("id")
+    page.keyboard.press("ArrowDown")
+    assert chosen(page) == (1, 0)
+    page.keyboard.press("ArrowLeft")
+    assert chosen(page) == (0, len(rows[0]["tokens"]) - 1)
+    page.keyboard.press("Home")
+    found = (-1, -1)
+    first = first_rejected(rows)
+    if first != (0, 0):
+        page.keyboard.press("n")
+        found = chosen(page)
+        assert found == first and field(page, "state") == "rejected"
+    page.keyboard.press("n")
+    assert chosen(page) == first_rejected(rows, after=first)
+    page.keyboard.press("Shift+N")
+    assert chosen(page) == first
+    page.keyboard.press("End")
+    assert chosen(page) == (len(rows) - 1, 0)
+    expect(page.locator('[aria-selected="true"]')).to_be_in_viewport()
+    for key, name in enumerate(("Acceptance", "Weight", "Ratio", "Advantage", "KL"), start=1):
+        page.keyboard.press(str(key))
+        expect(page.get_by_role("radio", name=name)).to_have_attribute("aria-checked", "true")
+    page.keyboard.press("/")
+    page.keyboard.type("j?n")  # letters are text here
+    expect(page.get_by_label("Text in prompt or response")).to_have_value("j?n")
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_hidden()
+
+
+def test_a_link_brings_back_what_was_chosen(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    show_tokens(page, "obrs-seed1")
+    page.get_by_label("Saved iteration").select_option(label="1")
+    page.get_by_role("radio", name="Ratio").click()
+    page.get_by_label("Right or wrong").select_option("wrong")
+    page.locator(".t").nth(3).click()
+    state, text = page.evaluate("location.hash"), page.locator("#detail").inner_text()
+    again = open_page(report, state=state)
+    expect(again.get_by_label("Run", exact=True).locator("option:checked")).to_have_text("obrs-seed1")
+    expect(again.get_by_label("Saved iteration").locator("option:checked")).to_have_text("1")
+    expect(again.get_by_role("radio", name="Ratio")).to_have_attribute("aria-checked", "true")
+    expect(again.get_by_label("Right or wrong")).to_have_value("wrong")
+    expect(again.locator('[aria-selected="true"]')).to_have_count(1)
+    assert again.locator("#detail").inner_text() == text
+
+
+def test_tokens_cannot_be_markup_and_blanks_are_seen(odd_report: Path, open_page: Open) -> None:
+    page = open_page(odd_report)
+    show_tokens(page)
+    for _ in range(len(ODD)):
+        page.keyboard.press("j")
+        page.locator("#list").focus()
+        page.keyboard.press("ArrowRight")
+    assert page.evaluate("typeof hacked") == "undefined"
+    assert page.locator("#tokens :is(img, script, b)").count() == 0
+    shown = page.locator(".t").all_inner_texts()
+    assert shown[:6] == ["</script>", "<img src=x onerror=hacked=1>", "⏎", "··", " the", "é"]
+    assert {"&amp;", "中文", "∅", "␇"} <= set(shown)
+    tools = page.locator(".t.tool")
+    expect(tools).to_have_count(2)
+    tools.first.hover()
+    assert "tool" in field(page, "state")
+
+
+def contrast(first: list[float], second: list[float]) -> float:
+    """As WCAG 2 defines it, of two sRGB colours from 0 to 255."""
+
+    def luminance(colour: list[float]) -> float:
+        linear = [one / 255 / 12.92 if one / 255 <= 0.04045 else ((one / 255 + 0.055) / 1.055) ** 2.4 for one in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def colour(page: Page, script: str) -> list[float]:
+    return [float(one) for one in re.findall(r"[\d.]+", page.evaluate(script))[:3]]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open, dark: bool) -> None:
+    page = open_page(report, dark=dark)
+    show_tokens(page)
+    theme = "dark" if dark else "light"
+    script = (
+        "theme => Array.from({length: 201}, (_, i) => colourAt(i / 100 - 1, theme)).map((one) => [one, inkOn(one)])"
+    )
+    for back, ink in page.evaluate(script, theme):
+        front = [int(ink[at : at + 2], 16) for at in (1, 3, 5)]
+        assert contrast(back, front) >= 4.5
+    for name in ("acceptance", "weight", "ratio", "advantage", "kl"):
+        page.locator(f"[data-colouring={name}]").click()
+        styles = "[...document.querySelectorAll('.t')].map((one) => getComputedStyle(one))"
+        for pair in page.evaluate(f"{styles}.map((one) => [one.backgroundColor, one.color])")[:50]:
+            back, front = ([float(one) for one in re.findall(r"[\d.]+", text)[:3]] for text in pair)
+            assert contrast(back, front) >= 4.5
+    card = colour(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
+    assert (sum(card) < 150) == dark
+    for place in (".note", ".intro", "td", "th", ".sick", "nav a", ".row.head", ".row .wrong"):
+        if page.locator(place).count():
+            assert contrast(card, colour(page, f"getComputedStyle(document.querySelector('{place}')).color")) >= 4.5, (
+                place
+            )
+
+
+def test_a_hundred_thousand_tokens_stay_fluid(huge_report: Path, open_page: Open) -> None:
+    page = open_page(huge_report)
+    show_tokens(page)
+    expect(page.locator("#count")).to_contain_text("100,000 of 100,000 tokens")
+    measured = page.evaluate(
+        """async () => {
+          const list = document.getElementById("list"), frame = () => new Promise(requestAnimationFrame);
+          const most = list.scrollHeight - list.clientHeight, gaps = [];
+          let nodes = 0, seen = new Set(), last = performance.now();
+          for (let step = 0; step <= 300; step++) {
+            list.scrollTop = most * step / 300;
+            await frame(); await frame();
+            gaps.push(performance.now() - last); last = performance.now();
+            const tokens = list.querySelectorAll(".t");
+            nodes = Math.max(nodes, list.querySelectorAll("*").length);
+            const box = list.getBoundingClientRect();
+            const middle = document.elementFromPoint(box.left + 30, box.top + box.height / 2);
+            if (!list.contains(middle)) throw new Error("nothing in the middle");
+            seen.add(tokens[0].dataset.k).add(tokens[tokens.length - 1].dataset.k);
+          }
+          let touched = 0;
+          const count = new MutationObserver((records) => { touched += records.length; });
+          count.observe(list, { subtree: true, attributes: true });
+          const begun = performance.now();
+          colourBy("ratio");
+          const switched = performance.now() - begun;
+          await frame();
+          return { nodes, touched, tokens: list.querySelectorAll(".t").length, seen: [...seen].map(Number), switched,
+            gaps: gaps.slice(1).sort((a, b) => a - b) };
+        }"""
+    )
+    gaps = measured["gaps"]
+    print(
+        f"two frames: median {gaps[150]:.0f} ms, worst {gaps[-1]:.0f} ms; {measured['nodes']} nodes at most; ", end=""
+    )
+    print(f"colours switched in {measured['switched']:.1f} ms, {measured['touched']} changes")
+    assert 0 in measured["seen"] and 99_999 in measured["seen"]
+    assert measured["nodes"] < 4000  # 100,000 tokens in 11,000 rows; what is in view and a little more has elements
+    assert 0 < measured["touched"] <= 2 * measured["tokens"]
+    page.locator("#list").focus()
+    page.keyboard.press("End")
+    assert chosen(page) == (39, 0)
+    expect(page.locator('[aria-selected="true"]')).to_be_in_viewport()
+
+
+def test_a_watched_page_takes_the_newer_one_and_keeps_what_was_chosen(tmp_path: Path, open_page: Open) -> None:
+    lines = [{"eval/policy_accuracy": 0.25}] * 2
+    folder = run_folder(tmp_path / "run", lines, "iterations=4")
+    path = write_report([folder], reload_every=1.0).path
+    page = open_page(path)
+    page.get_by_label("Find a chart").fill("runs")
+    expect(page.get_by_role("cell", name="1 of 4")).to_be_visible()
+    write_lines(folder, [*lines, {"eval/policy_accuracy": 0.75}])
+    write_report([folder], reload_every=1.0)
+    expect(page.get_by_role("cell", name="2 of 4")).to_be_visible(timeout=60_000)
+    expect(page.get_by_label("Find a chart")).to_have_value("runs")
+    box = page.get_by_label(re.compile("reload"))
+    box.uncheck()
+    assert "reload=off" in page.url
+    page.reload()
+    expect(box).not_to_be_checked()
+
+
+@pytest.mark.parametrize("width", [360, 800, 1100])
+def test_a_narrow_window_has_no_sideways_scrolling(report: Path, open_page: Open, width: int) -> None:
+    page = open_page(report, width=width, height=700)
+    show_tokens(page)
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= width

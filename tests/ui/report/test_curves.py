@@ -1,0 +1,190 @@
+"""Lines of several runs, arms, and the charts of every metric."""
+
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.folders import run_folder
+from jackpot.ui.charts import Chart, Heatmap, Section, Table
+from jackpot.ui.report.curves import metric_sections
+from jackpot.ui.report.lines import Line, mean_line, thin
+from jackpot.ui.report.runs import Arm, arms_of, differing, find_runs, read_runs
+from jackpot.ui.report.summary import summary_section
+
+
+def lines(*values: Any, metric: str = "a/b") -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; a value "absent" leaves the metric out."""
+    return [
+        {"iteration": number} | ({} if value == "absent" else {metric: value}) for number, value in enumerate(values)
+    ]
+
+
+def arms(folder: Path) -> list[Arm]:
+    return arms_of(read_runs(find_runs([folder])))
+
+
+def charts(sections: list[Section]) -> dict[str, Chart | Heatmap]:
+    return {item.title: item for section in sections for item in section.items if not isinstance(item, Table)}
+
+
+def test_a_single_run_is_its_own_line_without_a_band() -> None:
+    line = mean_line([lines(1.0, "absent", None, 4.0)], "a/b")
+    assert line == Line([0, 2, 3], [1.0, None, 4.0])  # absent: no point; null: a gap
+
+
+def test_a_few_seeds_are_their_mean_between_the_least_and_the_greatest() -> None:
+    line = mean_line([lines(1.0, 2.0, None), lines(3.0, None, None), lines(8.0, 6.0, None, 5.0)], "a/b")
+    assert line.x == [0, 1, 2, 3] and line.y == [4.0, 4.0, None, 5.0]  # a seed that has stopped is not missed
+    assert line.low == [1.0, 2.0, None, 5.0] and line.high == [8.0, 6.0, None, 5.0]
+
+
+def test_five_seeds_are_their_mean_and_one_standard_deviation() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 3))
+    line = mean_line([lines(*row) for row in values.tolist()], "a/b")
+    mean, spread = values.mean(0), values.std(0, ddof=1)
+    assert np.allclose(line.y, mean) and np.allclose(line.low, mean - spread) and np.allclose(line.high, mean + spread)
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=50, max_size=400), st.integers(2, 25))
+def test_a_thin_line_keeps_extremes_and_order_and_gaps_that_are_wide(values: list[float | None], half: int) -> None:
+    numbers = [value for value in values if value is not None]
+    low, high = ([None if value is None else value + by for value in values] for by in (-1.0, 1.0))
+    line = thin(Line(list(range(len(values))), values, low, high), most=2 * half)
+    assert len(line.x) <= 2 * half and line.x == sorted(set(line.x))
+    assert all(values[x] == y for x, y in zip(line.x, line.y, strict=True))
+    if numbers:
+        assert min(line.numbers) == min(numbers) and max(line.numbers) == max(numbers)
+        assert min(one for one in line.low if one is not None) == min(numbers) - 1.0
+        assert max(one for one in line.high if one is not None) == max(numbers) + 1.0
+    wide = 2 * math.ceil(len(values) / half)
+    for begin in range(len(values) - wide):
+        if all(value is None for value in values[begin : begin + wide]):
+            assert any(begin <= x < begin + wide and y is None for x, y in zip(line.x, line.y, strict=True))
+
+
+def test_runs_that_differ_by_seed_and_threads_only_are_one_arm(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        run_folder(tmp_path / f"quickstart-none-seed{seed}", lines(1.0), f"seed={seed}", f"threads={seed}")
+    run_folder(tmp_path / "quickstart-half-seed1", lines(1.0), "seed=1", "objective.correction.lam=0.5")
+    half, none = arms(tmp_path)
+    assert (half.name, len(half.runs)) == ("quickstart-half", 1)
+    assert (none.name, [one.config.seed for one in none.runs]) == ("quickstart-none", [1, 2])
+    assert differing([half.runs, none.runs]) == {"objective.correction.lam": ["0.5", "1.0"]}
+
+
+def test_arms_of_one_name_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    run_folder(tmp_path / "x-seed1", lines(1.0), "seed=1")
+    run_folder(tmp_path / "x-seed2", lines(1.0), "seed=2", "batch.prompts=8")
+    assert [arm.name for arm in arms(tmp_path)] == ["x (batch.prompts=4)", "x (batch.prompts=8)"]
+
+
+def drawn_numbers(sections: list[Section]) -> list[list[float]]:
+    """Every line and every row of a heatmap, without gaps."""
+    found: list[Any] = []
+    for item in charts(sections).values():
+        if isinstance(item, Heatmap):
+            found += item.values
+        else:
+            found += [column for one in item.series for column in (one.y, one.low, one.high) if column]
+    return [[value for value in column if value is not None] for column in found]
+
+
+@pytest.mark.parametrize("which", ["all arms", "one arm"])
+def test_every_metric_of_a_real_run_is_drawn_or_listed_as_empty(trained: Path, which: str) -> None:
+    found = arms(trained) if which == "all arms" else arms(trained / "none-seed0")
+    found[0].runs[0].lines[-1]["brandnew/thing"] = 0.123  # a metric that somebody adds later
+    sections = metric_sections(found, {})
+    columns = drawn_numbers(sections)
+    listed = {row[0] for section in sections for item in section.items if isinstance(item, Table) for row in item.rows}
+    names = {name for arm in found for run in arm.runs for line in run.lines for name in line} - {"iteration", "time"}
+    assert len(names) > 150
+    for arm in found:
+        for name in names:
+            at: dict[int, list[float]] = {}
+            for one in arm.runs:
+                for line in one.lines:
+                    if line.get(name) is not None:
+                        at.setdefault(line["iteration"], []).append(line[name])
+            means = [float(f"{fmean(at[iteration]):.5g}") for iteration in sorted(at)]
+            assert means in columns if means else name in listed or len(found) > 1, name
+
+
+def test_charts_come_in_the_order_in_which_one_diagnoses(trained: Path) -> None:
+    found = arms(trained)
+    titles = [section.title for section in [summary_section(found, []), *metric_sections(found, {})]]
+    expected = ["Summary", "Accuracy and reward", "Bugs", "Mismatch, before the correction", "Rejection (OBRS)"]
+    expected += ["After the correction", "Staleness", "Models", "Length, tokens, time", "Without a number"]
+    assert titles == expected
+
+
+def test_arms_have_one_colour_everywhere_and_limits_are_drawn(trained: Path) -> None:
+    drawn = charts(metric_sections(arms(trained), {}))
+    colours = {(one.group, one.colour) for item in drawn.values() if isinstance(item, Chart) for one in item.series}
+    assert len(colours) == 2 and {group for group, _ in colours} == {"none", "obrs"}
+    [guide] = drawn["obrs/acceptance"].guides
+    assert guide.y == 0.5 and "below" in guide.text  # docs/metrics.md: sick below 0.5
+    assert drawn["obrs/acceptance by position: obrs"].y[:3] == ["0", "1-3", "4-15"]
+    signs = drawn["obrs/acceptance by the sign of the advantage"].series
+    assert [(one.name, one.dash) for one in signs[::2]] == [
+        ("none, advantage above 0", "solid"),
+        ("none, advantage below 0", "dash"),
+    ]
+
+
+def apart(one: str, other: str) -> int:
+    """The greatest difference of red, green and blue, of 255."""
+    return max(abs(int(one[at : at + 2], 16) - int(other[at : at + 2], 16)) for at in (1, 3, 5))
+
+
+def test_seventeen_arms_and_the_variants_of_each_look_different_in_every_chart(tmp_path: Path) -> None:
+    whole = {
+        "obrs/z": 0.9,
+        "obrs/kappa": 1.1,
+        "mismatch/kl_at_0": 0.1,
+        "mismatch/kl_at_1-3": 0.2,
+        "obrs/acceptance": 0.9,
+    }
+    whole |= dict.fromkeys((f"mismatch/kl_{part}" for part in ("at_0", "at_1-3", "positive", "negative")), 0.1)
+    for number in range(17):
+        run_folder(tmp_path / f"arm{number:02d}", [whole] * 3, f"batch.prompts={4 + 4 * number}")
+    drawn = [item for item in charts(metric_sections(arms(tmp_path), {})).values() if isinstance(item, Chart)]
+    by_arms = [item for item in drawn if len(item.series) == 17]
+    assert {one.style for item in by_arms for one in item.series} == {"line", "points", "both"}
+    for item in by_arms:
+        colours = [one.colour for one in item.series]
+        assert all(apart(one, other) > 30 for place, one in enumerate(colours) for other in colours[:place])
+    several = [item for item in drawn if len(item.series) == 34]
+    assert len(several) == 2  # acceptance and Z, the signs
+    assert all(len({(one.colour, one.dash) for one in item.series}) == 34 for item in several)
+
+
+def test_z_against_kappa_has_a_point_for_every_iteration(tmp_path: Path) -> None:
+    run_folder(
+        tmp_path / "a", [{"obrs/z": z, "obrs/kappa": kappa} for z, kappa in ((0.9, 1.1), (None, 1.0), (0.8, 1.2))]
+    )
+    [series] = charts(metric_sections(arms(tmp_path), {}))["Z against kappa"].series
+    assert (series.x, series.y, series.style) == ([0.9, 0.8], [1.1, 1.2], "points")
+
+
+def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:
+    healthy = [{"eval/policy_accuracy": 0.4 + 0.01 * number, "obrs/acceptance": 0.9} for number in range(10)]
+    sick = [line | {"obrs/acceptance": 0.2} for line in healthy[:8]]
+    run_folder(tmp_path / "good", healthy, "iterations=9")
+    run_folder(
+        tmp_path / "bad", sick, "iterations=20", "seed=3", events=[{"event": "skipped_step", "why": "all equal"}]
+    )
+    tables = {item.title: item for item in summary_section(arms(tmp_path), ["x cannot be read"]).items}
+    rows = {row[0]: row for row in tables["Runs"].rows}
+    assert rows["good"][3:6] == ("9 of 9", "40.0%", "49.0%") and rows["good"][-1] == "healthy"
+    assert rows["bad"][2:6] == ("3", "7 of 20", "40.0%", "47.0%") and rows["bad"][-1] == "sick"
+    [finding] = tables["Findings, causes before their symptoms"].rows
+    assert finding[:6] == ("bad", "obrs/acceptance", "0", "0.2", "0.2", "at least 0.5")
+    assert tables["Settings that differ"].rows == (("iterations", "20", "9"),)
+    assert tables["Events"].rows == (("bad", "skipped_step", "1", "0", "why all equal"),)
+    assert tables["Files left out"].rows == (("x cannot be read",),)

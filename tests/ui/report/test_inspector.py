@@ -1,0 +1,280 @@
+"""Saved rollouts on their way into the page."""
+
+import base64
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report import folders
+from tokenizers.pre_tokenizers import ByteLevel
+
+from helpers.folders import run_folder, save_tokens
+from jackpot.training.run.rollouts import Saved, saved_files
+from jackpot.ui.packing import Tokens, packed
+from jackpot.ui.report.distributions import distributions
+from jackpot.ui.report.inspector import TOP, even_shares, inspector_data, significant, spread_rows
+from jackpot.ui.report.report import write_report
+from jackpot.ui.report.runs import Run, arms_of, find_runs, read_runs
+from jackpot.ui.report.token_text import readable
+
+WORDS = ["the", "sum", "of", "1", "+", "is"]
+
+
+def unpacked(text: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def of(folder: Path) -> list[tuple[Run, list[Saved]]]:
+    return [(run, saved_files(run.folder)[0]) for run in read_runs(find_runs([folder]))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with three responses at iterations 1 and 4, with a tool's token each."""
+    run_folder(tmp_path / "run", [{"a/b": 1.0}])
+    for iteration in (1, 4):
+        save_tokens(tmp_path / "run", iteration, [WORDS, WORDS[:4], WORDS[::-1]], tool=2, seed=iteration)
+    return tmp_path / "run"
+
+
+def test_the_page_carries_the_numbers_of_the_file_to_four_digits(folder: Path) -> None:
+    tokens, unreadable = inspector_data(of(folder))
+    [run] = tokens.index["runs"]
+    assert unreadable == [] and [one["iteration"] for one in run["iterations"]] == [1, 4]
+    words = unpacked(tokens.packs[run["words"]])
+    for one in run["iterations"]:
+        data = unpacked(tokens.packs[one["pack"]])
+        rows = pq.read_table(folder / "rollouts" / f"iteration-{one['iteration']:06d}.parquet").to_pylist()
+        flat = {
+            name: [value for row in rows for value in row[name]] for name in rows[0] if isinstance(rows[0][name], list)
+        }
+        for ours, theirs in (
+            ("rollout", "rollout_log_probs"),
+            ("old", "old_log_probs"),
+            ("current", "log_probs"),
+            ("rescored", "rollout_model_log_probs"),
+            ("acceptance", "acceptance"),
+            ("accepted", "accept_mask"),
+            ("weight", "weights"),
+            ("z", "z"),
+            ("kl", "kl_rollout_policy"),
+            ("advantage", "advantages"),
+        ):
+            assert data[ours] == [float(f"{value:.4g}") for value in flat[theirs]], ours
+        ratios = np.exp(np.array(flat["old_log_probs"]) - np.array(flat["rollout_log_probs"]))
+        assert data["ratio"] == [float(f"{value:.4g}") for value in ratios]
+        assert [words[str(number)] for number in data["id"]] == flat["tokens"]
+        assert data["sampled"] == [int(value) for value in flat["sampled_mask"]] and 0 in data["sampled"]
+        assert [list(pair) for pair in zip(data["policy_version"], data["rollout_model_version"], strict=True)] == flat[
+            "versions"
+        ]
+        assert data["lengths"] == [6, 4, 6] and data["reward"] == [0.0, 1.0, 0.0] and data["prompt"][1] == "prompt 1"
+        for model in ("rollout", "policy"):
+            assert (data[f"{model}_top_count"], data[f"{model}_top_of"]) == (TOP, folders.TOP)
+            assert data[f"{model}_top_ids"] == [number for row in flat[f"{model}_top_ids"] for number in row[:TOP]]
+            probabilities = [np.exp(value) for row in flat[f"{model}_top_log_probs"] for value in row[:TOP]]
+            assert data[f"{model}_top"] == [float(f"{value:.3g}") for value in probabilities]
+            assert all(words[str(number)] != f"#{number}" for number in data[f"{model}_top_ids"])
+
+
+def test_without_a_tokenizer_unseen_tokens_are_numbers(folder: Path) -> None:
+    (folder / "checkpoints" / "last" / "policy" / "tokenizer.json").unlink()
+    settings = (folder / "config.yaml").read_text().replace("starter:policy", "somebody/somewhere")
+    (folder / "config.yaml").write_text(settings)
+    tokens, _ = inspector_data(of(folder))
+    words = unpacked(tokens.packs["words-0"])
+    assert set(WORDS) < set(words.values()) and {word for word in words.values() if word.startswith("#")}
+
+
+def test_what_has_no_room_is_left_out_evenly_and_counted(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", [{"a/b": 1.0}])
+    for iteration, count in ((1, 5), (2, 60), (3, 60)):
+        save_tokens(tmp_path / "run", iteration, [WORDS] * count)
+    tokens, _ = inspector_data(of(tmp_path / "run"), max_tokens=300)
+    listed = [
+        (one["responses"], one["of_responses"], one["tokens"], one["of_tokens"])
+        for one in tokens.index["runs"][0]["iterations"]
+    ]
+    assert listed == [(5, 5, 30, 30), (23, 60, 138, 360), (22, 60, 132, 360)]  # all 300
+    assert tokens.left_out.rows == ()
+    none, _ = inspector_data(of(tmp_path / "run"), max_tokens=0)
+    assert none.index["runs"] == [] and none.packs == {}
+    assert none.left_out.rows == (("run", "0 of 3", "0 of 125", "1 to 3"),)
+
+
+def listed(tokens: Tokens) -> dict[str, dict[int, int]]:
+    """Of each run: iteration to the number of its responses that are there."""
+    return {
+        run["name"]: {one["iteration"]: one["responses"] for one in run["iterations"]} for run in tokens.index["runs"]
+    }
+
+
+def test_long_responses_leave_fewer_iterations_and_whole_responses(tmp_path: Path) -> None:
+    for run in ("a", "b", "c"):
+        run_folder(tmp_path / run, [{"a/b": 1.0}])
+        for iteration in range(10, 80, 10):
+            save_tokens(tmp_path / run, iteration, [["x"] * 100] * 5)
+    # 400 tokens a run: no room for 4 responses at two iterations, so both ends have what fits
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=1200)
+    assert listed(tokens) == {run: {10: 2, 70: 2} for run in "abc"}
+    assert tokens.left_out.rows[0] == ("a", "2 of 7", "4 of 35", "20 to 60")
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=3600)  # 12 responses a run
+    assert listed(tokens) == {run: {10: 4, 40: 4, 70: 4} for run in "abc"}
+    assert tokens.left_out.rows[2] == ("c", "3 of 7", "12 of 35", "20 to 30, 50 to 60")
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=250)  # less than one response a run
+    assert listed(tokens) == {"a": {70: 1}, "b": {70: 1}}
+    assert [row[0] for row in tokens.left_out.rows] == ["a", "b", "c"] and "longer" not in tokens.left_out.note
+
+
+def test_a_response_longer_than_all_the_room_is_there_once_and_the_page_says_so(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        run_folder(tmp_path / run, [{"a/b": 1.0}])
+        save_tokens(tmp_path / run, 1, [["x"] * 100] * 2)
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=60)
+    assert listed(tokens) == {"a": {1: 1}}
+    assert tokens.left_out.rows == (("b", "0 of 1", "0 of 2", "1"),) and "100 tokens" in tokens.left_out.note
+    assert "100 tokens" in write_report([tmp_path], max_tokens=60).path.read_text()
+    alone, _ = inspector_data(of(tmp_path / "a"), max_tokens=60)
+    assert alone.left_out.rows == (("a", "1 of 1", "1 of 2", "none"),)
+
+
+def test_of_mixed_lengths_long_and_short_ones_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
+    run_folder(tmp_path, [{"a/b": 1.0}])
+    for iteration in (1, 2, 3):
+        save_tokens(tmp_path, iteration, [["x"] * (200 if row % 2 else 2) for row in range(64)])
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=6000)
+    lengths = [unpacked(tokens.packs[one["pack"]])["lengths"] for one in tokens.index["runs"][0]["iterations"]]
+    assert len(lengths) == 3 and sum(map(sum, lengths)) <= 6000
+    for of_iteration in lengths:
+        assert 0.35 <= sum(length == 200 for length in of_iteration) / len(of_iteration) <= 0.65
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.integers(0, 5000))
+def test_shares_are_as_even_as_sizes_allow(sizes: list[int], most: int) -> None:
+    shares = even_shares(sizes, most)
+    assert sum(shares) <= most and all(0 <= share <= size for share, size in zip(shares, sizes, strict=True))
+    if sum(sizes) <= most:
+        assert shares == sizes
+    else:
+        assert sum(shares) > most - len(sizes)
+        largest = max(shares)
+        assert all(share == size or share >= largest - 1 for share, size in zip(shares, sizes, strict=True))
+
+
+@given(st.lists(st.integers(0, 50), max_size=200), st.integers(0, 2000))
+def test_chosen_rows_fit_and_come_in_order(lengths: list[int], budget: int) -> None:
+    rows = spread_rows(lengths, budget)
+    assert rows == sorted(set(rows)) and sum(lengths[row] for row in rows) <= budget
+    rest = budget - sum(lengths[row] for row in rows)
+    others = [lengths[row] for row in range(len(lengths)) if row not in rows]
+    assert not others or max(others) > rest  # one that does not fit ended it
+    assert spread_rows(lengths, 0, max(lengths, default=0)) or not lengths
+
+
+def test_chosen_rows_come_from_all_over_the_file() -> None:
+    rows = spread_rows([10] * 1000, 1000)
+    assert len(rows) == 100 and max(np.diff([0, *rows, 999])) <= 20
+    counts = Counter(row // 100 for row in rows)
+    assert len(counts) == 10 and set(counts.values()) <= {9, 10, 11}
+
+
+@given(st.lists(st.floats(-1e30, 1e30) | st.sampled_from([np.inf, -np.inf, np.nan]), max_size=50), st.integers(2, 6))
+def test_rounding_keeps_significant_digits(values: list[float], digits: int) -> None:
+    ours = significant(np.array(values), digits)
+    for one, value in zip(ours, values, strict=True):
+        if not np.isfinite(value):
+            assert one is None
+        elif abs(value) > 1e-300:
+            assert one == pytest.approx(value, rel=0.51 * 10 ** (1 - digits))
+            assert len(f"{one:e}".split("e")[0].rstrip("0").replace("-", "").replace(".", "")) <= digits
+
+
+@given(st.text())
+def test_byte_level_tokens_read_as_the_text_that_they_stand_for(text: str) -> None:
+    raw = [word for word, _ in ByteLevel(add_prefix_space=False).pre_tokenize_str(text)]
+    assert "".join(readable(word, in_bytes=True) for word in raw) == text
+
+
+def test_other_tokenizers_and_half_characters_are_readable() -> None:
+    assert readable("▁the", in_bytes=False) == " the" and readable("<0x0A>", in_bytes=False) == "\n"
+    half = next(word for word, _ in ByteLevel(add_prefix_space=False).pre_tokenize_str("é"))[:1]
+    assert readable(half, in_bytes=True) == "⟨C3⟩"
+
+
+def test_equal_data_is_packed_equally() -> None:
+    assert packed({"a": [1, None]}) == packed({"a": [1, None]}) and unpacked(packed({"a": [1, None]})) == {
+        "a": [1, None]
+    }
+
+
+def test_damaged_files_are_named_and_the_others_are_shown(folder: Path) -> None:
+    rollouts = folder / "rollouts"
+    whole = (rollouts / "iteration-000001.parquet").read_bytes()
+    (rollouts / "iteration-000002.parquet").write_bytes(whole[:-100])  # cut short
+    spoilt = bytearray(whole)
+    spoilt[4:2000] = bytes(1996)  # the footer is whole, the data are not
+    (rollouts / "iteration-000003.parquet").write_bytes(spoilt)
+    table = pq.read_table(rollouts / "iteration-000001.parquet")
+    pq.write_table(table.replace_schema_metadata({"schema_version": "99"}), rollouts / "iteration-000005.parquet")
+    pq.write_table(table.drop_columns(["weights", "z"]), rollouts / "iteration-000006.parquet")
+    found, unreadable = saved_files(folder)
+    assert [saved.iteration for saved in found] == [1, 3, 4, 6]
+    assert [(saved.responses, saved.tokens) for saved in found] == [(3, 16)] * 4
+    assert len(unreadable) == 2 and "iteration-000002.parquet" in unreadable[0] and "99" in unreadable[1]
+    tokens, bad = inspector_data(of(folder))
+    assert [one["iteration"] for one in tokens.index["runs"][0]["iterations"]] == [1, 4]
+    assert len(bad) == 2 and "iteration-000003" in bad[0] and "weights, z" in bad[1]
+
+
+def test_distributions_count_every_token_that_the_model_sampled(folder: Path) -> None:
+    runs = read_runs(find_runs([folder]))
+    heatmaps, unreadable = distributions(arms_of(runs), [(runs[0].name, saved) for saved in saved_files(folder)[0]])
+    assert unreadable == []
+    [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
+    assert ratio.x == weight.x == [1, 4]
+    for place, iteration in enumerate((1, 4)):
+        rows = pq.read_table(folder / "rollouts" / f"iteration-{iteration:06d}.parquet").to_pylist()
+        tokens = [
+            (old - inf, weight * kept)
+            for row in rows
+            for old, inf, weight, kept, sampled in zip(
+                *(
+                    row[name]
+                    for name in ("old_log_probs", "rollout_log_probs", "weights", "accept_mask", "sampled_mask")
+                ),
+                strict=True,
+            )
+            if sampled
+        ]
+        near = [2.0 ** (round(log_ratio / np.log(2.0) * 2) / 2) for log_ratio, _ in tokens]
+        shares = {f"{value:.3g}": count / len(tokens) for value, count in Counter(near).items()}
+        assert {
+            name: row[place] for name, row in zip(ratio.y, ratio.values, strict=True) if row[place]
+        } == pytest.approx(shares, rel=0.01)
+        zeros = sum(value == 0.0 for _, value in tokens) / len(tokens)
+        assert weight.y[0] == "0" and weight.values[0][place] == pytest.approx(zeros, rel=0.01) and zeros > 0
+        assert sum(row[place] or 0.0 for row in weight.values) == pytest.approx(1.0, rel=0.01)
+
+
+def test_ratios_that_are_not_finite_are_in_no_row_and_are_counted_in_the_note(tmp_path: Path) -> None:
+    run_folder(tmp_path, [{"a/b": 1.0}])
+    path = save_tokens(tmp_path, 1, [WORDS])
+    table = pq.read_table(path)
+    old, rollout = [np.nan, -1.0, -1.0, 800.0, -1.0, -np.inf], [-1.0] * 6  # ratios nan, 1, 1, inf, 1, 0
+    for name, values in (("old_log_probs", old), ("rollout_log_probs", rollout)):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), pa.array([values], table.schema.field(name).type))
+    pq.write_table(table, path)
+    runs = read_runs(find_runs([tmp_path]))
+    heatmaps, _ = distributions(arms_of(runs), [(runs[0].name, saved) for saved in saved_files(tmp_path)[0]])
+    [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
+    assert {name: row for name, row in zip(ratio.y, ratio.values, strict=True) if row[0]} == {"0": [0.25], "1": [0.75]}
+    assert "2 of 6 tokens are left out" in ratio.note and "left out" not in weight.note

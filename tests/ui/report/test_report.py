@@ -1,0 +1,176 @@
+"""From run folders to one file; what `jackpot report` says."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.folders import run_folder, save_tokens, write_lines
+from jackpot.core.errors import DataError
+from jackpot.core.files import hold_lock
+from jackpot.ui import cli
+from jackpot.ui.charts import Chart, Section, Series, Table
+from jackpot.ui.html import write_page
+from jackpot.ui.report.report import NoMetricsYet, Report, watch, write_report
+from jackpot.ui.report.runs import find_runs, is_abandoned, read_runs
+
+LINES = [{"obrs/acceptance": 0.9, "eval/policy_accuracy": 0.5}] * 5
+# what a browser would fetch
+LOADS = re.compile(
+    r"""<(?:script|img|iframe|link|source)[^>]+(?:src|href)\s*=\s*["']?(?!["']?data:)|@import|url\(["']?(?!["']?data:)"""
+)
+
+
+def own_text(page: str) -> str:
+    """The page without plotly, which has such words in its own code."""
+    return page.replace(max(re.findall(r"<script>.*?</script>", page, re.DOTALL), key=len), "")
+
+
+def test_one_run_is_reported_in_its_folder_and_several_beside_theirs(tmp_path: Path) -> None:
+    first = run_folder(tmp_path / "runs" / "a", LINES, "iterations=4")
+    second = run_folder(tmp_path / "runs" / "deep" / "b", LINES, "iterations=9")
+    assert write_report([first]).path == first / "report.html"
+    report = write_report([first, second])
+    assert report.path == tmp_path / "runs" / "report.html" and report.runs == 2
+    assert report.unfinished == ("deep/b",)
+    assert write_report([first], tmp_path / "x" / "y.html").path.read_text().startswith("<!doctype html>")
+
+
+def test_runs_at_any_depth_are_found_and_what_is_inside_a_run_is_not_one(tmp_path: Path) -> None:
+    for name in ("top", "compare-a/none-seed1", "compare-b/deep/none-seed1"):
+        run_folder(tmp_path / "runs" / name, LINES)
+    for name in ("top/checkpoints/copy", ".hidden/run", "compare-a/none-seed1/other"):
+        run_folder(tmp_path / "runs" / name, LINES)
+    (tmp_path / "runs" / "compare-a" / "circle").symlink_to(tmp_path / "runs")
+    runs = read_runs(find_runs([tmp_path / "runs"]))
+    assert [run.name for run in runs] == ["compare-a/none-seed1", "compare-b/deep/none-seed1", "top"]
+    assert write_report([tmp_path / "runs"]).runs == 3
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    save_tokens(run_folder(tmp_path, LINES), 1, [["a", "b"]])
+    page = own_text(write_report([tmp_path]).path.read_text())
+    assert len(page) > 20_000 and not LOADS.search(page)
+    assert LOADS.search('<script src="https://x.org/plotly.js">')
+
+
+def test_data_cannot_end_its_element_or_fill_a_place_of_the_page(tmp_path: Path) -> None:
+    bad = "</script><script>alert(1)</script><!-- @@PLOTLY@@ @@SCRIPT@@"
+    series = Series(name=bad, x=[1.0], y=[2.0])
+    chart = Chart(title=bad, x_label=bad, y_label=bad, series=(series,))
+    table = Table(title=bad, columns=(bad,), rows=((bad,),))
+    write_page(tmp_path / "page.html", bad, [Section(title=bad, intro=bad, items=(chart, table))])
+    page = own_text((tmp_path / "page.html").read_text())
+    assert "<script>alert" not in page and "@@PLOTLY@@" in page
+    assert page.count("</script>") == page.count("<script") == 3  # data, numbers, our code
+
+
+def test_a_page_without_runs_has_no_inspector(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "A title", [])
+    assert 'id="tokens"' not in (tmp_path / "page.html").read_text()
+
+
+def test_folders_without_a_run_or_a_metric_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a run folder"):
+        write_report([tmp_path])
+    run_folder(tmp_path / "a", [])
+    with pytest.raises(NoMetricsYet, match="--watch"):
+        write_report([tmp_path / "a"])
+
+
+def test_watch_writes_again_when_a_run_has_written_and_ends_with_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", [], "iterations=3")
+    told: list[tuple[tuple[str, ...], bool]] = []
+    todo = [1, 1, 3, 4]  # lines that the run has written at each look
+
+    def tell(report: Report) -> None:
+        told.append((report.unfinished, '"reloadEvery":5.0' in report.path.read_text()))
+
+    def wait(seconds: float) -> None:
+        assert seconds == 5.0
+        write = todo.pop(0)
+        if len((folder / "metrics.jsonl").read_text().splitlines()) != write:
+            write_lines(folder, LINES[:write])
+
+    watch([folder], None, 1000, 5.0, tell, wait)
+    # nothing before the first line, nothing where nothing is new, and no reloading when all is done
+    assert told == [(("run",), True), (("run",), True), ((), False)] and todo == []
+
+
+def watched(folder: Path, looks: list[Callable[[], None]]) -> tuple[int, list[bool]]:
+    """Watch every 10 seconds, one of `looks` after each; returns how many were done, and which pages reload."""
+    told: list[bool] = []
+    todo = list(looks)
+
+    def wait(seconds: float) -> None:
+        todo.pop(0)()
+
+    watch([folder], None, 0, 10.0, lambda report: told.append('"reloadEvery":10.0' in report.path.read_text()), wait)
+    return len(looks) - len(todo), told
+
+
+def nothing() -> None:
+    pass
+
+
+def test_watch_ends_with_a_run_that_stopped_itself(tmp_path: Path) -> None:
+    stopped = {"event": "stopped", "why": "it had to", "iteration": 3, "time": 9.0}
+    lines = [{"time": 1.0}, {"time": 2.0}, {"time": 3.0}]
+    folder = run_folder(tmp_path / "run", lines, "iterations=9", events=[stopped])
+    assert watched(folder, []) == (0, [False])
+    # one stopped earlier, before the newest line, has gone on since
+    write_lines(folder, [*lines, {"time": 10.0}])
+    with pytest.raises(IndexError):
+        watched(folder, [nothing] * 30)
+    # so has one of which somebody took the lock since
+    write_lines(folder, lines)
+    with hold_lock(folder / ".lock"), pytest.raises(IndexError):
+        watched(folder, [nothing] * 30)
+
+
+def test_watch_ends_a_minute_after_the_last_process_of_a_run_and_leaves_its_lock_as_it_was(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", LINES, "iterations=9")
+    first = hold_lock(folder / ".lock")
+    text = (folder / ".lock").read_text()
+    held = []
+
+    def resume() -> None:
+        held.append(hold_lock(folder / ".lock"))
+
+    def end() -> None:
+        held.pop().close()
+
+    looks = [nothing] * 20 + [first.close] + [nothing] * 3 + [resume] + [nothing] * 20 + [end]
+    done, told = watched(folder, looks + [nothing] * 30)
+    assert told == [True, False]
+    assert 5 <= done - len(looks) <= 7  # looks, one every 10 seconds
+    assert (folder / ".lock").read_text() == text and text
+
+
+def test_watch_of_a_run_that_ended_without_a_metric_says_so(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", [])
+    hold_lock(folder / ".lock").close()
+    with pytest.raises(NoMetricsYet):
+        watched(folder, [nothing] * 30)
+
+
+def test_without_locks_an_unfinished_run_is_watched_on(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", LINES, "iterations=9")
+    assert not is_abandoned(folder) and not (folder / ".lock").exists()
+    with pytest.raises(IndexError):  # the looks are used up
+        watched(folder, [nothing] * 30)
+
+
+def test_the_command_says_where_the_page_is_and_what_it_lacks(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", LINES, "iterations=9")
+    path = save_tokens(folder, 1, [["a", "b"]])
+    path.write_bytes(path.read_bytes()[:-8])
+    result = CliRunner().invoke(cli.app, ["report", str(folder), "--max-tokens", "10"])
+    assert result.exit_code == 0, result.output
+    for text in ("report.html", "MiB", "1 run, 1 of them not finished", "iteration-000001.parquet cannot be read"):
+        assert text in result.output
+    assert "cannot be read" in (folder / "report.html").read_text()
+    nothing = CliRunner().invoke(cli.app, ["report", str(tmp_path / "nowhere")])
+    assert isinstance(nothing.exception, DataError)

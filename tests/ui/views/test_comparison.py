@@ -1,0 +1,91 @@
+"""The pictures of a comparison: what is drawn where."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from jackpot.analysis.compare.comparison import compare
+from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.analysis.diagnose.collapse import Collapse
+from jackpot.ui.report.lines import band
+from jackpot.ui.views.comparison import comparison_charts
+
+
+def run(arm: str, seed: int, accuracies: tuple[float, ...], flops: float = 1.0) -> RunSummary:
+    points = tuple(
+        Point(
+            iteration=n,
+            sequences=float(n),
+            tokens=10.0 * n,
+            flops=flops * n,
+            training_flops=0.0,
+            seconds=0.0,
+            cpu_seconds=2.0 * n,
+            policy_accuracy=value,
+            rollout_model_accuracy=value / 2,
+            acceptance=None if n == 0 else 0.9,
+            kl=None if n == 0 else 0.1 * n,
+        )
+        for n, value in enumerate(accuracies)
+    )
+    return RunSummary(
+        arm=arm,
+        seed=seed,
+        points=points,
+        iterations=3,
+        problems=512,
+        collapse=None,
+        settings={},
+        environment={},
+    )
+
+
+RUNS = [
+    run("obrs", 1, (0.2, 0.4, 0.6, 0.8)),
+    run("obrs", 2, (0.4, 0.4, 0.8, 0.8)),
+    run("none", 1, (0.2, 0.1), 7.0),
+    run("none", 2, (0.4, 0.5, 0.6, 0.7), 7.0),
+]
+FALLEN = Collapse(iteration=1, accuracy=0.1, best=0.2, first_sign="", why="")
+
+
+def series(title: str, runs: list[RunSummary]) -> dict:
+    charts = {chart.title: chart for chart in comparison_charts(compare(runs), runs)}
+    return {one.name: one for one in charts[title].series}
+
+
+def test_a_line_is_the_mean_over_seeds_and_few_seeds_have_a_band_from_lowest_to_highest() -> None:
+    found = series("Policy by sequences written", RUNS)["obrs"]
+    assert list(found.x) == [0, 1, 2, 3]
+    assert found.y == pytest.approx([0.3, 0.4, 0.7, 0.8])
+    assert (found.low, found.high) == ((0.2, 0.4, 0.6, 0.8), (0.4, 0.4, 0.8, 0.8))
+
+
+def test_the_same_arm_over_flops_and_processor_seconds() -> None:
+    assert list(series("Policy by rollout FLOPs", RUNS)["none"].x) == [0, 7]
+    assert list(series("Policy by processor seconds of training", RUNS)["obrs"].x) == [0, 2, 4, 6]
+    assert series("KL(rollout model || policy) by sequences written", RUNS)["obrs"].y[0] is None
+
+
+def test_lines_end_where_a_seed_is_missing_that_has_not_collapsed() -> None:
+    found = series("Policy by sequences written", RUNS)["none"]
+    assert (found.x, found.y) == ((0, 1), pytest.approx([0.3, 0.3]))
+
+
+def test_a_collapsed_run_counts_on_with_its_last_accuracy() -> None:
+    collapsed = [replace(one, collapse=FALLEN) if len(one.points) == 2 else one for one in RUNS]
+    assert series("Policy by sequences written", collapsed)["none"].y == pytest.approx([0.3, 0.3, 0.35, 0.4])
+
+
+def test_a_collapsed_run_has_no_say_in_what_the_others_spent() -> None:
+    collapsed = [replace(one, collapse=FALLEN) if len(one.points) == 2 else one for one in RUNS]
+    assert series("Policy by rollout FLOPs", collapsed)["none"].x == (0, 7, 14, 21)
+
+
+def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
+    values = [1.0, 2.0, 4.0, 8.0, 9.0]
+    mean, low, high = band([[value, None] for value in values])
+    assert mean == (statistics.fmean(values), None)
+    assert low == (pytest.approx(mean[0] - statistics.stdev(values)), None)
+    assert high == (pytest.approx(mean[0] + statistics.stdev(values)), None)
