@@ -27,7 +27,9 @@ from typing import Any
 
 RENAMED = Path(__file__).parents[1] / "docs" / "renamed.md"
 TOLERANCE = 1e-6  # absolute and relative, of a number in a JSON result
-MEASURED = ("seconds/", "speed/", "memory/")  # metrics that no two runs share
+MEASURED = ("seconds/", "speed/")  # metrics that no two runs share
+ITS_OWN = ("time", "path")  # of every run or result
+SPLIT = re.compile(r"_(positive|negative|stderr|max|at_[0-9]+(-[0-9]+|-up)?)$")
 SHORT = ("iterations=2", "threads=1", "evaluation.every=2", "evaluation.problems=32", "checkpoint.every=2")
 SMALL = ("batch.prompts=8",)  # for the other recipes
 ARMS = {  # of small recipes
@@ -133,13 +135,13 @@ def run_digest(run: Path) -> dict[str, Any]:
             if path.suffix in (".pt", ".pth", ".bin")
         },
         "rollouts": table_digests(run / "rollouts", "*.parquet"),
-        "metrics": [{name: value for name, value in line.items() if not is_measured(name)} for line in lines],
+        "metrics": lines,
     }
 
 
 def is_measured(name: str) -> bool:
-    """Whether a metric depends on the machine's speed."""
-    return any(part in name for part in MEASURED)
+    """Whether a value depends on the machine's speed, or on where and when the run was."""
+    return name in ITS_OWN or any(part in name for part in MEASURED)
 
 
 def state_digest(path: Path) -> str:
@@ -185,10 +187,10 @@ def compare(old: Path, new: Path) -> int:
     names = renamed()
     was, now = (json.loads((folder / "fence.json").read_text()) for folder in (old, new))
     different = 0
-    for run, wanted in was["runs"].items():
-        for part in wanted:
-            wanted_flat = dict(flat(translated(wanted[part], names)))
-            found_flat = dict(flat(now["runs"].get(run, {}).get(part)))
+    print(f"only in {old}: {', '.join(was['runs'].keys() - now['runs'].keys()) or 'no run'}")
+    for run in was["runs"].keys() & now["runs"].keys():
+        for part, wanted in was["runs"][run].items():
+            wanted_flat, found_flat = dict(flat(translated(wanted, names))), dict(flat(now["runs"][run][part]))
             different += report(f"{run} {part}", wanted_flat, found_flat, exact=True)
     for command, wanted in was["results"].items():
         wanted_flat, found_flat = (dict(flat(value)) for value in (translated(wanted, names), now["results"][command]))
@@ -198,7 +200,7 @@ def compare(old: Path, new: Path) -> int:
 
 
 def report(what: str, wanted: dict[str, Any], found: dict[str, Any], *, exact: bool) -> int:
-    """Print how two flat results differ; only values that both have count, and in training also what one lacks."""
+    """Print how two flat results differ; the number of changed values, and of those that are gone from a run."""
     same = [key for key in wanted if key in found]
     changed = [key for key in same if not agree(wanted[key], found[key], exact)]
     for key in changed[:20]:
@@ -207,7 +209,7 @@ def report(what: str, wanted: dict[str, Any], found: dict[str, Any], *, exact: b
     for word, keys in (("gone", gone), ("new", new)):
         if keys:
             print(f"{what}: {word}: {', '.join(keys)}")
-    return len(changed)
+    return len(changed) + (len(gone) if exact else 0)
 
 
 def agree(was: Any, now: Any, exact: bool) -> bool:
@@ -226,7 +228,8 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of nested dicts and lists with its path."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from flat(entry, f"{path}.{key}" if path else str(key))
+            if not is_measured(str(key)):
+                yield from flat(entry, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
         for index, entry in enumerate(value):
             yield from flat(entry, f"{path}[{index}]")
@@ -237,10 +240,16 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def translated(value: Any, names: Mapping[str, str]) -> Any:
     """The same with today's names as keys and as strings."""
     if isinstance(value, Mapping):
-        return {names.get(key, key): translated(entry, names) for key, entry in value.items()}
+        return {today(key, names): translated(entry, names) for key, entry in value.items()}
     if isinstance(value, list):
         return [translated(entry, names) for entry in value]
-    return names.get(value, value) if isinstance(value, str) else value
+    return today(value, names) if isinstance(value, str) else value
+
+
+def today(name: str, names: Mapping[str, str]) -> str:
+    """Today's name, also of a metric that is split by sign or position."""
+    base = SPLIT.sub("", name)
+    return names.get(name) or names.get(base, base) + name[len(base) :]
 
 
 def renamed() -> dict[str, str]:
