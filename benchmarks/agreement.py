@@ -5,7 +5,8 @@ r"""How the judge agrees with the gold answers of the published sets: the tables
 
 Every gold answer that is not a number, and 300 that are, is judged against itself, against an equal answer in another
 form and against near misses, as in training: plainly or in processes.
-`tests/rollout/rewards/verifier/test_agreement.py` holds the page to what the first command prints, and judges all gold answers against themselves.
+`tests/rollout/rewards/verifier/test_agreement.py` holds the page to what the first command prints, and judges all gold
+answers against themselves.
 """
 
 import argparse

@@ -92,7 +92,7 @@ def make_prompts(case: Case, rows: int) -> list[Prompt]:
 
 
 def write_with_engine(model: Qwen3ForCausalLM, prompts: list[Prompt], group: int, num_new: int) -> Callable[[], Result]:
-    engine = TransformersEngine(model, eos_token_ids=stop_tokens(model), version=Version(0, 0), max_batch_size=4096)
+    engine = TransformersEngine(model, eos_token_ids=stop_tokens(model), version=Version(0, 0), max_num_seqs=4096)
     sampling = Sampling(max_new_tokens=num_new, num_top_log_probs=NUM_TOP)
     requests = [
         Request(uid=f"{prompt.uid}/{i}", prompt=prompt, seed=1000 * i + n, sampling=sampling)

@@ -83,9 +83,9 @@ def new_engine(job: Job, engine: str) -> Engine:
             _import_vllm(compiles=job["device"] != "cpu")
         for part in ("wall", "cpu"):
             RESULT[f"import/{part}"] += RESULT.pop(f"import vllm/{part}")
-        config = VLLMEngineConfig(dtype=dtype, max_batch_size=64)
+        config = VLLMEngineConfig(dtype=dtype, max_num_seqs=64)
     else:
-        config = TransformersEngineConfig(dtype=dtype, max_batch_size=64)
+        config = TransformersEngineConfig(dtype=dtype, max_num_seqs=64)
     with clock("construction"):
         return make_engine(config, folder, torch.device(job["device"]), START)
 

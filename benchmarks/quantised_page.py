@@ -31,8 +31,8 @@ CURVES = {
     "reward/mean": ("Logged reward, of the quantised copy", "mean reward"),
     "mismatch/engine_gap": ("Gap", "mean |p - q| of sampled tokens"),
     "policy/entropy": ("Entropy of the policy", "nats a token"),
-    "policy/update_kl_k1": ("KL of an update, by k1", "nats a token"),
-    "policy/update_kl_weighted": ("The same, weighted by p_old / p_inf", "nats a token"),
+    "policy/approx_kl_k1": ("KL of an update, by k1", "nats a token"),
+    "policy/approx_kl_weighted": ("The same, weighted by p_old / p_inf", "nats a token"),
 }
 
 Line = dict[str, Any]
@@ -100,10 +100,10 @@ def log_table(arms: dict[str, list[Run]]) -> str:
                 f"{over(runs, 'late', 'response/tokens').mean:.2f}",
                 f"{mean_of(runs, 'mismatch/engine_gap'):.4f}",
                 f"{mean_of(runs, 'obrs/acceptance'):.3f}",
-                *(cell for name in ("k1", "weighted") for cell in update_cells(runs, f"policy/update_kl_{name}")),
-                f"{1e4 * mean_of(runs, 'policy/update_kl_k3'):.1f}",
+                *(cell for name in ("k1", "weighted") for cell in update_cells(runs, f"policy/approx_kl_{name}")),
+                f"{1e4 * mean_of(runs, 'policy/approx_kl_k3'):.1f}",
                 f"{mean_of(runs, 'correction/ess'):.3f}",
-                f"{mean_of(runs, 'policy/clipped'):.2%}",
+                f"{mean_of(runs, 'policy/clip_frac'):.2%}",
             )
         )
     columns = ("arm", "entropy", "tokens", "gap", "acceptance", "k1", "below 0", "weighted k1", "below 0", "k3", "ESS")

@@ -47,7 +47,9 @@ def scores(path: str, rollouts: list[Rollout], **settings: str | None) -> Tensor
 
 
 def written(path: str, **settings: str | None) -> list[Rollout]:
-    engine: Engine = make_engine(VLLMEngineConfig(cache_gib=0.25, max_batch_size=64, **settings), path, CPU, FIRST)
+    engine: Engine = make_engine(
+        VLLMEngineConfig(kv_cache_memory_bytes=2**28, max_num_seqs=64, **settings), path, CPU, FIRST
+    )
     try:
         return engine.generate(requests(path))
     finally:

@@ -4,7 +4,7 @@
     >>> correction = make_correction("obrs", lam=1.0, c1=3.0, c2=3.0, mask="sampled", totals="prepass")
 
 This package's top level needs torch and pydantic only: the correction for use inside another framework. Its names are
-imported when they are first used, so that a process that only judges answers (`jackpot.answers`) loads neither.
+imported when they are first used, so that a process that only judges answers loads neither.
 """
 
 from importlib import import_module

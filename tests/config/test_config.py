@@ -60,7 +60,7 @@ def message(*changes, **options):
         ("policy.optimizer.learning_rat", "policy.optimizer.learning_rate"),
         ("sampling.tempratur", "sampling.temperature"),
         ("task.max_operands", "task.max_operand"),
-        ("engine.max_batchsize", "engine.max_batch_size"),
+        ("engine.max_batchsize", "engine.max_num_seqs"),
         ("batch.group", "batch.group_size"),
     ],
 )
@@ -86,7 +86,12 @@ RATIO_CORRECTIONS = corrections.CORRECTIONS.keys() - {
 UNKNOWN_VALUES = [
     ("objective.correction", "obsr", "; did you mean 'obrs'?", ", ".join(sorted(corrections.CORRECTIONS))),
     ("objective.correction.target", "oldd", "; did you mean 'old'?", "new, old"),
-    ("objective.aggregate", "tokens", "; did you mean 'token'?", "constant, sequence, token"),
+    (
+        "objective.loss_agg_mode",
+        "tokens",
+        "; did you mean 'token-mean'?",
+        "seq-mean-token-mean, seq-mean-token-sum-norm, token-mean",
+    ),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
     ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, math, tool_arithmetic"),
     ("precision", "fp8", ".", "bf16, fp32"),
@@ -133,22 +138,22 @@ def test_several_mistakes_are_all_named():
 
 
 def test_a_step_that_does_not_divide_the_batch_is_refused_with_all_the_numbers():
-    text = message({"batch.step_size": 5})
+    text = message({"batch.mini_batch_size": 5})
     assert text == (
-        "batch: prompts 6 x group_size 4 = 24 sequences do not divide into optimizer steps of step_size 5; choose a "
-        "step_size that divides 24, or other prompts or group_size"
+        "batch: prompts 6 x group_size 4 = 24 sequences do not divide into optimizer steps of mini_batch_size 5; "
+        "choose a mini_batch_size that divides 24, or other prompts or group_size"
     )
-    assert "step_size 48" in message({"batch.step_size": 48})
+    assert "mini_batch_size 48" in message({"batch.mini_batch_size": 48})
 
 
 @pytest.mark.parametrize(
     ("changes", "rollouts", "steps"),
     [
         ({}, 24, 1),
-        ({"batch.step_size": 24}, 24, 1),
-        ({"batch.step_size": 8}, 24, 3),
-        ({"batch.step_size": 8, "batch.epochs": 2}, 24, 6),
-        ({"batch.epochs": 4}, 24, 4),
+        ({"batch.mini_batch_size": 24}, 24, 1),
+        ({"batch.mini_batch_size": 8}, 24, 3),
+        ({"batch.mini_batch_size": 8, "batch.ppo_epochs": 2}, 24, 6),
+        ({"batch.ppo_epochs": 4}, 24, 4),
     ],
 )
 def test_the_arithmetic_of_batches(changes, rollouts, steps):
@@ -160,14 +165,14 @@ def test_groups_of_one_are_refused():
     assert "batch.group_size is 1, so every advantage of 'grpo' would be 0" in message({"batch.group_size": 1})
 
 
-@pytest.mark.parametrize("pull", [{"objective.entropy_weight": 0.01}, {"objective.reference": {"weight": 0.1}}])
+@pytest.mark.parametrize("pull", [{"objective.entropy_coeff": 0.01}, {"objective.reference": {"kl_loss_coef": 0.1}}])
 def test_what_pulls_on_all_tokens_is_not_divided_by_the_accepted_ones(pull):
     assert "count: proposed" in message({"objective.count": "accepted"} | pull)
 
 
 def test_a_constant_denominator_with_accepted_counts_is_refused():
-    changes = {"objective.aggregate": "constant", "objective.count": "accepted"}
-    assert "use count: proposed, or aggregate: token or sequence" in message(changes)
+    changes = {"objective.loss_agg_mode": "seq-mean-token-sum-norm", "objective.count": "accepted"}
+    assert "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean" in message(changes)
     for one in changes:
         build({one: changes[one]})
 
@@ -192,7 +197,7 @@ def test_an_exact_normaliser_of_a_truncated_engine_is_refused(truncation):
 
 def test_an_exact_normaliser_whose_weights_will_have_moved_is_refused():
     exact_new = {"objective.correction": {"name": "obrs", "normalizer": "exact", "target": "new"}}
-    for several, count in (({"batch.step_size": 8}, 3), ({"batch.epochs": 2}, 2)):
+    for several, count in (({"batch.mini_batch_size": 8}, 3), ({"batch.ppo_epochs": 2}, 2)):
         assert f"with {count} optimizer steps per iteration they have moved on" in message(exact_new, several)
         build(exact_new, several, {"objective.correction.target": "old"})
         build(exact_new, several, {"rollout_model.optimizer": None})  # frozen: its weights stay
@@ -423,11 +428,11 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     """And the other way round: what is registered can be chosen."""
 
     def allowed(block, field):
-        return set(re.findall(r"'(\w+)'", str(block.model_fields[field].annotation)))
+        return set(re.findall(r"'([\w-]+)'", str(block.model_fields[field].annotation)))
 
     assert allowed(config.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys() | {"gae"}
-    assert allowed(config.ReferenceConfig, "estimate") == losses.SAMPLED_KL.keys() | {"exact"}
-    assert allowed(config.ObjectiveConfig, "aggregate") == losses.AGGREGATES.keys()
+    assert allowed(config.ReferenceConfig, "kl_loss_type") == losses.SAMPLED_KL.keys() | {"exact"}
+    assert allowed(config.ObjectiveConfig, "loss_agg_mode") == losses.LOSS_AGG_MODES.keys()
     assert allowed(config.ObjectiveConfig, "count") == joint.COUNTS.keys()
     assert allowed(config.OBRSCorrection, "mask") == corrections.MASKS.keys()
     assert allowed(config.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()

@@ -16,7 +16,7 @@ from jackpot.config.run import OptimizerConfig
 from jackpot.core.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout, TokenBatch, Version
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
-from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.multi_turn import write as write_turns
 from jackpot.training.batching import optimizer_steps
@@ -48,7 +48,7 @@ def write(
 ) -> list[ScoredRollout]:
     """Sampled responses of the model to random prompts, with random advantages; a tool answers to `turn_ends`."""
     draw = np.random.default_rng(seed)
-    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_batch_size=64)
+    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_num_seqs=64)
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
     requests = []
     for number in range(prompts):
@@ -76,31 +76,33 @@ def cut(item: ScoredRollout, length: int) -> ScoredRollout:
 
 
 def batches(
-    items: Sequence[ScoredRollout], *, step_size=None, epochs=1, budget=10_000, seed=0
+    items: Sequence[ScoredRollout], *, mini_batch_size=None, epochs=1, budget=10_000, seed=0
 ) -> list[list[TokenBatch]]:
-    step_size = step_size or len(items)
-    return list(optimizer_steps(items, step_size=step_size, epochs=epochs, micro_batch_tokens=budget, seed=seed))
+    mini_batch_size = mini_batch_size or len(items)
+    return list(
+        optimizer_steps(items, mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=seed)
+    )
 
 
 def policy_objective(
-    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token", count="proposed", **numbers
+    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ) -> PolicyObjective:
     clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
     numbers = OBRS | numbers if name == "obrs" else numbers
     return PolicyObjective(
-        entropy_weight=0.0,
-        reference_weight=0.0,
+        entropy_coeff=0.0,
+        kl_loss_coef=0.0,
         correction=make_correction(name, **numbers),
         target=target,
         proximal=proximal,
         normalizer=normalizer,
-        aggregate=AGGREGATES[aggregate],
+        aggregate=LOSS_AGG_MODES[aggregate],
         count=count,
         **clips,
     )
 
 
-def rollout_model_objective(*, distill="forward", aggregate="token", **changes) -> RolloutModelObjective:
+def rollout_model_objective(*, distill="forward", aggregate="token-mean", **changes) -> RolloutModelObjective:
     settings = dict(
         correction=make_correction("tis", cap=1.2),
         proximal="old",
@@ -109,7 +111,7 @@ def rollout_model_objective(*, distill="forward", aggregate="token", **changes) 
         ppo_weight=0.8,
         distill_weight=0.6,
         distill=DISTILLATIONS[distill],
-        aggregate=AGGREGATES[aggregate],
+        aggregate=LOSS_AGG_MODES[aggregate],
     )
     return RolloutModelObjective(**settings | changes)
 
@@ -187,7 +189,7 @@ def reference_losses(
     target="old",
     proximal="old",
     mask="sampled",
-    aggregate="token",
+    aggregate="token-mean",
     count="proposed",
     temperature=1.0,
     numbers=OBRS,
@@ -235,11 +237,11 @@ def _ppo(log_ratio: Tensor, advantage: float) -> Tensor:
 
 def _aggregate(rows: list[list[tuple[Tensor, float]]], aggregate: str) -> Tensor:
     sums = [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in rows]
-    if aggregate == "sequence":
+    if aggregate == "seq-mean-token-mean":
         present = [loss / count for loss, count in sums if count > 0]
         return sum(present) / len(present)
     total = sum(loss for loss, _ in sums)
-    return total / (len(rows) * MAX_NEW if aggregate == "constant" else sum(count for _, count in sums))
+    return total / (len(rows) * MAX_NEW if aggregate == "seq-mean-token-sum-norm" else sum(count for _, count in sums))
 
 
 class ReferenceAdamW:

@@ -23,7 +23,8 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     parts = make_parts(config, None, None)
     prompts = PromptStream(parts.task, "train", config.seed)
-    scored = Sampler(parts, prompts, Clock(), lambda iteration, event: None).next_batch(1).scored
+    made_of = (config, parts.engine, parts.task, parts.tokenizer, parts.writer_cost, prompts, Clock())
+    scored = Sampler(*made_of, lambda iteration, event: None).next_batch(1).scored
     assert any(item.advantages.any() for item in scored)
     mine: list[ScoredRollout] = scored[rank::ranks]
     pieces = [mine] if rank < ranks - 1 else [mine[:5], mine[5:]]

@@ -27,7 +27,7 @@ SMALL = (
     "threads=1",
 )
 
-COSTS = {"policy": ForwardCost(per_token=1, per_pair=0)}  # then FLOPs are tokens read
+COST = ForwardCost(per_token=1, per_pair=0)  # then FLOPs are tokens read
 
 
 def small_config(*overrides: str, arm: str | None = None) -> Config:

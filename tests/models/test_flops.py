@@ -12,7 +12,13 @@ from jackpot.models.load import load_outline
 COST = {role: forward_cost(load_outline(f"starter:{role}")) for role in ("policy", "rollout_model")}
 CASES = [  # overrides, who writes, how often each model is gone through in training, epochs
     ((), None, "rollout_model", {"policy": 3, "rollout_model": 3}, 1),
-    (("rollout_model.optimizer=null", "batch.epochs=2"), None, "rollout_model", {"policy": 3, "rollout_model": 1}, 2),
+    (
+        ("rollout_model.optimizer=null", "batch.ppo_epochs=2"),
+        None,
+        "rollout_model",
+        {"policy": 3, "rollout_model": 1},
+        2,
+    ),
     ((), "on_policy", "policy", {"policy": 3}, 1),
 ]
 

@@ -12,7 +12,7 @@ from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import Anchor, PolicyObjective, RolloutModelObjective, anchor_of, joint_loss, token_scores
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
-from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.objectives.obrs import ZEstimate
 
 B, T, V, H, K, MAX_LENGTH = 4, 5, 7, 6, 3, 9
@@ -95,19 +95,19 @@ class Case:
 
 
 def objective(
-    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token", count="proposed", **numbers
+    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ):
     if name == "obrs":
         numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", totals="none") | numbers
     clips = {key: numbers.pop(key, value) for key, value in CLIPS.items()}
     return PolicyObjective(
-        entropy_weight=0.0,
-        reference_weight=0.0,
+        entropy_coeff=0.0,
+        kl_loss_coef=0.0,
         correction=make_correction(name, **numbers),
         target=target,
         proximal=proximal,
         normalizer=normalizer,
-        aggregate=AGGREGATES[aggregate],
+        aggregate=LOSS_AGG_MODES[aggregate],
         count=count,
         **clips,
     )
@@ -122,7 +122,7 @@ def rollout_objective(**changes):
         ppo_weight=0.7,
         distill_weight=0.4,
         distill=DISTILLATIONS["forward"],
-        aggregate=AGGREGATES["token"],
+        aggregate=LOSS_AGG_MODES["token-mean"],
     )
     return RolloutModelObjective(**settings | changes)
 
@@ -258,7 +258,7 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
     assert loss.metrics["policy/loss"].count.item() == case.mask.sum().item()
 
 
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("count", ["proposed", "accepted"])
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
 def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
@@ -277,10 +277,10 @@ def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
         losses = -math.fsum(accepted[row][t] * weights[row][t] * value for t, value in zip(tokens, values, strict=True))
         counts = len(tokens) if count == "proposed" else math.fsum(accepted[row][t] for t in tokens)
         rows.append((losses, counts))
-    if aggregate == "sequence":
+    if aggregate == "seq-mean-token-mean":
         rows = [(losses / counts, 1) for losses, counts in rows if counts > 0]
     numerator = math.fsum(losses for losses, _ in rows)
-    denominator = B * MAX_LENGTH if aggregate == "constant" else math.fsum(counts for _, counts in rows)
+    denominator = B * MAX_LENGTH if aggregate == "seq-mean-token-sum-norm" else math.fsum(counts for _, counts in rows)
     assert loss.policy.item() == pytest.approx(numerator, rel=RTOL)
     assert loss.metrics["policy/loss"].value.item() == pytest.approx(numerator / denominator, rel=RTOL)
 
@@ -347,7 +347,7 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7_over_all_response_
     assert values["rollout_model/loss"] == pytest.approx(total / count, rel=RTOL)
     assert values["rollout_model/distill_kl"] == pytest.approx(kl_sum / count, rel=RTOL)
     assert values["rollout_model/weight"] == pytest.approx(weight_sum / count, rel=RTOL)
-    assert values["rollout_model/clipped"] == pytest.approx(clipped / count, rel=RTOL)
+    assert values["rollout_model/clip_frac"] == pytest.approx(clipped / count, rel=RTOL)
 
 
 @pytest.mark.parametrize("distill", ["forward", "reverse"])
@@ -361,19 +361,19 @@ def test_distillation_never_reaches_the_policy(distill):
     assert case.weight["rollout_model"].grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_rollout_model_divides_by_proposed_tokens_whatever_the_policy_counts(aggregate):
     case = Case()
     loss = joint_loss(
         objective(count="accepted"),
-        rollout_objective(aggregate=AGGREGATES[aggregate]),
+        rollout_objective(aggregate=LOSS_AGG_MODES[aggregate]),
         case.batch,
         case.scores(),
         case.anchor(),
         {},
         MAX_LENGTH,
     )
-    expected = {"token": 8, "sequence": 3, "constant": B * MAX_LENGTH}[aggregate]
+    expected = {"token-mean": 8, "seq-mean-token-mean": 3, "seq-mean-token-sum-norm": B * MAX_LENGTH}[aggregate]
     assert loss.metrics["rollout_model/loss"].count.item() == expected
 
 
@@ -396,9 +396,9 @@ def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction
     moved = old - scores.log_probs.detach()[case.mask].numpy()
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
     expected = {
-        "policy/update_kl_k1": moved.mean(),
-        "policy/update_kl_k3": (np.exp(-moved) - 1 + moved).mean(),
-        "policy/update_kl_weighted": (np.exp(old - rollout) * moved).mean(),
+        "policy/approx_kl_k1": moved.mean(),
+        "policy/approx_kl_k3": (np.exp(-moved) - 1 + moved).mean(),
+        "policy/approx_kl_weighted": (np.exp(old - rollout) * moved).mean(),
         "mismatch/ratio": np.exp(old - rollout).mean(),
         "mismatch/ratio_max": np.exp(old - rollout).max(),
         "mismatch/kl_k3": (np.exp(old - rollout) - 1 - (old - rollout)).mean(),
@@ -426,7 +426,7 @@ def test_the_largest_advantage_is_reported_before_and_after_rejection():
 def test_the_clipped_share_counts_tokens_whose_gradient_ppo_removed():
     case = Case(seed=9)
     scores, anchor = case.scores(), case.anchor()
-    found = joint_loss(objective(), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics["policy/clipped"]
+    found = joint_loss(objective(), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics["policy/clip_frac"]
     ratios = (scores.log_probs - anchor.old_log_probs).exp()
     slopes = [
         surrogate(ratios[at].item(), case.batch.advantages[at].item(), 0.2, 0.3)[1]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackpot.objectives.losses import AGGREGATES, clip_share, clipped_surrogate
+from jackpot.objectives.losses import LOSS_AGG_MODES, clip_share, clipped_surrogate
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 RTOL = 1e-12
@@ -90,40 +90,40 @@ def random_losses(seed=0):
 
 def by_hand(name, losses, counted, max_length):
     rows = list(zip(losses.tolist(), counted.tolist(), strict=True))
-    if name == "token":
+    if name == "token-mean":
         return sum(map(sum, losses.tolist())), sum(map(sum, counted.tolist()))
-    if name == "constant":
+    if name == "seq-mean-token-sum-norm":
         return sum(map(sum, losses.tolist())), len(rows) * max_length
     present = [(sum(row), sum(counts)) for row, counts in rows if sum(counts) > 0]
     return sum(loss / count for loss, count in present), len(present)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("kind", ["mask", "coins", "expected"])
 def test_an_aggregate_is_what_its_loop_says(name, kind, seed):
     losses, counted = random_losses(seed)
     counted = counted if kind == "expected" else (counted > 0).to(losses.dtype)
     if kind == "coins":  # a row of which every token was rejected
         counted[1], losses[1] = 0.0, 0.0
-    numerator, denominator = AGGREGATES[name](losses, counted, 11)
+    numerator, denominator = LOSS_AGG_MODES[name](losses, counted, 11)
     expected = by_hand(name, losses, counted, 11)
     assert (numerator.item(), float(denominator)) == pytest.approx(expected, rel=RTOL)
 
 
-@pytest.mark.parametrize("name", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_numerators_and_denominators_add_up_over_micro_batches(name):
     losses, counted = random_losses()
-    whole = AGGREGATES[name](losses, counted, 11)
-    parts = [AGGREGATES[name](losses[rows], counted[rows], 11) for rows in (slice(0, 2), slice(2, 5))]
+    whole = LOSS_AGG_MODES[name](losses, counted, 11)
+    parts = [LOSS_AGG_MODES[name](losses[rows], counted[rows], 11) for rows in (slice(0, 2), slice(2, 5))]
     added = [float(sum(column)) for column in zip(*parts, strict=True)]
     assert added == pytest.approx([float(part) for part in whole], rel=RTOL)
 
 
-@pytest.mark.parametrize("name", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_nothing_counted_gives_a_zero_numerator_and_a_finite_gradient(name):
     losses = torch.zeros(2, 3, requires_grad=True)
-    numerator, denominator = AGGREGATES[name](losses, torch.zeros(2, 3), 4)
+    numerator, denominator = LOSS_AGG_MODES[name](losses, torch.zeros(2, 3), 4)
     numerator.backward()
     assert numerator.item() == 0.0 and losses.grad.isfinite().all()
-    assert float(denominator) == (8.0 if name == "constant" else 0.0)
+    assert float(denominator) == (8.0 if name == "seq-mean-token-sum-norm" else 0.0)

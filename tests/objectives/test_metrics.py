@@ -73,9 +73,9 @@ def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_toke
         "obrs/acceptance": (ratio / LAM).clamp(max=1.0),
         "correction/accepted": correction.accept_mask,
         "correction/weight": factor,
-        "correction/capped": correction.capped.double(),
-        "correction/capped_c2": correction.capped_c2.double(),
-        "policy/clipped": clipped.double(),
+        "correction/clip_frac": correction.capped.double(),
+        "correction/clip_frac_c2": correction.capped_c2.double(),
+        "policy/clip_frac": clipped.double(),
     }
     groups = groups_of(inputs, advantages)
     for column, values in columns.items():
@@ -213,7 +213,7 @@ def test_what_another_sampler_wrote_can_make_the_kl_of_an_update_negative_and_th
     found = {name: sums.value.item() for name, sums in update_kl(moved, ratio, drawn >= 0).items()}
     exact = (old * (old / new).log()).sum().item()
     assert exact > 0.05
-    assert found["policy/update_kl_weighted"] == pytest.approx(exact, rel=1e-12)
-    assert found["policy/update_kl_k1"] == pytest.approx((sampler * (old / new).log()).sum().item(), rel=1e-12)
-    assert found["policy/update_kl_k1"] < -0.2
-    assert found["policy/update_kl_k3"] == pytest.approx((sampler * (new / old - 1 - (new / old).log())).sum().item())
+    assert found["policy/approx_kl_weighted"] == pytest.approx(exact, rel=1e-12)
+    assert found["policy/approx_kl_k1"] == pytest.approx((sampler * (old / new).log()).sum().item(), rel=1e-12)
+    assert found["policy/approx_kl_k1"] < -0.2
+    assert found["policy/approx_kl_k3"] == pytest.approx((sampler * (new / old - 1 - (new / old).log())).sum().item())

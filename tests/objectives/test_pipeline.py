@@ -15,28 +15,28 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import tabular
 from helpers.tabular import VOCAB, World
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective, anchor_of, joint_loss
-from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
-from objectives import tabular
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
 
 
-def make_objective(name="obrs", *, target="old", proximal="old", aggregate="token", count="proposed", **numbers):
+def make_objective(name="obrs", *, target="old", proximal="old", aggregate="token-mean", count="proposed", **numbers):
     if name == "obrs":
         numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", totals="none") | numbers
     return PolicyObjective(
-        entropy_weight=0.0,
-        reference_weight=0.0,
+        entropy_coeff=0.0,
+        kl_loss_coef=0.0,
         correction=make_correction(name, **numbers),
         target=target,
         proximal=proximal,
         normalizer="topk",
         clip_low=math.inf,
         clip_high=math.inf,
-        aggregate=AGGREGATES[aggregate],
+        aggregate=LOSS_AGG_MODES[aggregate],
         count=count,
     )
 
@@ -229,7 +229,11 @@ def test_the_denominators_are_expected_tokens_proposed_or_accepted():
     for mask in ("sampled", "expected"):
         counts = [
             setting.expected_gradient(make_objective(lam=lam, mask=mask, aggregate=aggregate, count=count))[2]
-            for aggregate, count in (("token", "proposed"), ("token", "accepted"), ("constant", "proposed"))
+            for aggregate, count in (
+                ("token-mean", "proposed"),
+                ("token-mean", "accepted"),
+                ("seq-mean-token-sum-norm", "proposed"),
+            )
         ]
         assert counts == pytest.approx([tokens, accepted, 3.0], rel=1e-12)
 
@@ -247,7 +251,7 @@ def rollout_objective(name="tis", *, distill="forward", ppo_weight=1.0, distill_
         ppo_weight=ppo_weight,
         distill_weight=distill_weight,
         distill=DISTILLATIONS[distill],
-        aggregate=AGGREGATES["token"],
+        aggregate=LOSS_AGG_MODES["token-mean"],
     )
 
 

@@ -34,9 +34,9 @@ WRITTEN = write(ROLLOUT_MODEL, temperature=0.8, seed=3)
 TEMPERATURE = 0.8
 
 
-def learner_with(estimate, reference_weight=0.0, entropy_weight=0.0, optimizer=LINEAR):
+def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR):
     """A learner, and the model that it is held near."""
-    objective = replace(policy_objective(), reference_weight=reference_weight, entropy_weight=entropy_weight)
+    objective = replace(policy_objective(), kl_loss_coef=kl_loss_coef, entropy_coeff=entropy_coeff)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE, optimizer=optimizer)
     frozen = copy.deepcopy(FROZEN)
     if estimate:
@@ -79,7 +79,7 @@ def unpulled(items):
 @pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
 @pytest.mark.parametrize("budget", [10_000, 40])
 def test_the_loss_and_the_policys_gradient_hold_the_kl_to_the_reference(estimate, budget):
-    learner, frozen = learner_with(estimate, reference_weight=0.7)
+    learner, frozen = learner_with(estimate, kl_loss_coef=0.7)
     (result,) = train(learner, batches(WRITTEN, budget=budget))
     loss, policy = unpulled(WRITTEN)
     kl, _ = by_hand(policy, WRITTEN, estimate)
@@ -96,7 +96,7 @@ def test_the_loss_and_the_policys_gradient_hold_the_kl_to_the_reference(estimate
 
 
 def test_the_entropy_bonus_is_taken_from_the_loss_and_lifts_the_entropy():
-    learner, _ = learner_with(None, entropy_weight=0.4)
+    learner, _ = learner_with(None, entropy_coeff=0.4)
     (result,) = train(learner, batches(WRITTEN, budget=60))
     loss, policy = unpulled(WRITTEN)
     _, entropy = by_hand(policy, WRITTEN, "exact")
@@ -113,7 +113,7 @@ def test_without_any_advantage_the_regularised_policy_still_steps_and_gets_neare
     """Equal rewards skip the policy only where nothing else pulls."""
     items = without_advantage(WRITTEN)
     slow = LINEAR.model_copy(update={"learning_rate": 0.05})
-    learner, _ = learner_with(estimate, reference_weight=1.0, optimizer=slow)
+    learner, _ = learner_with(estimate, kl_loss_coef=1.0, optimizer=slow)
     before = None
     for _ in range(3):
         (result,) = train(learner, batches(items))
@@ -125,7 +125,7 @@ def test_without_any_advantage_the_regularised_policy_still_steps_and_gets_neare
 
 
 def test_without_any_advantage_an_entropy_bonus_raises_the_entropy():
-    learner, _ = learner_with(None, entropy_weight=1.0)
+    learner, _ = learner_with(None, entropy_coeff=1.0)
     entropies = [
         train(learner, batches(without_advantage(WRITTEN)))[0].metrics["policy/entropy"].value for _ in range(3)
     ]
@@ -150,7 +150,7 @@ def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
 
 def test_the_regulariser_stands_on_all_tokens_and_is_not_rejected():
     """With lam so large that every coin rejects, the gradient is the regulariser's alone."""
-    objective = replace(policy_objective(lam=1e6, totals="none"), reference_weight=0.5)
+    objective = replace(policy_objective(lam=1e6, totals="none"), kl_loss_coef=0.5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
     policy = learner._models["policy"]
     learner._reference = Reference(copy.deepcopy(FROZEN), policy, estimate="exact", temperature=TEMPERATURE)

@@ -95,20 +95,24 @@ ADVANTAGE_CASES = [
 
 # (peer's case, our aggregate, ours / the peer's): only the denominators differ, and only if a response is empty
 LOSS_CASES = [
-    ("verl/ppo", "token", 1.0),
-    ("verl/ppo_tis/token-mean", "token", 1.0),
-    ("trl/ppo", "token", 1.0),
-    ("trl/ppo_tis/bnpo", "token", 1.0),
-    ("trl/ppo_tis/dapo", "token", 1.0),
-    ("verl/ppo_tis/seq-mean-token-mean", "sequence", 1.0),
-    ("trl/ppo_tis/grpo", "sequence", RESPONSES / PRESENT),  # TRL counts empty responses
-    ("trl/ppo_tis/dr_grpo", "constant", 1.0),
-    ("verl/ppo_tis/seq-mean-token-sum-norm", "constant", PRESENT / RESPONSES),  # verl counts no empty ones
+    ("verl/ppo", "token-mean", 1.0),
+    ("verl/ppo_tis/token-mean", "token-mean", 1.0),
+    ("trl/ppo", "token-mean", 1.0),
+    ("trl/ppo_tis/bnpo", "token-mean", 1.0),
+    ("trl/ppo_tis/dapo", "token-mean", 1.0),
+    ("verl/ppo_tis/seq-mean-token-mean", "seq-mean-token-mean", 1.0),
+    ("trl/ppo_tis/grpo", "seq-mean-token-mean", RESPONSES / PRESENT),  # TRL counts empty responses
+    ("trl/ppo_tis/dr_grpo", "seq-mean-token-sum-norm", 1.0),
+    (
+        "verl/ppo_tis/seq-mean-token-sum-norm",
+        "seq-mean-token-sum-norm",
+        PRESENT / RESPONSES,
+    ),  # verl counts no empty ones
 ]
 AGGREGATE_CASES = [
-    ("verl/agg/token-mean", "token", 1.0),
-    ("verl/agg/seq-mean-token-mean", "sequence", 1.0),
-    ("verl/agg/seq-mean-token-sum-norm", "constant", PRESENT / RESPONSES),
+    ("verl/agg/token-mean", "token-mean", 1.0),
+    ("verl/agg/seq-mean-token-mean", "seq-mean-token-mean", 1.0),
+    ("verl/agg/seq-mean-token-sum-norm", "seq-mean-token-sum-norm", PRESENT / RESPONSES),
 ]
 
 WITHOUT_COUNTERPART = {
@@ -188,7 +192,7 @@ def test_gae(case):
 
 
 def aggregate(name, losses, counted):
-    numerator, denominator = surrogate.AGGREGATES[name](losses, counted, LIMIT)
+    numerator, denominator = surrogate.LOSS_AGG_MODES[name](losses, counted, LIMIT)
     return numerator / denominator
 
 
@@ -216,7 +220,7 @@ def test_aggregates(case, name, ratio):
 def test_value_loss():
     returns = INPUTS.advantages[:, None].expand_as(MASK)
     error, _ = surrogate.clipped_value_error(INPUTS.token_rewards, INPUTS.values, returns, 0.2)
-    ours = aggregate("token", error * MASK, MASK.double())
+    ours = aggregate("token-mean", error * MASK, MASK.double())
     torch.testing.assert_close(ours, recorded("verl/value_loss", "loss"), rtol=1e-10, atol=0.0)
 
 

@@ -45,12 +45,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return home / "whole", home / "killed"
 
 
-@pytest.mark.parametrize("overrides", [(), ("batch.step_size=8",), ("rollout_model.update=iteration",)])
+@pytest.mark.parametrize("overrides", [(), ("batch.mini_batch_size=8",), ("rollout_model.update=iteration",)])
 def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run(small_config(*AHEAD, *overrides, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path)
     after = [0, *(load_state(tmp_path / "checkpoints" / f"step-{n}")["version"][1] for n in range(1, 5))]
     lines, steps = metrics(tmp_path), after[1]
-    assert steps == (1 if overrides != ("batch.step_size=8",) else 2) and after == [n * steps for n in range(5)]
+    assert steps == (1 if overrides != ("batch.mini_batch_size=8",) else 2) and after == [n * steps for n in range(5)]
     for iteration, batch in rows(tmp_path).items():
         written = after[max(0, iteration - 2)]
         assert {version[1] for row in batch for version in row["versions"]} == {written}
@@ -69,9 +69,9 @@ def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: 
 
 
 def test_dynamic_sampling_writes_its_further_rounds_with_the_same_weights(tmp_path: Path) -> None:
-    run(small_config(*AHEAD, "batch.dynamic_sampling.max_rounds=4"), tmp_path)
+    run(small_config(*AHEAD, "batch.filter_groups.max_num_gen_batches=4"), tmp_path)
     lines = metrics(tmp_path)[1:]
-    assert max(line["sampling/rounds"] for line in lines[1:]) > 1
+    assert max(line["sampling/gen_batches"] for line in lines[1:]) > 1
     assert [line["lag/rollout_model_max"] for line in lines] == [0, 1, 1, 1]
 
 

@@ -74,7 +74,7 @@ def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows
     found = rows(folder)
     assert [(row["uid"], row["sample"]) for row in found] == [(one.uid, j) for one in prompts for j in range(3)]
     for row, prompt in zip(found, (one for one in prompts for _ in range(3)), strict=True):
-        assert (row["prompt"], row["answer"], row["judge_problem"]) == (prompt.text, prompt.answer, None)
+        assert (row["prompt"], row["answer"], row["reward_error"]) == (prompt.text, prompt.answer, None)
         assert row["correct"] == (row["finish"] == "stop" and row["response"].partition("#")[2] == prompt.answer)
         assert row["reward"] == float(row["correct"])
         assert row["tokens"] == len(row["response"]) + (row["finish"] == "stop")  # one a character, and the end
@@ -96,7 +96,7 @@ def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows
 
 
 def test_answers_do_not_depend_on_how_many_are_asked_at_once_or_on_k(whole, tmp_path: Path) -> None:
-    evaluation(tmp_path / "few", {"engine": {"max_batch_size": 5}})
+    evaluation(tmp_path / "few", {"engine": {"max_num_seqs": 5}})
     assert rows(tmp_path / "few") == rows(whole[0])
     evaluation(tmp_path / "one", {"k": 1, "problems": 7})
     assert rows(tmp_path / "one") == [row for row in rows(whole[0]) if row["sample"] == 0][:7]
@@ -183,7 +183,7 @@ def test_another_model_in_the_same_folder_is_refused(whole) -> None:
 def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         evaluation(tmp_path, kill_after=30)
-    evaluation(tmp_path, {"engine": {"max_batch_size": 7}, "device": "cpu", "math": {"workers": 3}})
+    evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"workers": 3}})
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     [result] = evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
     told = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]
@@ -227,7 +227,9 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: 
 
 
 def test_a_signal_that_nobody_can_catch_costs_what_was_not_judged(whole, tmp_path: Path) -> None:
-    command = "from jackpot import evaluate; evaluate._JUDGED_AT_ONCE = 4; from jackpot.cli import main; main()"
+    command = (
+        "from jackpot.rollout import evaluate; evaluate._JUDGED_AT_ONCE = 4; from jackpot.ui.cli import main; main()"
+    )
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]
     settings = ["problems=20", "threads=1", "sampling.max_new_tokens=24"]
     process = subprocess.Popen([sys.executable, "-c", command, *arguments, *settings], stdout=subprocess.DEVNULL)

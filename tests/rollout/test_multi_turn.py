@@ -26,13 +26,13 @@ VERSION = Version(2, 5)
 TINY = tiny_model(0).eval()
 
 
-def starter_engine(max_batch_size=64) -> TransformersEngine:
+def starter_engine(max_num_seqs=64) -> TransformersEngine:
     model = load_model("starter:policy", torch.float32)
-    return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=VERSION, max_batch_size=max_batch_size)
+    return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=VERSION, max_num_seqs=max_num_seqs)
 
 
-def tiny_engine(max_batch_size=64) -> TransformersEngine:
-    return TransformersEngine(TINY, eos_token_ids=(EOS,), version=VERSION, max_batch_size=max_batch_size)
+def tiny_engine(max_num_seqs=64) -> TransformersEngine:
+    return TransformersEngine(TINY, eos_token_ids=(EOS,), version=VERSION, max_num_seqs=max_num_seqs)
 
 
 def problems(count, max_new_tokens=32, **sampling):

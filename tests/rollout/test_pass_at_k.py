@@ -125,6 +125,6 @@ def test_a_summary_counts_what_went_wrong() -> None:
     found = summarize(outcomes, seed=0)
     assert (found.problems, found.k) == (2, 2)
     assert (found.mean_at_k.value, found.pass_at_k[2].value) == (0.25, 0.5)
-    assert (found.truncated, found.aborted, found.judge_timeouts, found.judge_crashes) == (0.5, 0.25, 0.25, 0.0)
+    assert (found.truncated, found.aborted, found.reward_timeouts, found.reward_crashes) == (0.5, 0.25, 0.25, 0.0)
     assert found.reward == pytest.approx(0.275)
     assert (found.tokens, found.tokens_median, found.tokens_longest, found.tokens_total) == (40.0, 25.0, 100, 160)

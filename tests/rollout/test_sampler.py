@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.runs import COSTS, small_config
+from helpers.runs import COST, small_config
 from jackpot.core.clock import Clock
 from jackpot.core.types import Prompt, Request, Rollout, Score
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.sampler import Sampler, shaped_score
 from jackpot.rollout.tasks.base import PromptStream, Task
-from jackpot.training.components import Parts
 
 LENGTH = 6
 
@@ -77,12 +76,18 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Num
     config = small_config(*overrides)
     task, engine, told = task_class(rules), Writer(change), []
     tokenizer = load_tokenizer("starter:policy")
-    parts = Parts(
-        config=config, task=task, tokenizer=tokenizer, engine=engine, policy_engine=engine, learner=None, costs=COSTS
-    )
     prompts = PromptStream(task, "train", 0)
     return (
-        Sampler(parts, prompts, Clock(), lambda n, event: told.append(event | {"iteration": n})),
+        Sampler(
+            config,
+            engine,
+            task,
+            tokenizer,
+            COST,
+            prompts,
+            Clock(),
+            lambda n, event: told.append(event | {"iteration": n}),
+        ),
         prompts,
         told,
         engine,
@@ -104,7 +109,7 @@ def kept(batch):
 
 
 MIXED, RIGHT, WRONG = (1.0, 0.0, 0.0, 1.0), (1.0,) * 4, (0.0,) * 4
-DYNAMIC = "batch.dynamic_sampling.max_rounds=3"
+DYNAMIC = "batch.filter_groups.max_num_gen_batches=3"
 
 
 def every_third(number):
@@ -136,7 +141,7 @@ def test_without_dynamic_sampling_every_group_is_kept_and_one_round_written():
     sampler, *_, engine = sampler_of(every_third)
     batch = sampler.next_batch(1)
     assert kept(batch) == [0, 1, 2, 3] and len(engine.requests) == len(batch.scored) == 16
-    assert value(batch, "sampling/rounds") == 1.0 and value(batch, "sampling/groups_left_out") == 0.0
+    assert value(batch, "sampling/gen_batches") == 1.0 and value(batch, "sampling/groups_filtered") == 0.0
     assert value(batch, "reward/all_right") == 0.25 and value(batch, "reward/all_wrong") == 0.25
     assert without_advantage(batch) == 0.5
 
@@ -145,7 +150,7 @@ def test_dynamic_sampling_writes_rounds_until_there_are_enough_unequal_groups():
     sampler, _, _, engine = sampler_of(every_third, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [0, 3, 6, 9]
-    assert value(batch, "sampling/rounds") == 3.0 and value(batch, "sampling/groups_left_out") == 8.0
+    assert value(batch, "sampling/gen_batches") == 3.0 and value(batch, "sampling/groups_filtered") == 8.0
     assert without_advantage(batch) == 0.0
     assert len(engine.requests) == len({request.uid for request in engine.requests}) == 48
     # the shares are of all that was written, what was left out too
@@ -159,14 +164,14 @@ def test_surplus_unequal_groups_are_left_out_and_counted():
     batch = sampler.next_batch(1)
     assert kept(batch) == [2, 3, 4, 5]
     assert [int(rollout.prompt.uid) for rollout in batch.first[::4]] == [0, 1, 2, 3]  # nobody has chosen among them
-    assert value(batch, "sampling/rounds") == 2.0 and value(batch, "sampling/groups_left_out") == 4.0
+    assert value(batch, "sampling/gen_batches") == 2.0 and value(batch, "sampling/groups_filtered") == 4.0
 
 
 def test_after_the_last_round_equal_groups_fill_what_is_missing():
     sampler, *_ = sampler_of(lambda number: MIXED if number == 7 else WRONG, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [7, 0, 1, 2]
-    assert value(batch, "sampling/rounds") == 3.0 and value(batch, "sampling/groups_left_out") == 8.0
+    assert value(batch, "sampling/gen_batches") == 3.0 and value(batch, "sampling/groups_filtered") == 8.0
     assert without_advantage(batch) == 0.75
     found = torch.stack([item.advantages for item in batch.scored])
     assert found[:4].abs().min() > 0.5 and not found[4:].any()
@@ -191,7 +196,7 @@ def test_the_overlong_penalty_falls_evenly_over_the_last_tokens_before_the_limit
 
 
 def test_the_penalty_is_taken_from_the_reward_and_not_from_what_is_correct():
-    config = small_config("objective.overlong.buffer=20", "objective.overlong.penalty=2.0")
+    config = small_config("objective.overlong_buffer.len=20", "objective.overlong_buffer.penalty_factor=2.0")
     prompt = Prompt(uid="0", text="", answer="", token_ids=(3,))
     rollout = answer(Request(uid="0#0", prompt=prompt, seed=0, sampling=config.sampling))
     score = shaped_score(config, rollout, Score(reward=1.0, correct=True))
@@ -206,9 +211,9 @@ def test_dynamic_sampling_asks_whether_the_tasks_own_rewards_are_equal_and_not_w
         names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
         return replace(rollout, **{name: torch.cat([getattr(rollout, name)] * 4) for name in names})
 
-    sampler, *_ = sampler_of(lambda number: RIGHT, "objective.overlong.buffer=4", DYNAMIC, change=longer)
+    sampler, *_ = sampler_of(lambda number: RIGHT, "objective.overlong_buffer.len=4", DYNAMIC, change=longer)
     batch = sampler.next_batch(1)
-    assert value(batch, "sampling/rounds") == 3.0 and value(batch, "reward/mean") == pytest.approx(0.75)
+    assert value(batch, "sampling/gen_batches") == 3.0 and value(batch, "reward/mean") == pytest.approx(0.75)
     assert value(batch, "reward/all_right") == 1.0 and without_advantage(batch) == 0.0
 
 
@@ -262,9 +267,11 @@ def test_what_could_not_be_judged_is_counted_by_its_cause_and_told():
 
     sampler, _, told, _ = sampler_of(lambda number: MIXED, task_class=Failing)
     batch = sampler.next_batch(5)
-    assert value(batch, "reward/judge_timeouts") == 5 / 16 and value(batch, "reward/judge_crashes") == 1 / 16
+    assert value(batch, "reward/timeouts") == 5 / 16 and value(batch, "reward/errors") == 1 / 16
     assert len(batch.scored) == 16  # with the reward that it has
-    wanted = [("judge_timeout", "5/1#2"), ("judge_crash", "5/1#3")] + [("judge_timeout", f"5/3#{n}") for n in range(4)]
+    wanted = [("reward_timeout", "5/1#2"), ("reward_crash", "5/1#3")] + [
+        ("reward_timeout", f"5/3#{n}") for n in range(4)
+    ]
     assert told == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.engines.threaded import ThreadedEngine
-from helpers.runs import COSTS, assert_same_run, run, small_config
+from helpers.runs import COST, assert_same_run, run, small_config
 from jackpot.core.clock import Clock
 from jackpot.core.types import Prompt, Request, Score, Version
 from jackpot.launch import local
@@ -20,10 +20,9 @@ from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.registry import make_task
-from jackpot.training.components import Parts
 
 PATIENCE = 30.0  # seconds until a test gives up
-ONE_GROUP = "engine.max_batch_size=4"  # decoded at once: the groups end one after the other
+ONE_GROUP = "engine.max_num_seqs=4"  # decoded at once: the groups end one after the other
 TOKENIZER = load_tokenizer("starter:policy")
 
 
@@ -70,16 +69,8 @@ def watched() -> Iterator[tuple[Watched, Sampler, Clock]]:
 
     with closing(threaded(config, before_step=hold)) as engine:
         task.engine = engine
-        parts = Parts(
-            config=config,
-            task=task,
-            tokenizer=TOKENIZER,
-            engine=engine,
-            policy_engine=engine,
-            learner=None,
-            costs=COSTS,
-        )
-        yield task, Sampler(parts, PromptStream(task, "train", 0), clock, lambda number, event: None), clock
+        prompts = PromptStream(task, "train", 0)
+        yield task, Sampler(config, engine, task, TOKENIZER, COST, prompts, clock, lambda number, event: None), clock
 
 
 def test_a_group_is_judged_while_the_engine_writes_the_others(watched) -> None:
@@ -114,7 +105,7 @@ def test_responses_come_as_they_end_and_nobody_has_to_ask_for_them() -> None:
         assert [rollout.uid for rollout in write(engine, task, TOKENIZER, requests)] == uids
 
 
-@pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.dynamic_sampling.max_rounds=2",)])
+@pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.filter_groups.max_num_gen_batches=2",)])
 def test_a_run_does_not_depend_on_how_its_rollouts_come_in(overrides, tmp_path: Path, threads: None) -> None:
     """By themselves, or in the trainer's own thread."""
     config = small_config(*overrides)

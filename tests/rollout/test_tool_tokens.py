@@ -25,17 +25,17 @@ from helpers.learners import (
     write,
 )
 from jackpot.core.prng import stream_key, uniform_row
-from jackpot.objectives.losses import AGGREGATES
+from jackpot.objectives.losses import LOSS_AGG_MODES
 from jackpot.training.batching import collate
 
 MODELS = {"policy": smallest_model(0), "rollout_model": smallest_model(1)}
 ITEMS = write(MODELS["rollout_model"], seed=5, turn_ends=range(2, 12))
 SAMPLED = [item.rollout.sampled_mask for item in ITEMS]
-ANY = [{"aggregate": name, "mask": mask} for name in AGGREGATES for mask in ("sampled", "expected")]
+ANY = [{"aggregate": name, "mask": mask} for name in LOSS_AGG_MODES for mask in ("sampled", "expected")]
 
 
 def learner_for(**changes):
-    aggregate = changes.get("aggregate", "token")
+    aggregate = changes.get("aggregate", "token-mean")
     return make_learner(
         *MODELS.values(),
         objective=policy_objective(**changes),
@@ -53,7 +53,12 @@ def test_the_batch_has_tool_tokens_between_sampled_ones():
 @pytest.mark.parametrize("budget", [10_000, 40])
 @pytest.mark.parametrize(
     "changes",
-    [*ANY, {"aggregate": "sequence", "count": "accepted"}, {"count": "accepted"}, {"target": "new", "proximal": "new"}],
+    [
+        *ANY,
+        {"aggregate": "seq-mean-token-mean", "count": "accepted"},
+        {"count": "accepted"},
+        {"target": "new", "proximal": "new"},
+    ],
     ids=str,
 )
 def test_losses_and_both_gradients_are_those_of_the_float64_reference(changes, budget):
@@ -88,7 +93,7 @@ def everything_else(item, seed):
 )
 def test_what_stands_beside_a_tool_token_changes_nothing(changes):
     """Bit for bit: every metric, every per-token column and both models, in anchored steps too."""
-    steps = dict(step_size=6, epochs=2, budget=60) if changes.get("target") != "new" else {}
+    steps = dict(mini_batch_size=6, epochs=2, budget=60) if changes.get("target") != "new" else {}
     first, second = learner_for(**changes), learner_for(**changes)
     other = [everything_else(item, seed) for seed, item in enumerate(ITEMS)]
     for one, two in zip(train(first, batches(ITEMS, **steps)), train(second, batches(other, **steps)), strict=True):
@@ -113,7 +118,7 @@ def test_coins_of_tool_tokens_are_thrown_away():
 
 def test_the_columns_of_a_tool_token_are_zero_and_the_others_follow_from_the_text_before_them():
     """In the second of two steps, whose anchors went through padding and back."""
-    results = train(learner_for(), batches(ITEMS, step_size=len(ITEMS) // 2, budget=60))
+    results = train(learner_for(), batches(ITEMS, mini_batch_size=len(ITEMS) // 2, budget=60))
     traces = {uid: trace for result in results for uid, trace in result.traces.items()}
     model = double(MODELS["policy"])
     for item in ITEMS:

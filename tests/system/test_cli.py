@@ -85,7 +85,7 @@ def test_the_plan_names_the_engines(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_what_engines_compute_with() -> None:
-    settings = ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "engine.attention=eager")
+    settings = ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "engine.attn_implementation=eager")
     arguments = ["train", "quickstart", "--dry-run", *settings, "evaluation.engine=transformers"]
     text = " ".join(CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "160"}).stdout.replace("│", " ").split())
     writes = "transformers in fp32, linear layers fp8, keys and values fp8, eager attention, training in fp32"
@@ -227,7 +227,7 @@ BAD_INPUT = {
     "unknown key": (["quickstart", "batch.promts=3"], ["batch.promts", "did you mean 'batch.prompts'"]),
     "wrong type": (["quickstart", "iterations=many"], ["iterations", "'many'"]),
     "no value": (["quickstart", "iterations"], ["key=value"]),
-    "impossible batch": (["quickstart", "batch.step_size=5"], ["step_size 5", "group_size"]),
+    "impossible batch": (["quickstart", "batch.mini_batch_size=5"], ["mini_batch_size 5", "group_size"]),
     "missing model": (["quickstart", "policy.path=nowhere"], ["nowhere", "save_pretrained"]),
     "corrupt model": (["quickstart", "policy.path={corrupt}"], ["corrupt"]),
     "other tokenizer": (["quickstart", "policy.path={tokenizer}"], ["'~'", "same vocabulary"]),

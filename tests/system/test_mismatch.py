@@ -27,7 +27,14 @@ def assert_pictures(folder: Path, *names: str) -> None:
 
 
 def test_two_sides_with_short_responses_beside(tmp_path: Path) -> None:
-    given = ("--sampler", "quantization=int8_w8a8", "--learner", "dtype=fp32, attention=eager", "--short", "2")
+    given = (
+        "--sampler",
+        "quantization=int8_w8a8",
+        "--learner",
+        "dtype=fp32, attn_implementation=eager",
+        "--short",
+        "2",
+    )
     done = jackpot("mismatch", "starter:policy", *SMALL, *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "mismatch-starter-policy"
@@ -79,7 +86,10 @@ BAD_INPUT = {
     "no equals sign": (["--sampler", "vllm"], ["'vllm' is not an override"]),
     "an unknown key": (["respones=3"], ["did you mean 'responses'"]),
     "an unknown set": (["--benchmarks", "gsm8"], ["did you mean 'gsm8k'"]),
-    "the same side twice": (["--learner", "dtype=fp32", "--learner", "attention=sdpa"], ["--learner is given twice"]),
+    "the same side twice": (
+        ["--learner", "dtype=fp32", "--learner", "attn_implementation=sdpa"],
+        ["--learner is given twice"],
+    ),
     "a model that is not there": (["--learner", "path=nowhere"], ["nowhere", "save_pretrained"]),
     "a filter on what is read again": (["--reread", "sampling.top_k=3"], ["reread", "sampling.top_k=0"]),
 }

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def accuracy(path: str) -> float:
     """Sampled, on 512 held-out problems: a standard error of 2 points."""
     model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
-    engine = TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=Version(0, 0), max_batch_size=512)
+    engine = TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=Version(0, 0), max_num_seqs=512)
     task = Arithmetic(tokenizer, ArithmeticConfig())
     prompts = [task.prompt("test", index) for index in range(512)]
     return evaluate(engine, task, tokenizer, prompts, Sampling(max_new_tokens=32), seed=7, k=1).accuracy

@@ -36,7 +36,7 @@ def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    config = small_config("engine={name: vllm, cache_gib: 0.25}")
+    config = small_config("engine={name: vllm, kv_cache_memory_bytes: 268435456}")
     run(config, tmp_path / "whole")
     run(config, tmp_path / "stopped", kill_after=2)
     run(config, tmp_path / "stopped")
@@ -46,7 +46,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
 def test_a_model_is_measured_with_vllm_as_with_transformers(tmp_path: Path) -> None:
     """The engines draw other answers; how often they are right differs by chance alone."""
     right = []
-    for engine, settings in (("transformers", []), ("vllm", ["engine.cache_gib=0.25"])):
+    for engine, settings in (("transformers", []), ("vllm", ["engine.kv_cache_memory_bytes=0.25"])):
         folder = tmp_path / engine
         asked = ["--benchmarks", "arithmetic", "--k", "4", "--engine", engine, "--out", folder, "problems=64"]
         command = [JACKPOT, "eval", "starter:policy", *asked, *settings]
@@ -60,13 +60,18 @@ def test_a_model_is_measured_with_vllm_as_with_transformers(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arm", ["obrs", "on_policy"])
 def test_the_policy_can_be_evaluated_with_another_engine(tmp_path: Path, arm: str) -> None:
-    run(small_config("engine={name: vllm, cache_gib: 0.25}", "evaluation.engine=transformers", arm=arm), tmp_path)
+    run(
+        small_config(
+            "engine={name: vllm, kv_cache_memory_bytes: 268435456}", "evaluation.engine=transformers", arm=arm
+        ),
+        tmp_path,
+    )
     last = metrics(tmp_path)[-1]
     assert max(last["eval/policy_engine_gap"], last["eval/rollout_model_engine_gap"]) < 1e-6
 
 
 def test_a_tool_can_take_turns_with_vllm(tmp_path: Path) -> None:
-    run(small_config("engine={name: vllm, cache_gib: 0.25}", arm="tool"), tmp_path)
+    run(small_config("engine={name: vllm, kv_cache_memory_bytes: 268435456}", arm="tool"), tmp_path)
     assert metrics(tmp_path)[-1]["response/tool_tokens"] > 0.0
 
 

@@ -63,36 +63,39 @@ def size(batch):
 
 @few
 @given(lengths, st.integers(1, 5), st.integers(1, 3), st.integers(15, 60))
-def test_every_sequence_is_in_exactly_one_step_of_every_epoch(sizes, step_size, epochs, budget):
+def test_every_sequence_is_in_exactly_one_step_of_every_epoch(sizes, mini_batch_size, epochs, budget):
     items = make_rollouts(sizes)
-    options = dict(step_size=step_size, epochs=epochs, micro_batch_tokens=budget, seed=0)
+    options = dict(mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=0)
     steps = [uids(step) for step in optimizer_steps(items, **options)]
-    per_epoch = math.ceil(len(items) / step_size)
+    per_epoch = math.ceil(len(items) / mini_batch_size)
     assert len(steps) == per_epoch * epochs
     for epoch in range(epochs):
         seen = [uid for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for uid in step]
         assert sorted(seen) == sorted(item.rollout.uid for item in items)
-    assert all(len(step) == step_size for step in steps if len(items) % step_size == 0)
+    assert all(len(step) == mini_batch_size for step in steps if len(items) % mini_batch_size == 0)
 
 
 def test_several_steps_are_shuffled_by_seed_and_epoch_and_one_step_is_not():
     items = make_rollouts([(2, 3)] * 24)
     options = dict(micro_batch_tokens=1000)
 
-    def order(seed, epochs=1, step_size=6):
-        return [uids(step) for step in optimizer_steps(items, step_size=step_size, epochs=epochs, seed=seed, **options)]
+    def order(seed, epochs=1, mini_batch_size=6):
+        return [
+            uids(step)
+            for step in optimizer_steps(items, mini_batch_size=mini_batch_size, epochs=epochs, seed=seed, **options)
+        ]
 
     first, second = order(0, epochs=2)[:4], order(0, epochs=2)[4:]
     assert order(0) == first != order(1) and first != second
     assert {uid for step in first for uid in step} == {uid for step in second for uid in step}
-    assert order(0, step_size=24) == [[item.rollout.uid for item in items]]
+    assert order(0, mini_batch_size=24) == [[item.rollout.uid for item in items]]
     assert items[0].rollout.uid == "r0"  # the caller's list keeps its order
 
 
 def test_different_rollout_batches_are_shuffled_differently():
     """The uid of the first rollout names the batch; else every iteration would cut its groups at the same places."""
     items, others = make_rollouts([(2, 3)] * 12), make_rollouts([(2, 3)] * 13)[1:]
-    options = dict(step_size=4, epochs=1, micro_batch_tokens=1000, seed=0)
+    options = dict(mini_batch_size=4, epochs=1, micro_batch_tokens=1000, seed=0)
     places = [
         [[batch_items.index(item) for item in batch_items if item.rollout.uid in uids(step)] for step in steps]
         for batch_items, steps in (
@@ -104,7 +107,7 @@ def test_different_rollout_batches_are_shuffled_differently():
 
 
 def test_no_rollouts_make_no_steps():
-    assert list(optimizer_steps([], step_size=4, epochs=2, micro_batch_tokens=10, seed=0)) == []
+    assert list(optimizer_steps([], mini_batch_size=4, epochs=2, micro_batch_tokens=10, seed=0)) == []
 
 
 # Micro-batches
@@ -254,5 +257,7 @@ def test_another_seed_or_epoch_throws_other_coins():
     throws = [collate(items, seed, epoch).uniforms for seed, epoch in ((0, 0), (1, 0), (0, 1))]
     rows = [tuple(row.tolist()) for throw in throws for row in throw]
     assert len(set(rows)) == 6
-    epochs = [step[0].uniforms for step in optimizer_steps(items, step_size=2, epochs=2, micro_batch_tokens=99, seed=0)]
+    epochs = [
+        step[0].uniforms for step in optimizer_steps(items, mini_batch_size=2, epochs=2, micro_batch_tokens=99, seed=0)
+    ]
     assert torch.equal(epochs[0], throws[0]) and torch.equal(epochs[1], throws[2])

@@ -149,7 +149,7 @@ def test_the_value_loss_and_its_gradient_are_ppos_clipped_one_after_the_critic_h
                 clipped_tokens += (near - returns[t]) ** 2 > (now[t] - returns[t]) ** 2
         assert numerator.item() == pytest.approx(wanted, rel=1e-3, abs=1e-5)
         assert metrics["critic/loss"].count.item() == batch.response_mask.sum().item()
-        reported += metrics["critic/clipped"].total.item()
+        reported += metrics["critic/clip_frac"].total.item()
     assert 0 < clipped_tokens < tokens and reported == clipped_tokens
 
 
@@ -219,7 +219,7 @@ def test_the_critic_learns_what_a_prompt_is_worth(fresh):
 def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
     overrides = ("iterations=2", "objective.advantage=gae", "critic.optimizer.learning_rate=1e-3")
     lines = run(small_config(*overrides), tmp_path)
-    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clipped"} <= lines[2].keys()
+    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clip_frac"} <= lines[2].keys()
     saved = load_value_model(tmp_path / "checkpoints" / "last" / "critic", torch.float32)
     assert saved.score.weight.abs().max() > 0.0
 

@@ -43,7 +43,7 @@ def test_the_metrics_are_those_of_the_saved_answers(trained) -> None:
             assert line[prefix + mean] == pytest.approx(right.mean())
             assert line[prefix + "pass_at_k"] == pytest.approx(right.any(axis=1).mean())
             assert line[prefix + "truncated"] == np.mean([row["finish"] == "length" for row in rows])
-        assert line["eval/arithmetic/judge_problems"] == 0.0
+        assert line["eval/arithmetic/reward_errors"] == 0.0
     assert "eval/arithmetic/mean_at_k" not in lines[1]  # not an iteration with an evaluation
 
 

@@ -43,7 +43,7 @@ def requests(sampling, count=150):
 
 
 def written(engine_class, sampling):
-    engine = engine_class(copy.deepcopy(MODEL), eos_token_ids=(EOS,), version=Version(0, 0), max_batch_size=64)
+    engine = engine_class(copy.deepcopy(MODEL), eos_token_ids=(EOS,), version=Version(0, 0), max_num_seqs=64)
     return engine.generate(requests(sampling))
 
 

@@ -72,8 +72,8 @@ def with_advantages(items, advantage):
         ({"target": "new"}, 1.0),
         ({"target": "new", "proximal": "new"}, 1.0),
         ({"proximal": "rollout", "mask": "expected"}, 1.0),
-        ({"aggregate": "sequence", "count": "accepted"}, 0.7),
-        ({"aggregate": "constant", "mask": "expected"}, 1.5),
+        ({"aggregate": "seq-mean-token-mean", "count": "accepted"}, 0.7),
+        ({"aggregate": "seq-mean-token-sum-norm", "mask": "expected"}, 1.5),
     ],
 )
 def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
@@ -84,7 +84,7 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
         POLICY,
         ROLLOUT_MODEL,
         objective=policy_objective(**changes),
-        rollout_objective=rollout_model_objective(aggregate=changes.get("aggregate", "token")),
+        rollout_objective=rollout_model_objective(aggregate=changes.get("aggregate", "token-mean")),
         temperature=temperature,
         optimizer=fast,
     )
@@ -104,13 +104,18 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
             assert value(result, f"{role}/grad_norm") == pytest.approx(slope.norm().item(), rel=1e-4)
             wanted = adamw[role].step(start[role].double(), slope)
             assert_same_move(parameters(learner, role), wanted, start[role])
-    assert 0.0 < value(result, "policy/clipped") < 1.0 or changes.get("proximal") == "new"
+    assert 0.0 < value(result, "policy/clip_frac") < 1.0 or changes.get("proximal") == "new"
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
 @pytest.mark.parametrize(
     ("aggregate", "count"),
-    [("token", "accepted"), ("sequence", "proposed"), ("sequence", "accepted"), ("constant", "proposed")],
+    [
+        ("token-mean", "accepted"),
+        ("seq-mean-token-mean", "proposed"),
+        ("seq-mean-token-mean", "accepted"),
+        ("seq-mean-token-sum-norm", "proposed"),
+    ],
 )
 @pytest.mark.parametrize("target", ["old", "new"])
 def test_a_step_in_micro_batches_is_the_step_on_the_whole_batch(mask, aggregate, count, target):
@@ -199,7 +204,7 @@ def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_old_log_probs_of_several_steps_are_those_before_the_first_update(epochs):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
-    steps = learner.anchor(batches(WRITTEN, step_size=4, epochs=epochs, budget=60))
+    steps = learner.anchor(batches(WRITTEN, mini_batch_size=4, epochs=epochs, budget=60))
     assert len(steps) == 3 * epochs
     start = double(POLICY)
     before = {item.rollout.uid: sampled_log_probs(start, item.rollout, 1.0).detach() for item in WRITTEN}
@@ -226,7 +231,7 @@ def test_the_exact_normaliser_serves_every_step_on_a_batch_with_the_old_target(c
     items = write(ROLLOUT_MODEL, num_top_log_probs=0)
     exact = policy_objective(normalizer="exact")
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=exact)
-    steps = batches(items, step_size=len(items) // 2, **changes)
+    steps = batches(items, mini_batch_size=len(items) // 2, **changes)
     results = train(learner, steps)
     assert learner.version == Version(len(steps), len(steps))
     old, writer = double(POLICY), double(ROLLOUT_MODEL)
@@ -324,7 +329,7 @@ def test_a_rollout_model_that_nothing_pulls_is_not_moved_by_its_momentum():
 
 
 @pytest.mark.parametrize("count", ["proposed", "accepted"])
-@pytest.mark.parametrize("aggregate", ["token", "sequence"])
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
 def test_when_everything_is_rejected_the_loss_is_zero_and_the_step_is_counted_as_skipped(count, aggregate):
     objective = policy_objective(lam=1e9, count=count, aggregate=aggregate)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
@@ -584,8 +589,8 @@ def test_the_engine_and_the_learner_agree_on_the_written_tokens():
     assert max(len(item.rollout.token_ids) for item in WRITTEN) == MAX_NEW
 
 
-@pytest.mark.parametrize("step_size", [None, 6])
-def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others(step_size):
+@pytest.mark.parametrize("mini_batch_size", [None, 6])
+def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others(mini_batch_size):
     """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""
     shift = 0.125  # of every reported probability, so that the gap is known
     fresh, items = WRITTEN[::2], []
@@ -598,9 +603,9 @@ def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_
             else {"versions": torch.full_like(one.versions, -1)}
         )
         items.append(replace(item, rollout=replace(one, **change)))
-    results = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, step_size=step_size), trace=False)
+    results = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, mini_batch_size=mini_batch_size), trace=False)
     gaps = [result.metrics["mismatch/engine_gap"] for result in results]
-    assert len(gaps) == len(items) // (step_size or len(items))
+    assert len(gaps) == len(items) // (mini_batch_size or len(items))
     assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh)
     assert sum(gap.total for gap in gaps) / sum(gap.count for gap in gaps) == pytest.approx(shift, abs=1e-5)
     assert max(value(result, "mismatch/engine_gap_max") for result in results) == pytest.approx(shift, abs=1e-5)

@@ -26,7 +26,7 @@ ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "eval
         ("engine.quantization=int8_w8a16",),
         ("engine.quantization=int8_w8a8", "engine.dtype=bf16"),
         ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8"),
-        ("engine.kv_cache_dtype=fp8", "engine.attention=eager"),
+        ("engine.kv_cache_dtype=fp8", "engine.attn_implementation=eager"),
     ],
     ids=" ".join,
 )

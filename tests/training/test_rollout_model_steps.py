@@ -38,7 +38,7 @@ def coins_of(items, epoch=0):
     return {item.rollout.uid: uniform_row(stream_key(0, "accept", item.rollout.uid, epoch), 99) for item in items}
 
 
-def parts_of(items, aggregate="token"):
+def parts_of(items, aggregate="token-mean"):
     """Float64 gradients of eq. 6 and of eq. 7 alone, at the models as they begin."""
     old = {role: double(model) for role, model in ROLES.items()}
     now = {role: double(model) for role, model in ROLES.items()}
@@ -49,9 +49,9 @@ def parts_of(items, aggregate="token"):
     return whole - distill, distill
 
 
-@pytest.mark.parametrize("step_size", [3, 4, 6])
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
-def test_it_steps_once_on_the_gradient_of_the_whole_rollout_batch(step_size, aggregate):
+@pytest.mark.parametrize("mini_batch_size", [3, 4, 6])
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_it_steps_once_on_the_gradient_of_the_whole_rollout_batch(mini_batch_size, aggregate):
     """While the policy stays where it is, all steps together are one step on everything."""
     learner = make_learner(
         POLICY,
@@ -61,8 +61,8 @@ def test_it_steps_once_on_the_gradient_of_the_whole_rollout_batch(step_size, agg
         rollout_model_each_step=False,
     )
     learner._policy_optimizer._config = STILL
-    results = learner.train(batches(WRITTEN, step_size=step_size), True)
-    assert len(results) == len(WRITTEN) // step_size
+    results = learner.train(batches(WRITTEN, mini_batch_size=mini_batch_size), True)
+    assert len(results) == len(WRITTEN) // mini_batch_size
     assert learner.version.rollout_model == 1 and learner.version.policy == len(results)
     assert torch.allclose(parameters(learner, "policy"), flat(POLICY), rtol=0.0, atol=1e-12)
     slope = sum(parts_of(WRITTEN, aggregate))
@@ -80,17 +80,17 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
         objective=policy_objective(target="new", proximal="new", normalizer="exact"),
         rollout_model_each_step=False,
     )
-    results = learner.train(batches(WRITTEN, step_size=4, epochs=2), False)
+    results = learner.train(batches(WRITTEN, mini_batch_size=4, epochs=2), False)
     assert len(results) == 6 and learner.version.rollout_model == 1
     assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
     assert value(results[-1], "lag/policy_max") == 5.0
     later = write(learner._models["rollout_model"], version=learner.version)
-    assert len(learner.train(batches(later, step_size=6), False)) == 2 and learner.version.rollout_model == 2
+    assert len(learner.train(batches(later, mini_batch_size=6), False)) == 2 and learner.version.rollout_model == 2
 
 
 def test_with_the_policy_it_steps_as_often_as_the_policy():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
-    learner.train(batches(WRITTEN, step_size=4), False)
+    learner.train(batches(WRITTEN, mini_batch_size=4), False)
     assert learner.version == (3, 3)
 
 
@@ -98,16 +98,18 @@ def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     for optimizer in (learner._policy_optimizer, learner._rollout_optimizer):
         optimizer._config = STILL
-    norms = [value(learner.train(batches(WRITTEN, step_size=4), False)[-1], "rollout_model/grad_norm") for _ in "12"]
+    norms = [
+        value(learner.train(batches(WRITTEN, mini_batch_size=4), False)[-1], "rollout_model/grad_norm") for _ in "12"
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [10_000, 40])
-@pytest.mark.parametrize("step_size", [4, 12])
-def test_the_parts_of_its_gradient_are_those_of_separate_losses(budget, step_size):
+@pytest.mark.parametrize("mini_batch_size", [4, 12])
+def test_the_parts_of_its_gradient_are_those_of_separate_losses(budget, mini_batch_size):
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     learner._policy_optimizer._config = STILL
-    result = learner.train(batches(WRITTEN, budget=budget, step_size=step_size), True)[-1]
+    result = learner.train(batches(WRITTEN, budget=budget, mini_batch_size=mini_batch_size), True)[-1]
     ppo, distill = parts_of(WRITTEN)
     assert value(result, "rollout_model/ppo_grad_norm") == pytest.approx(ppo.norm().item(), rel=1e-4)
     assert value(result, "rollout_model/distill_grad_norm") == pytest.approx(distill.norm().item(), rel=1e-4)
@@ -153,7 +155,7 @@ def test_a_last_step_without_a_token_does_not_lose_the_gradient_of_those_before_
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_step_that_is_not_finite_is_left_out_of_the_sum_and_counted(broken):
     """For all models, whichever step it is; the rollout model steps on what the other steps gave."""
-    steps = batches(WRITTEN, step_size=4)
+    steps = batches(WRITTEN, mini_batch_size=4)
     infinite = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken]]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     results = learner.train([*steps[:broken], infinite, *steps[broken + 1 :]], True)
@@ -166,7 +168,7 @@ def test_a_step_that_is_not_finite_is_left_out_of_the_sum_and_counted(broken):
 def test_where_no_step_is_finite_the_rollout_model_stays():
     steps = [
         [replace(batch, advantages=batch.advantages * torch.inf) for batch in step]
-        for step in batches(WRITTEN, step_size=6)
+        for step in batches(WRITTEN, mini_batch_size=6)
     ]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     results = learner.train(steps, False)

@@ -251,7 +251,8 @@ def test_ppo_is_reports_the_overlap_of_the_two_models_and_not_of_one_with_itself
 def test_standard_errors_count_a_token_once_however_many_epochs(tmp_path: Path) -> None:
     once, often = (
         run(
-            small_config("iterations=1", "policy.optimizer.learning_rate=1e-12", f"batch.epochs={n}"), tmp_path / f"{n}"
+            small_config("iterations=1", "policy.optimizer.learning_rate=1e-12", f"batch.ppo_epochs={n}"),
+            tmp_path / f"{n}",
         )[1]
         for n in (1, 4)
     )

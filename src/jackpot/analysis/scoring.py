@@ -64,7 +64,7 @@ def reading_model(settings: TransformersEngineConfig, path: str, device: torch.d
         ModelError, EngineError: as `load_model`, `use_attention`, `HeldWeights`.
     """
     model = load_model(path, DTYPES[settings.dtype], device)
-    use_attention(model, settings.attention, fp8_cache=settings.kv_cache_dtype is not None)
+    use_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype is not None)
     HeldWeights(model, settings.quantization)  # which quantises it
     return model.eval()
 

@@ -34,9 +34,11 @@ class TransformersEngineConfig(Strict):
     """The learner's process decodes with Hugging Face transformers. Runs everywhere."""
 
     name: Literal["transformers"] = "transformers"
-    max_batch_size: Count = 256  # sequences decoded at once
+    max_num_seqs: Count = 256  # sequences decoded at once
     dtype: Dtype = "fp32"
-    attention: Literal["sdpa", "eager"] = "sdpa"  # torch's fused kernel where the model has it, or plain matmuls
+    attn_implementation: Literal["sdpa", "eager"] = (
+        "sdpa"  # torch's fused kernel where the model has it, or plain matmuls
+    )
     quantization: Quantization | None = None  # what linear layers compute with (docs/precision.md); null: dtype
     kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are rounded to; null: dtype
 
@@ -45,16 +47,18 @@ class VLLMEngineConfig(Strict):
     """vLLM in the learner's process, on a thread of its own; needs the extra `vllm`. See docs/vllm.md."""
 
     name: Literal["vllm"] = "vllm"
-    max_batch_size: Count = 256  # sequences decoded at once
+    max_num_seqs: Count = 256  # sequences decoded at once
     dtype: Dtype = "fp32"
     quantization: Quantization | None = None  # what linear layers compute with; fp8 on a GPU only
     kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are kept in; null: dtype
-    context_length: Count | None = None  # tokens of prompt and response; null: the model's
-    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4  # of the GPU, weights and cache together
-    cache_gib: Positive | None = None  # for keys and values; null: what memory_share leaves, on a CPU 1
+    max_model_len: Count | None = None  # tokens of prompt and response; null: the model's
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4  # of the GPU, weights and cache together
+    kv_cache_memory_bytes: Count | None = (
+        None  # for keys and values; null: what gpu_memory_utilization leaves, on a CPU 1 GiB
+    )
     device: Annotated[int, Field(ge=0)] | None = None  # number of a GPU; null: the learner's
-    sleep: bool = False  # give the GPU's memory back while training; one engine of a process can
-    compile: bool | Literal["auto"] = "auto"  # torch.compile and CUDA graphs; auto: on a GPU
+    enable_sleep_mode: bool = False  # give the GPU's memory back while training; one engine of a process can
+    enforce_eager: bool | Literal["auto"] = "auto"  # no torch.compile and no CUDA graphs; auto: so on a CPU
 
 
 class VLLMServerEngineConfig(Strict):
@@ -63,14 +67,14 @@ class VLLMServerEngineConfig(Strict):
     name: Literal["vllm_server"] = "vllm_server"
     urls: Annotated[Names, AfterValidator(_check_urls)]  # of the servers, such as http://127.0.0.1:8000
     weights_folder: str  # written here and read by every server under the same path, with room for two models
-    max_batch_size: Count = 256  # responses asked of one server at once
+    max_num_seqs: Count = 256  # responses asked of one server at once
     dtype: Dtype = "fp32"  # that the servers were started with
     quantization: Quantization | None = None  # as well: weights are sent in its form
     kv_cache_dtype: Literal["fp8"] | None = None  # as well
-    api_key_variable: str = "VLLM_API_KEY"  # of the environment; a key itself would end up in the run folder
+    api_key_var: str = "VLLM_API_KEY"  # of the environment; a key itself would end up in the run folder
     timeout: Positive = 600.0  # seconds for one response, or for one weight update
-    attempts: Count = 5  # of one response, whichever servers failed at it
-    patience: Positive = 600.0  # seconds to wait while no server can be reached
+    max_retries: Count = 5  # of one response, whichever servers failed at it
+    connect_timeout: Positive = 600.0  # seconds to wait while no server can be reached
 
 
 def is_quantised(engine: "EngineConfig") -> bool:

@@ -21,18 +21,18 @@ from jackpot.core.types import Sampling
 
 
 class ReferenceConfig(Strict):
-    """A frozen model that the policy is held near by weight * KL(policy || reference), a term of the loss."""
+    """A frozen model that the policy is held near by kl_loss_coef * KL(policy || reference), a term of the loss."""
 
     path: str | None = None  # null: the policy as it was at the start
-    weight: Positive = 0.001
-    estimate: Literal["exact", "k2", "k3"] = "exact"  # exact: over the vocabulary; k3: GRPO's
+    kl_loss_coef: Positive = 0.001
+    kl_loss_type: Literal["exact", "k2", "k3"] = "exact"  # exact: over the vocabulary; k3: GRPO's
 
 
-class OverlongConfig(Strict):
-    """DAPO's soft punishment of length (arXiv 2503.14476 eq. 13): falls from 0 to -penalty over the last tokens."""
+class OverlongBufferConfig(Strict):
+    """DAPO's soft punishment of length (arXiv 2503.14476 eq. 13): from 0 to -penalty_factor over the last tokens."""
 
-    buffer: Count  # response tokens before sampling.max_new_tokens over which it falls
-    penalty: Positive = 1.0
+    len: Count  # response tokens before sampling.max_new_tokens over which it falls
+    penalty_factor: Positive = 1.0
 
 
 class ObjectiveConfig(Strict):
@@ -42,22 +42,22 @@ class ObjectiveConfig(Strict):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
     clip_low: NonNegative | None = 0.2  # null: no clip
     clip_high: NonNegative | None = 0.2
-    aggregate: Literal["token", "sequence", "constant"] = "token"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     count: Literal["proposed", "accepted"] = "proposed"
-    entropy_weight: NonNegative = 0.0  # a bonus, nats; exact entropy of every response token's state
+    entropy_coeff: NonNegative = 0.0  # a bonus, nats; exact entropy of every response token's state
     reference: ReferenceConfig | None = None
-    overlong: OverlongConfig | None = None
+    overlong_buffer: OverlongBufferConfig | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveConfig":
-        if self.aggregate == "constant" and self.count == "accepted":
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.count == "accepted":
             raise ValueError(
-                "aggregate 'constant' divides by sequences x max_new_tokens whatever is accepted; use count: proposed, "
-                "or aggregate: token or sequence"
+                "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens whatever is accepted; "
+                "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean"
             )
-        if self.count == "accepted" and (self.entropy_weight or self.reference):
+        if self.count == "accepted" and (self.entropy_coeff or self.reference):
             raise ValueError(
-                "count 'accepted' divides by the tokens that were kept, but entropy_weight and reference act on all "
+                "count 'accepted' divides by the tokens that were kept, but entropy_coeff and reference act on all "
                 "response tokens; use count: proposed with them"
             )
         return self
@@ -129,10 +129,12 @@ class CriticConfig(Strict):
     clip: Positive = 0.5  # of the value around the old one
 
 
-class DynamicSamplingConfig(Strict):
+class FilterGroupsConfig(Strict):
     """DAPO: sample further prompts until no group of the rollout batch has equal rewards (arXiv 2503.14476, 3.2)."""
 
-    max_rounds: Annotated[int, Field(ge=2)] = 10  # of `prompts` prompts each; then equal groups fill what is missing
+    max_num_gen_batches: Annotated[int, Field(ge=2)] = (
+        10  # of `prompts` prompts each; then equal groups fill what is missing
+    )
 
 
 class BatchConfig(Strict):
@@ -140,10 +142,10 @@ class BatchConfig(Strict):
 
     prompts: Count
     group_size: Count
-    step_size: Count | None = None  # sequences per optimizer step; null: the whole rollout batch
-    epochs: Count = 1  # passes over one rollout batch
+    mini_batch_size: Count | None = None  # sequences per optimizer step; null: the whole rollout batch
+    ppo_epochs: Count = 1  # passes over one rollout batch
     micro_batch_tokens: Count = 16_384  # padded tokens in one forward pass
-    dynamic_sampling: DynamicSamplingConfig | None = None  # null: every group is trained on
+    filter_groups: FilterGroupsConfig | None = None  # null: every group is trained on
     ahead: Annotated[int, Field(ge=0)] = 0  # rollout batches that the engine writes while the learner trains: 0 or 1
 
     @property
@@ -152,7 +154,7 @@ class BatchConfig(Strict):
 
     @property
     def steps_per_iteration(self) -> int:
-        return self.rollouts // (self.step_size or self.rollouts) * self.epochs
+        return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
 
     @model_validator(mode="after")
     def _check(self) -> "BatchConfig":
@@ -162,12 +164,12 @@ class BatchConfig(Strict):
                 f"written, so every batch that was begun ends before each weight update, and a second one would only "
                 f"be an iteration older; use ahead: 1"
             )
-        step = self.step_size or self.rollouts
+        step = self.mini_batch_size or self.rollouts
         if self.rollouts % step:
             raise ValueError(
                 f"prompts {self.prompts} x group_size {self.group_size} = {self.rollouts} sequences do not divide into "
-                f"optimizer steps of step_size {step}; choose a step_size that divides {self.rollouts}, or other "
-                f"prompts or group_size"
+                f"optimizer steps of mini_batch_size {step}; choose a mini_batch_size that divides {self.rollouts}, or "
+                f"other prompts or group_size"
             )
         return self
 
@@ -228,7 +230,7 @@ class Config(Strict):
     def _check(self) -> "Config":
         if isinstance(self.objective.correction, ZCorrection):
             self._check_z(self.objective.correction)
-        advantage, overlong = self.objective.advantage, self.objective.overlong
+        advantage, overlong = self.objective.advantage, self.objective.overlong_buffer
         if self.batch.group_size == 1 and advantage not in ("gae", "reinforce_pp"):
             raise ValueError(
                 f"batch.group_size is 1, so every advantage of {advantage!r} would be 0; use at least 2, or an "
@@ -240,17 +242,17 @@ class Config(Strict):
                 f"objective.advantage is {advantage!r} and {given}; gae needs a critic (critic.optimizer at least) and "
                 f"nothing else uses one"
             )
-        if self.batch.group_size == 1 and self.batch.dynamic_sampling:
-            raise ValueError("batch.dynamic_sampling drops groups of equal rewards, and a group of 1 is one; use null")
+        if self.batch.group_size == 1 and self.batch.filter_groups:
+            raise ValueError("batch.filter_groups drops groups of equal rewards, and a group of 1 is one; use null")
         one_model = isinstance(self.engine, VLLMServerEngineConfig) and self.evaluation.engine is None
         if one_model and self.rollout_model is not None:
             raise ValueError(
                 "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
                 "evaluated with; set evaluation.engine=transformers, or to vllm_server with the urls of other servers"
             )
-        if overlong and overlong.buffer > self.sampling.max_new_tokens:
+        if overlong and overlong.len > self.sampling.max_new_tokens:
             raise ValueError(
-                f"objective.overlong.buffer is {overlong.buffer}, more than sampling.max_new_tokens "
+                f"objective.overlong_buffer.len is {overlong.len}, more than sampling.max_new_tokens "
                 f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
             )
         return self

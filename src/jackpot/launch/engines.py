@@ -32,8 +32,8 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
         model,
         eos_token_ids=eos_token_ids(model),
         version=version,
-        max_batch_size=config.max_batch_size,
-        attention=config.attention,
+        max_num_seqs=config.max_num_seqs,
+        attention=config.attn_implementation,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
@@ -41,8 +41,10 @@ def make_engine(config: EngineConfig, path: str, device: torch.device, version: 
 
 def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Version) -> Engine:
     on_cpu = device.type == "cpu"
-    if on_cpu and (config.sleep or config.device is not None):
-        raise ConfigError("engine.sleep and engine.device are for GPUs, and this run is on a CPU; leave them out")
+    if on_cpu and (config.enable_sleep_mode or config.device is not None):
+        raise ConfigError(
+            "engine.enable_sleep_mode and engine.device are for GPUs, and this run is on a CPU; leave them out"
+        )
     if on_cpu and config.quantization == "fp8":
         raise ConfigError(
             "vLLM computes with FP8 blocks on GPUs; its kernels for CPUs need AMX and most leave activations as they "
@@ -50,7 +52,6 @@ def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Ve
             "GPU would"
         )
     model = load_model(path, DTYPES[config.dtype]) if config.quantization else load_outline(path)
-    cache_gib = config.cache_gib or (1.0 if on_cpu else None)
     return VLLMEngine(
         resolve_path(path),
         shapes={name: parameter.shape for name, parameter in model.named_parameters()},
@@ -61,13 +62,13 @@ def _vllm(config: VLLMEngineConfig, path: str, device: torch.device, version: Ve
         settings=VLLMSettings(
             dtype=DTYPES[config.dtype],
             kv_cache_dtype=config.kv_cache_dtype,
-            max_batch_size=config.max_batch_size,
-            context_length=config.context_length,
-            memory_share=config.memory_share,
-            cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
+            max_num_seqs=config.max_num_seqs,
+            context_length=config.max_model_len,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            cache_bytes=config.kv_cache_memory_bytes or (_GIB if on_cpu else None),
             device=config.device if config.device is not None else device.index,
-            sleeps=config.sleep,
-            compiles=not on_cpu if config.compile == "auto" else config.compile,
+            sleeps=config.enable_sleep_mode,
+            compiles=not (on_cpu if config.enforce_eager == "auto" else config.enforce_eager),
             on_gpu=not on_cpu,
         ),
     )

@@ -186,7 +186,7 @@ def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
     sizes = {name: output_layer(one).out_features for name, one in (("reference", model), ("policy", policy))}
     if len(set(sizes.values())) > 1:
         raise ModelError(f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary")
-    return Reference(model, policy, estimate=settings.estimate, temperature=config.sampling.temperature)
+    return Reference(model, policy, estimate=settings.kl_loss_type, temperature=config.sampling.temperature)
 
 
 def _total_steps(config: Config) -> int:

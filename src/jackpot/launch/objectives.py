@@ -5,7 +5,7 @@ import math
 from jackpot.config.run import Config
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
-from jackpot.objectives.losses import AGGREGATES, DISTILLATIONS
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -24,10 +24,10 @@ def policy_objective(config: Config) -> PolicyObjective:
         normalizer=normalizer,
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),
-        aggregate=AGGREGATES[objective.aggregate],
+        aggregate=LOSS_AGG_MODES[objective.loss_agg_mode],
         count=objective.count,
-        entropy_weight=objective.entropy_weight,
-        reference_weight=objective.reference.weight if objective.reference else 0.0,
+        entropy_coeff=objective.entropy_coeff,
+        kl_loss_coef=objective.reference.kl_loss_coef if objective.reference else 0.0,
     )
 
 
@@ -44,7 +44,7 @@ def rollout_model_objective(config: Config) -> RolloutModelObjective:
         ppo_weight=objective.ppo_weight,
         distill_weight=objective.distill_weight,
         distill=DISTILLATIONS[objective.distill],
-        aggregate=AGGREGATES[config.objective.aggregate],
+        aggregate=LOSS_AGG_MODES[config.objective.loss_agg_mode],
     )
 
 

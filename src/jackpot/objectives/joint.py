@@ -30,7 +30,7 @@ class PolicyObjective:
     """Eq. 5, with its numbers, and what pulls on the policy beside the reward.
 
     Regularisers stand inside the token loss, over all response tokens, and share its denominator:
-    - accept_mask * weights * surrogate + reference_weight * KL(policy || reference) - entropy_weight * entropy.
+    - accept_mask * weights * surrogate + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy.
     """
 
     correction: CorrectionFn
@@ -41,13 +41,13 @@ class PolicyObjective:
     clip_high: float
     aggregate: Aggregate
     count: str  # key of `COUNTS`
-    entropy_weight: float
-    reference_weight: float
+    entropy_coeff: float
+    kl_loss_coef: float
 
     @property
     def regularised(self) -> bool:
         """Whether the policy has a gradient even where all advantages are 0."""
-        return self.entropy_weight > 0.0 or self.reference_weight > 0.0
+        return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,10 +243,10 @@ def joint_loss(
     clips = (policy.clip_low, policy.clip_high)
     surrogate = clipped_surrogate(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
     losses = -correction.accept_mask * correction.weights * surrogate
-    if policy.reference_weight:
-        losses = losses + policy.reference_weight * scores.reference_kl
-    if policy.entropy_weight:
-        losses = losses - policy.entropy_weight * scores.entropy
+    if policy.kl_loss_coef:
+        losses = losses + policy.kl_loss_coef * scores.reference_kl
+    if policy.entropy_coeff:
+        losses = losses - policy.entropy_coeff * scores.entropy
     counted = COUNTS[policy.count](correction, batch.response_mask)
     policy_sum, policy_count = policy.aggregate(losses, counted, max_length)
     clipped = clip_share(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
@@ -294,7 +294,7 @@ def _rollout_model_loss(
         "rollout_model/distill_loss": _quotient(distill, count),
         "rollout_model/weight": Mean.of(weights, mask),
         "rollout_model/distill_kl": Mean.of(scores.distill_kl, mask),
-        "rollout_model/clipped": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
+        "rollout_model/clip_frac": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
     }
     return ppo, distill, metrics
 

@@ -59,25 +59,29 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 # within a micro-batch. `max_length` is the sampling limit on T.
 
 
-def _token(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """Every token weighs the same, DAPO, arXiv 2503.14476 eq. 12."""
     return losses.sum(), counted.sum()
 
 
-def _sequence(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """Mean over the tokens of a sequence, then over the sequences that count for anything, GRPO, arXiv 2402.03300."""
     counts = counted.sum(-1)
     present = counts > 0
     return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()
 
 
-def _constant(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+def _seq_mean_token_sum_norm(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """Divide by sequences x max_length whatever was sampled or kept, Dr. GRPO, arXiv 2503.20783."""
     return losses.sum(), losses.new_tensor(float(losses.shape[0] * max_length))
 
 
 Aggregate = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-AGGREGATES: dict[str, Aggregate] = {"token": _token, "sequence": _sequence, "constant": _constant}
+LOSS_AGG_MODES: dict[str, Aggregate] = {
+    "token-mean": _token_mean,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+}
 
 DISTILLATIONS: dict[str, Callable[[JointOutput], Tensor]] = {
     "forward": lambda head: head.forward_kl,  # KL(SG(p_new) || p_omega) [N], eq. 7 as printed

@@ -65,9 +65,9 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
     """
     moved = moved.double()
     return {
-        "policy/update_kl_k1": Mean.of(moved, mask),
-        "policy/update_kl_k3": Mean.of((-moved).exp() - 1.0 + moved, mask),
-        "policy/update_kl_weighted": Mean.of(log_ratio.double().exp() * moved, mask),
+        "policy/approx_kl_k1": Mean.of(moved, mask),
+        "policy/approx_kl_k3": Mean.of((-moved).exp() - 1.0 + moved, mask),
+        "policy/approx_kl_weighted": Mean.of(log_ratio.double().exp() * moved, mask),
     }
 
 
@@ -86,9 +86,9 @@ def correction_metrics(
         "obrs/acceptance": obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam),
         "correction/accepted": correction.accept_mask,
         "correction/weight": factor,
-        "correction/capped": correction.capped,
-        "correction/capped_c2": correction.capped_c2,
-        "policy/clipped": clipped,
+        "correction/clip_frac": correction.capped,
+        "correction/clip_frac_c2": correction.capped_c2,
+        "policy/clip_frac": clipped,
     }
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
     groups |= {f"_{name}": band for name, band in _position_masks(mask).items()}

@@ -74,7 +74,7 @@ class Evaluation:
             "pass_at_k": self.passed,
             "tokens": self.mean_tokens,
             "truncated": self.truncated,
-            "judge_problems": sum(score.problem is not None for score in self.scores) / len(self.scores),
+            "reward_errors": sum(score.problem is not None for score in self.scores) / len(self.scores),
         }
 
 

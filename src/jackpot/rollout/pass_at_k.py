@@ -112,8 +112,8 @@ class Summary:
     reward: float
     truncated: float  # cut at the limit
     aborted: float  # given up by the engine
-    judge_timeouts: float
-    judge_crashes: float
+    reward_timeouts: float
+    reward_crashes: float
     tokens: float  # of a response, mean
     tokens_median: float
     tokens_p99: float
@@ -139,8 +139,8 @@ def summarize(outcomes: Outcomes, seed: int) -> Summary:
         reward=float(outcomes.rewards.mean()),
         truncated=float((outcomes.finishes == "length").mean()),
         aborted=float((outcomes.finishes == "aborted").mean()),
-        judge_timeouts=float((outcomes.problems == "timeout").mean()),
-        judge_crashes=float((outcomes.problems == "crash").mean()),
+        reward_timeouts=float((outcomes.problems == "timeout").mean()),
+        reward_crashes=float((outcomes.problems == "crash").mean()),
         tokens=float(tokens.mean()),
         tokens_median=float(np.median(tokens)),
         tokens_p99=float(np.percentile(tokens, 99.0)),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
 from jackpot.core.clock import Clock
@@ -14,11 +15,11 @@ from jackpot.core.prng import stream_key
 from jackpot.core.types import Prompt, Request, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import compute_advantages
+from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import judge
 from jackpot.rollout.multi_turn import stream
 from jackpot.rollout.rewards.rewards import overlong_penalty
-from jackpot.rollout.tasks.base import PromptStream
-from jackpot.training.components import Parts
+from jackpot.rollout.tasks.base import PromptStream, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +57,24 @@ class Sampler:
     """Draws prompts and has the engine answer them.
 
     Args:
+        engine: writes the rollouts.
+        cost: of a forward pass of the model that the engine decodes with.
         event: called with (iteration, event) for every rollout that cannot be used, or not be judged.
     """
 
     def __init__(
-        self, parts: Parts, prompts: PromptStream, clock: Clock, event: Callable[[int, dict[str, Any]], None]
+        self,
+        config: Config,
+        engine: Engine,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        cost: ForwardCost,
+        prompts: PromptStream,
+        clock: Clock,
+        event: Callable[[int, dict[str, Any]], None],
     ) -> None:
-        self._parts, self._prompts, self._clock, self._event = parts, prompts, clock, event
+        self._config, self._engine, self._task, self._tokenizer, self._cost = config, engine, task, tokenizer, cost
+        self._prompts, self._clock, self._event = prompts, clock, event
         self._ahead: list[Round] | None = None  # of the next iteration
         self._before_ahead: dict[str, int] | None = None  # the state of the prompts before them
 
@@ -72,21 +84,21 @@ class Sampler:
         Nothing in it depends on the order in which responses ended. With dynamic sampling, groups to which the task
         gave equal rewards only fill what the last round left missing.
         """
-        config = self._parts.config
+        config = self._config
         rounds = self._ahead or self._all_written(iteration, self._begin(iteration))
         self._ahead = self._before_ahead = None
         for uid, why in (item for one in rounds for item in one.unusable.items()):
             self._event(iteration, {"event": f"{why}_rollout", "uid": uid})
         groups, wanted = [group for one in rounds for group in one.groups], config.batch.prompts
         for item in (item for group in groups for item in group if item.score.problem):
-            self._event(iteration, {"event": f"judge_{item.score.problem}", "uid": item.rollout.uid})
-        if config.batch.dynamic_sampling:
+            self._event(iteration, {"event": f"reward_{item.score.problem}", "uid": item.rollout.uid})
+        if config.batch.filter_groups:
             groups.sort(key=_is_equal)
         first = next((one.groups for one in rounds if one.groups), [])
         return RolloutBatch(
             scored=self._with_advantages([item for group in groups[:wanted] for item in group]),
             first=[item.rollout for group in first for item in group],
-            sums=_sums(rounds, groups, self._parts.writer_cost) | _rounds(rounds, groups, wanted),
+            sums=_sums(rounds, groups, self._cost) | _rounds(rounds, groups, wanted),
         )
 
     @contextmanager
@@ -97,9 +109,9 @@ class Sampler:
         weights taken. Of a response with a tool it is the first turn that is written meanwhile, for nobody answers the
         calls.
         """
-        config = self._parts.config
+        config = self._config
         if not config.batch.ahead or iteration > config.iterations:
-            self._parts.engine.rest()
+            self._engine.rest()
             yield
             return
         self._before_ahead = self._prompts.state_dict()
@@ -114,9 +126,9 @@ class Sampler:
 
     def _all_written(self, iteration: int, begun: _Begun) -> list[Round]:
         """Wait for a round, and with dynamic sampling for as many more as it takes."""
-        wanted, dynamic = self._parts.config.batch.prompts, self._parts.config.batch.dynamic_sampling
+        wanted, dynamic = self._config.batch.prompts, self._config.batch.filter_groups
         rounds = [self._written(begun)]
-        while dynamic and len(rounds) < dynamic.max_rounds:
+        while dynamic and len(rounds) < dynamic.max_num_gen_batches:
             if sum(not _is_equal(group) for one in rounds for group in one.groups) >= wanted:
                 break
             rounds.append(self._written(self._begin(iteration)))
@@ -124,10 +136,9 @@ class Sampler:
 
     def _begin(self, iteration: int) -> _Begun:
         """Give the engine one round of prompts."""
-        parts = self._parts
         with self._clock("rollout"):
-            requests = self._requests(iteration, self._prompts.next(parts.config.batch.prompts))
-            return _Begun(requests=requests, stream=stream(parts.engine, parts.task, parts.tokenizer, requests))
+            requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
+            return _Begun(requests=requests, stream=stream(self._engine, self._task, self._tokenizer, requests))
 
     def _written(self, begun: _Begun) -> Round:
         """Wait for a round. Groups are judged as they are complete, while the engine goes on with the others."""
@@ -155,7 +166,7 @@ class Sampler:
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """A group of requests for each prompt; the seed of each is hashed from its uid."""
-        config = self._parts.config
+        config = self._config
         uids = [
             (f"{iteration}/{prompt.uid}#{member}", prompt)
             for prompt in prompts
@@ -168,15 +179,15 @@ class Sampler:
 
     def _judge(self, group: Sequence[Rollout]) -> list[Judged]:
         """What the task says of each response to a prompt."""
-        _, scores = judge(group, self._parts.task, self._parts.tokenizer)
+        _, scores = judge(group, self._task, self._tokenizer)
         return [
-            Judged(rollout=rollout, task_reward=score.reward, score=shaped_score(self._parts.config, rollout, score))
+            Judged(rollout=rollout, task_reward=score.reward, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(group, scores, strict=True)
         ]
 
     def _with_advantages(self, items: Sequence[Judged]) -> list[ScoredRollout]:
         """Of whole responses; those of single tokens come from the learner's critic."""
-        name, numbers = self._parts.config.objective.advantage, {}
+        name, numbers = self._config.objective.advantage, {}
         index = [numbers.setdefault(item.rollout.prompt.uid, len(numbers)) for item in items]
         rewards = torch.tensor([item.score.reward for item in items], dtype=torch.float64)
         groups = torch.tensor(index, dtype=torch.int64)
@@ -194,12 +205,12 @@ class Sampler:
 
 
 def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
-    """The task's score with what `objective.overlong` takes from the reward."""
-    overlong = config.objective.overlong
+    """The task's score with what `objective.overlong_buffer` takes from the reward."""
+    overlong = config.objective.overlong_buffer
     if overlong is None:
         return score
     limit = config.sampling.max_new_tokens
-    penalty = overlong_penalty(len(rollout.token_ids), limit, overlong.buffer, overlong.penalty)
+    penalty = overlong_penalty(len(rollout.token_ids), limit, overlong.len, overlong.penalty_factor)
     return replace(score, reward=score.reward + penalty)
 
 
@@ -222,8 +233,8 @@ def useless(rollout: Rollout) -> str | None:
 
 def _rounds(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], wanted: int) -> Sums:
     return {
-        "sampling/rounds": mean([len(rounds)]),
-        "sampling/groups_left_out": mean([max(0, len(groups) - wanted)]),
+        "sampling/gen_batches": mean([len(rounds)]),
+        "sampling/groups_filtered": mean([max(0, len(groups) - wanted)]),
     }
 
 
@@ -236,8 +247,8 @@ def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: For
     return {
         "reward/mean": mean([item.score.reward for item in judged]),
         "reward/correct": mean([item.score.correct for item in judged]),
-        "reward/judge_timeouts": mean([item.score.problem == "timeout" for item in judged]),
-        "reward/judge_crashes": mean([item.score.problem == "crash" for item in judged]),
+        "reward/timeouts": mean([item.score.problem == "timeout" for item in judged]),
+        "reward/errors": mean([item.score.problem == "crash" for item in judged]),
         "reward/all_right": mean([all(item.score.correct for item in group) for group in groups]),
         "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
         "response/tokens": mean(lengths),

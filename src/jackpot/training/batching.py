@@ -19,7 +19,7 @@ from jackpot.core.types import ScoredRollout, TokenBatch, unique_prompts
 def optimizer_steps(
     scored: Sequence[ScoredRollout],
     *,
-    step_size: int,
+    mini_batch_size: int,
     epochs: int,
     micro_batch_tokens: int,
     seed: int,
@@ -31,16 +31,16 @@ def optimizer_steps(
     as PPO does. The coins of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
 
     Args:
-        step_size: sequences in one optimizer step; divides the number of rollouts.
+        mini_batch_size: sequences in one optimizer step; divides the number of rollouts.
         micro_batch_tokens: the most padded tokens, prompts included, in one micro-batch.
         shares_prompts: as in `micro_batches`.
     """
     for epoch in range(epochs):
         order = list(scored)
-        if step_size < len(order):
+        if mini_batch_size < len(order):
             random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
-        for start in range(0, len(order), step_size):
-            yield micro_batches(order[start : start + step_size], micro_batch_tokens, seed, epoch, shares_prompts)
+        for start in range(0, len(order), mini_batch_size):
+            yield micro_batches(order[start : start + mini_batch_size], micro_batch_tokens, seed, epoch, shares_prompts)
 
 
 def micro_batches(

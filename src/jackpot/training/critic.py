@@ -85,7 +85,7 @@ class Critic:
         numerator = torch.where(mask, errors, 0.0).sum()
         return numerator, {
             "critic/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), mask.double().sum()),
-            "critic/clipped": Mean.of(is_clipped, mask),
+            "critic/clip_frac": Mean.of(is_clipped, mask),
             "critic/value": Mean.of(values, mask),
             "critic/return": Mean.of(returns, mask),
             "critic/error": Mean.of(returns - old, mask),

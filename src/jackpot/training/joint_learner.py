@@ -98,7 +98,7 @@ class JointLearner(Learner):
         rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the
             gradient of all its steps.
         critic: of PPO; None for advantages that the rewards alone give.
-        reference: that the objective's `reference_weight` pulls towards; None for none.
+        reference: that the objective's `kl_loss_coef` pulls towards; None for none.
     """
 
     def __init__(

@@ -57,7 +57,16 @@ class Trainer:
         self._config = parts.config
         self._clock = Clock()
         prompts = PromptStream(parts.task, "train", self._config.seed)
-        self._sampler = Sampler(parts, prompts, self._clock, folder.event)
+        self._sampler = Sampler(
+            parts.config,
+            parts.engine,
+            parts.task,
+            parts.tokenizer,
+            parts.writer_cost,
+            prompts,
+            self._clock,
+            folder.event,
+        )
         self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
         self._stopping = False
         self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
@@ -133,8 +142,8 @@ class Trainer:
         batch = self._config.batch
         return optimizer_steps(
             scored,
-            step_size=batch.step_size or batch.rollouts,
-            epochs=batch.epochs,
+            mini_batch_size=batch.mini_batch_size or batch.rollouts,
+            epochs=batch.ppo_epochs,
             micro_batch_tokens=batch.micro_batch_tokens,
             seed=self._config.seed,
             shares_prompts=not self._config.activation_checkpointing,
@@ -362,7 +371,7 @@ class Trainer:
 
 def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult], parts: Parts) -> Sums:
     """The sums of all optimizer steps of an iteration."""
-    sums, epochs = _sum_of(results), parts.config.batch.epochs
+    sums, epochs = _sum_of(results), parts.config.batch.ppo_epochs
     if sums:
         # a standard error must not count a token twice: the first epoch only
         first = _sum_of(results[: len(results) // epochs])
@@ -370,7 +379,7 @@ def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult
     trained = epochs * sum(len(item.rollout.token_ids) for item in scored)
     flops = epochs * sum(parts.training_flops(tokens_read(item.rollout)) for item in scored)
     return sums | {
-        "reward/zero_advantage": mean([not item.advantages.any() for item in scored]),
+        "reward/frac_zero_std": mean([not item.advantages.any() for item in scored]),
         "tokens/train": Total.number(trained),
         "flops/train": Total.number(flops),
     }

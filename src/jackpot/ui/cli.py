@@ -136,7 +136,8 @@ def mismatch(
         list[str] | None, typer.Option(help="What writes: name=vllm,dtype=bf16; again for each further one.")
     ] = None,
     learner: Annotated[
-        list[str] | None, typer.Option(help="What reads: dtype=bf16,attention=eager,path=OTHER; again for more.")
+        list[str] | None,
+        typer.Option(help="What reads: dtype=bf16,attn_implementation=eager,path=OTHER; again for more."),
     ] = None,
     benchmarks: Annotated[str, typer.Option(help="Sets of prompts as in jackpot eval; default made-up sums.")] = "",
     responses: Annotated[int | None, typer.Option(min=1, help="That each sampler writes; default 256.")] = None,

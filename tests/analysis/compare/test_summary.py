@@ -39,7 +39,7 @@ def test_an_evaluation_knows_what_was_spent_until_then_without_evaluations() -> 
 
 
 def test_rounds_of_dynamic_sampling_are_sequences_too() -> None:
-    lines = [line(1, **{"sampling/rounds": 3.0}, **ACCURACY)]
+    lines = [line(1, **{"sampling/gen_batches": 3.0}, **ACCURACY)]
     assert [point.sequences for point in points_of(lines, small_config())] == [48.0]
 
 

@@ -17,7 +17,7 @@ from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.analysis.diagnose.rule import Rule
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
-from jackpot.config.run import Config, DynamicSamplingConfig
+from jackpot.config.run import Config, FilterGroupsConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.types import Sampling
 from jackpot.ui import cli
@@ -28,8 +28,8 @@ GROUPS = ["bug", "precision", "signal", "mismatch", "correction", "models", "len
 HEALTHY = {
     "checkpoint/failed": 0,
     "correction/accepted": 0.92,
-    "correction/capped": 0.001,
-    "correction/capped_c2": 0.0,
+    "correction/clip_frac": 0.001,
+    "correction/clip_frac_c2": 0.0,
     "correction/ess": 0.91,
     "critic/explained_variance": 0.4,
     "critic/skipped_steps": 0.0,
@@ -51,7 +51,7 @@ HEALTHY = {
     "obrs/kappa": 1.0,
     "obrs/kappa_z_above_1": 0.2,
     "obrs/z_bound_width": 4e-5,
-    "policy/clipped": 0.0,
+    "policy/clip_frac": 0.0,
     "policy/entropy": 0.3,
     "policy/grad_norm": 0.4,
     "policy/skipped_steps": 0.0,
@@ -61,8 +61,8 @@ HEALTHY = {
     "response/truncated": 0.01,
     "reward/all_right": 0.1,
     "reward/all_wrong": 0.2,
-    "reward/zero_advantage": 0.3,
-    "rollout_model/clipped": 0.0,
+    "reward/frac_zero_std": 0.3,
+    "rollout_model/clip_frac": 0.0,
     "rollout_model/distill_grad_norm": 0.7,
     "rollout_model/entropy": 0.4,
     "rollout_model/grad_cosine": 0.5,
@@ -70,7 +70,7 @@ HEALTHY = {
     "rollout_model/ppo_grad_norm": 0.5,
     "rollout_model/skipped_steps": 0.0,
     "rollout_model/weight": 1.0,
-    "sampling/rounds": 2.0,
+    "sampling/gen_batches": 2.0,
 }
 EVALUATED = {
     "eval/policy_accuracy": 0.4,
@@ -92,8 +92,8 @@ BROKEN = {  # what makes a rule fire, by its name
     "checkpoint/failed": {"checkpoint/failed": 1},
     "reward/all_wrong": {"reward/all_wrong": 0.95},
     "reward/all_right": {"reward/all_right": 0.95},
-    "reward/zero_advantage": {"reward/zero_advantage": 0.95},
-    "sampling/rounds": {"sampling/rounds": 10.0},
+    "reward/frac_zero_std": {"reward/frac_zero_std": 0.95},
+    "sampling/gen_batches": {"sampling/gen_batches": 10.0},
     "policy/skipped_steps": {"policy/skipped_steps": 1.0},
     "rollout_model/skipped_steps": {"rollout_model/skipped_steps": 1.0},
     "critic/skipped_steps": {"critic/skipped_steps": 1.0},
@@ -105,14 +105,14 @@ BROKEN = {  # what makes a rule fire, by its name
     "mismatch/ratio_max": {"mismatch/ratio_max": 1500.0},
     "mismatch/ess": {"mismatch/ess": 0.05},
     "correction/accepted": {"correction/accepted": 0.01},
-    "correction/capped": {"correction/capped": 0.15},
-    "correction/capped_c2": {"correction/capped_c2": 0.15},
+    "correction/clip_frac": {"correction/clip_frac": 0.15},
+    "correction/clip_frac_c2": {"correction/clip_frac_c2": 0.15},
     "obrs/kappa": {"obrs/kappa": 1.3},
     "obrs/kappa_z_above_1": {"obrs/kappa_z_above_1": 0.9},
     "obrs/z_bound_width": {"obrs/z_bound_width": 0.2},
     "correction/ess / mismatch/ess": {"correction/ess": 0.4},
-    "policy/clipped": {"policy/clipped": 0.35},
-    "rollout_model/clipped": {"rollout_model/clipped": 0.35},
+    "policy/clip_frac": {"policy/clip_frac": 0.35},
+    "rollout_model/clip_frac": {"rollout_model/clip_frac": 0.35},
     "policy/entropy": {"policy/entropy": 0.01},
     "rollout_model/entropy": {"rollout_model/entropy": 0.01},
     "policy/grad_norm": {"policy/grad_norm": 6.0},
@@ -130,9 +130,9 @@ ALSO = {"eval/rollout_model_accuracy": {"eval/policy_accuracy"}}  # rules that f
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    plain = small_config("evaluation.problems=512", "batch.step_size=8")
+    plain = small_config("evaluation.problems=512", "batch.mini_batch_size=8")
     return plain.model_copy(
-        update={"batch": plain.batch.model_copy(update={"dynamic_sampling": DynamicSamplingConfig(max_rounds=10)})}
+        update={"batch": plain.batch.model_copy(update={"filter_groups": FilterGroupsConfig(max_num_gen_batches=10)})}
     )
 
 
@@ -209,8 +209,8 @@ def test_sick_from_the_start_is_since_the_first_iteration(config: Config) -> Non
 def test_causes_stand_before_their_symptoms(config: Config) -> None:
     groups = [GROUPS.index(rule.group) for rule in RULES]
     assert groups == sorted(groups)
-    names = ["response/truncated", "eval/policy_accuracy", "correction/capped", "mismatch/kl_rollout_policy"]
-    names += ["reward/zero_advantage", "mismatch/engine_gap"]
+    names = ["response/truncated", "eval/policy_accuracy", "correction/clip_frac", "mismatch/kl_rollout_policy"]
+    names += ["reward/frac_zero_std", "mismatch/engine_gap"]
     broken = {metric: value for name in names for metric, value in BROKEN[name].items()}
     found = diagnose(history(broken), [], config)
     assert [finding.metric for finding in found.findings] == names[::-1]
@@ -254,7 +254,7 @@ def test_no_verdict_before_five_iterations_but_on_bugs(config: Config) -> None:
 
 def test_rules_that_do_not_apply_stay_silent(config: Config) -> None:
     alone = config.model_copy(update={"rollout_model": None, "batch": small_config().batch})
-    lines = history(BROKEN["sampling/rounds"] | {"rollout_model/ppo_grad_norm": 0.001})
+    lines = history(BROKEN["sampling/gen_batches"] | {"rollout_model/ppo_grad_norm": 0.001})
     nothing = {name: None for name in HEALTHY if name.startswith(("rollout_model/", "obrs/", "correction/"))}
     assert diagnose(lines, [], alone).verdict == "healthy"
     assert diagnose([line | nothing for line in lines], [], alone).verdict == "healthy"

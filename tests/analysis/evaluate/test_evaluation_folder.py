@@ -43,23 +43,23 @@ def finished(whole: Path, tmp_path: Path) -> Path:
 
 def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: Path) -> None:
     record = yaml.safe_load((finished / "config.yaml").read_text())
-    record["asked"]["engine"] = json.loads(VLLMEngineConfig(context_length=512).model_dump_json())
+    record["asked"]["engine"] = json.loads(VLLMEngineConfig(max_model_len=512).model_dump_json())
     (finished / "config.yaml").write_text(yaml.safe_dump(record))
-    engine = {"engine": {"name": "vllm", "context_length": 512, "memory_share": 0.3}}
+    engine = {"engine": {"name": "vllm", "max_model_len": 512, "gpu_memory_utilization": 0.3}}
     assert evaluation(finished, engine)[0].was_done
-    with pytest.raises(CheckpointError, match=r"engine\.context_length: 512 in the folder, 64 now"):
-        evaluation(finished, engine, {"engine": {"context_length": 64}})
+    with pytest.raises(CheckpointError, match=r"engine\.max_model_len: 512 in the folder, 64 now"):
+        evaluation(finished, engine, {"engine": {"max_model_len": 64}})
 
 
 def test_other_kernels_are_refused_and_a_folder_from_before_them_is_continued(finished: Path) -> None:
     record = yaml.safe_load((finished / "config.yaml").read_text())
-    kernels = {"attention": "sdpa", "quantization": None, "kv_cache_dtype": None}
+    kernels = {"attn_implementation": "sdpa", "quantization": None, "kv_cache_dtype": None}
     assert record["asked"]["engine"].items() >= kernels.items()
     for name in kernels:
         del record["asked"]["engine"][name]
     (finished / "config.yaml").write_text(yaml.safe_dump(record))
     assert evaluation(finished)[0].was_done
-    for name, value in (("attention", "eager"), ("quantization", "fp8"), ("kv_cache_dtype", "fp8")):
+    for name, value in (("attn_implementation", "eager"), ("quantization", "fp8"), ("kv_cache_dtype", "fp8")):
         told = f"engine.{name}: {json.dumps(kernels[name])} in the folder, {json.dumps(value)} now"
         with pytest.raises(CheckpointError, match=re.escape(told)):
             evaluation(finished, {"engine": {name: value}})
@@ -68,7 +68,7 @@ def test_other_kernels_are_refused_and_a_folder_from_before_them_is_continued(fi
 def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:
     run(small_config("engine.dtype=bf16", "precision=bf16"), tmp_path, kill_after=0)
     model, named = str(tmp_path), {"benchmarks": "arithmetic"}
-    for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_batch_size": 3}}]):
+    for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_num_seqs": 3}}]):
         assert evaluation_config(model, [named, *changes]).engine.dtype == "bf16"
     told = evaluation_config(model, [named, {"engine": "vllm"}, {"engine": {"dtype": "fp32"}}])
     assert (told.engine.name, told.engine.dtype) == ("vllm", "fp32")
@@ -155,9 +155,9 @@ def test_a_table_that_was_cut_short_is_an_error_that_says_what_to_do(kept: int, 
 
 
 LINE = {"number": 0, "sample": 0, "response": "2#4", "correct": False, "reward": 0.0, "tokens": 4, "finish": "stop"}
-LINE |= {"judge_problem": None}
+LINE |= {"reward_error": None}
 DAMAGE = {"number": "0", "sample": True, "response": None, "correct": 1, "reward": float("nan"), "tokens": None}
-DAMAGE |= {"finish": 3, "judge_problem": 0}
+DAMAGE |= {"finish": 3, "reward_error": 0}
 
 
 @pytest.mark.parametrize("name", DAMAGE)

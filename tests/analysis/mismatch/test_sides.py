@@ -17,7 +17,6 @@ from jackpot.analysis import scoring
 from jackpot.analysis.mismatch.run import Pair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config, side_name
 from jackpot.analysis.scoring import read, reading_model
-from jackpot.analysis.simulate import pairs
 from jackpot.config.build import nest
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
 from jackpot.config.tools import LearnerConfig
@@ -51,7 +50,7 @@ def with_top(rollout: Rollout, ids: list[list[int]]) -> Rollout:
 
 def test_a_reading_is_the_models_own_softmax_at_every_token(monkeypatch):
     """In batches and chunks so small that responses and batches are cut."""
-    monkeypatch.setattr(pairs, "_FORWARD_TOKENS", 24)
+    monkeypatch.setattr(scoring, "_FORWARD_TOKENS", 24)
     monkeypatch.setattr(scoring, "_CHUNK_ELEMENTS", 3 * 24)
     model, draw = tiny_model(0).eval(), np.random.default_rng(0)
     rollouts = []
@@ -94,7 +93,7 @@ def test_a_learner_reads_what_training_scores(autocast):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"dtype": "bf16"}, {"attention": "eager"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8_w8a16"}],
+    [{"dtype": "bf16"}, {"attn_implementation": "eager"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8_w8a16"}],
     ids=str,
 )
 def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
@@ -115,7 +114,7 @@ def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
 SIDES = [
     {},
     INT8,
-    {"dtype": "bf16", "attention": "eager", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+    {"dtype": "bf16", "attn_implementation": "eager", "quantization": "fp8", "kv_cache_dtype": "fp8"},
 ]
 
 
@@ -286,7 +285,7 @@ def test_sides_are_told_apart_by_their_names():
     servers = VLLMServerEngineConfig(urls=("http://127.0.0.1:8000",), weights_folder="w", dtype="bf16")
     named = [
         LearnerConfig(path="m"),
-        LearnerConfig(path="m", engine=TransformersEngineConfig(attention="eager", kv_cache_dtype="fp8")),
+        LearnerConfig(path="m", engine=TransformersEngineConfig(attn_implementation="eager", kv_cache_dtype="fp8")),
         LearnerConfig(path="m", engine=TransformersEngineConfig(dtype="bf16", quantization="fp8"), autocast="bf16"),
         LearnerConfig(path="m", engine=servers, temperature=0.5),
     ]

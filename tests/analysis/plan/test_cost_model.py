@@ -38,7 +38,7 @@ HEAD = 4 * 5
 
 
 def writing(**settings: object) -> Writing:
-    known = {"model": MODEL, "number_bytes": 2, "max_batch_size": 256, "cache_bytes": math.inf, "gpus": 1}
+    known = {"model": MODEL, "number_bytes": 2, "max_num_seqs": 256, "cache_bytes": math.inf, "gpus": 1}
     return Writing(**known | {"peak": GPU.bf16} | settings)
 
 
@@ -112,7 +112,7 @@ def test_decoding_reads_the_weights_at_every_step_and_the_cache_of_every_token()
         moved / (100 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS, rel=1e-6
     )
     in_turns = 2 * (10 * 100 + 4 * pairs * 6) / (50 * BANDWIDTH_SHARE) + 10 * STEP_SECONDS  # two, then two
-    assert writing(peak=slow.bf16, max_batch_size=2).seconds(4, FIXED, slow) == pytest.approx(in_turns, rel=1e-6)
+    assert writing(peak=slow.bf16, max_num_seqs=2).seconds(4, FIXED, slow) == pytest.approx(in_turns, rel=1e-6)
 
 
 def test_an_engine_is_done_when_its_last_response_is() -> None:
@@ -120,7 +120,7 @@ def test_an_engine_is_done_when_its_last_response_is() -> None:
     lengths = Lengths(prompt=0, mean=10.0, limit=10**6)
     longest = 10 * (1 + 1 / 2 + 1 / 3 + 1 / 4)
     assert writing(peak=1e15).seconds(4, lengths, fast) == pytest.approx(longest * STEP_SECONDS, rel=0.01)
-    in_turns = writing(peak=1e15, max_batch_size=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
+    in_turns = writing(peak=1e15, max_num_seqs=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
     assert in_turns == pytest.approx((20 + longest) * STEP_SECONDS, rel=0.01)
 
 
@@ -135,7 +135,7 @@ def test_decoding_takes_its_operations_where_those_take_longer() -> None:
 def test_an_engine_holds_what_its_batch_and_its_cache_allow() -> None:
     halfway = 3 + 5 / 2  # tokens of a sequence in the mean of its time
     assert writing().held(4, FIXED) == 4
-    assert writing(max_batch_size=3).held(4, FIXED) == 3
+    assert writing(max_num_seqs=3).held(4, FIXED) == 3
     assert writing(cache_bytes=2 * halfway * 6 * 2).held(4, FIXED) == pytest.approx(2)
     assert writing(cache_bytes=1.0).held(4, FIXED) == 1
 
@@ -208,5 +208,5 @@ def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
     )
     gpu = Gpu(bf16=312e12, fp32=19.5e12, bandwidth=1.555e12, memory=40e9)
     lengths = Lengths(prompt=1024, mean=128, limit=128)
-    engine = Writing(model=model, number_bytes=2, max_batch_size=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
+    engine = Writing(model=model, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
     assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)

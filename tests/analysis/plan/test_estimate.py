@@ -85,7 +85,9 @@ def test_a_recipe_fits_the_gpus_that_it_names(name: str) -> None:
 @pytest.mark.slow
 def test_more_than_the_gpus_hold_is_seen() -> None:
     """The joint run without an engine that sleeps, as the recipe once was."""
-    found = planned("joint_8b", None, "engine.sleep=false", "evaluation.engine.memory_share=0.4").stated
+    found = planned(
+        "joint_8b", None, "engine.enable_sleep_mode=false", "evaluation.engine.gpu_memory_utilization=0.4"
+    ).stated
     assert not found.shard.fits and found.hours is None
 
 
@@ -118,11 +120,11 @@ def test_every_recipe_of_a_paper_is_looked_at() -> None:
     ("overrides", "expected"),
     [
         ((), 0),  # one step: its own forward pass is the anchor
-        (("batch.step_size=8",), 1),
+        (("batch.mini_batch_size=8",), 1),
         (("objective.correction.kappa=prepass",), 1),
-        (("objective.correction.kappa=prepass", "batch.step_size=8"), 1),  # the anchors tell kappa
-        (("objective.correction.kappa=prepass", "objective.correction.target=new", "batch.step_size=8"), 2),
-        (("objective.correction.kappa=prepass", "batch.epochs=3", "objective.correction.target=new"), 4),
+        (("objective.correction.kappa=prepass", "batch.mini_batch_size=8"), 1),  # the anchors tell kappa
+        (("objective.correction.kappa=prepass", "objective.correction.target=new", "batch.mini_batch_size=8"), 2),
+        (("objective.correction.kappa=prepass", "batch.ppo_epochs=3", "objective.correction.target=new"), 4),
     ],
 )
 def test_passes_without_a_gradient_are_those_of_the_learner(overrides: tuple[str, ...], expected: int) -> None:

@@ -28,7 +28,7 @@ def test_weights_gradients_and_moments_are_counted_by_parameters() -> None:
     memory = plan()
     assert memory.weights == 4 * (policy + writer) == memory.engines == memory.gradients
     assert memory.optimizer == 8 * (policy + writer)
-    frozen = plan("rollout_model.optimizer=null", "engine.dtype=bf16", "objective.reference.weight=0.1")
+    frozen = plan("rollout_model.optimizer=null", "engine.dtype=bf16", "objective.reference.kl_loss_coef=0.1")
     assert frozen.weights == 4 * (2 * policy + writer)
     assert (frozen.engines, frozen.gradients, frozen.optimizer) == (2 * (policy + writer), 4 * policy, 8 * policy)
     alone = plan(arm="on_policy")
@@ -55,8 +55,8 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
         ((), Shape(4, 16, 6, 24)),  # the whole step, four groups
         (("batch.micro_batch_tokens=120",), Shape(1, 4, 6, 24)),
         (("batch.micro_batch_tokens=180",), Shape(2, 6, 6, 24)),
-        (("batch.step_size=8",), Shape(4, 8, 6, 24)),  # shuffled: any prompt may be there
-        (("batch.step_size=2",), Shape(2, 2, 6, 24)),
+        (("batch.mini_batch_size=8",), Shape(4, 8, 6, 24)),  # shuffled: any prompt may be there
+        (("batch.mini_batch_size=2",), Shape(2, 2, 6, 24)),
     ],
 )
 def test_the_largest_micro_batch_is_what_the_budget_allows(overrides: tuple[str, ...], expected: Shape) -> None:
@@ -97,13 +97,13 @@ def test_checkpointed_activations_take_less_and_longer_responses_more() -> None:
 
 def test_a_gradient_that_waits_for_the_end_of_the_iteration_is_counted() -> None:
     writer = 88_512
-    waiting = plan("rollout_model.update=iteration", "batch.step_size=8")
-    assert waiting.gradients == plan("batch.step_size=8").gradients + 4 * writer
+    waiting = plan("rollout_model.update=iteration", "batch.mini_batch_size=8")
+    assert waiting.gradients == plan("batch.mini_batch_size=8").gradients + 4 * writer
 
 
 def test_a_reference_is_read_too() -> None:
     for estimate in ("exact", "k3"):
-        assert plan(f"objective.reference={{weight: 0.1, estimate: {estimate}}}").training > plan().training
+        assert plan(f"objective.reference={{kl_loss_coef: 0.1, kl_loss_type: {estimate}}}").training > plan().training
 
 
 def test_the_weights_that_an_adapter_changes_are_made_to_be_sent() -> None:
@@ -132,7 +132,7 @@ def test_the_allocator_is_asked_for_the_same_and_its_gaps_are_waste() -> None:
     its own, for this one has free places already."""
     size, pairs = 2**16, 1024  # of less than what glibc maps by itself
     command = (
-        "import torch; from jackpot.launch.tally import counted\n"
+        "import torch; from jackpot.analysis.plan.dry_step import counted\n"
         "with counted(reserves=True) as tally:\n"
         f"    tensors = [torch.zeros({size // 4}) for _ in range({2 * pairs})]\n"
         "    del tensors[::2]\n"

@@ -70,10 +70,13 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
 
 def test_an_engine_that_sleeps_leaves_its_share_to_the_learner() -> None:
     for sleep, resting in ((False, 32 * GB), (True, 0)):
-        engine = VLLMEngineConfig(memory_share=0.4, sleep=sleep)
+        engine = VLLMEngineConfig(gpu_memory_utilization=0.4, enable_sleep_mode=sleep)
         planned = shard(MEMORY, PARTS, {"engine": need(engine)}, GPU, 8)
         assert (planned.resting, planned.writing) == (resting, 32 * GB)
-    two = {"engine": need(VLLMEngineConfig(sleep=True)), "evaluation.engine": need(VLLMEngineConfig(memory_share=0.3))}
+    two = {
+        "engine": need(VLLMEngineConfig(enable_sleep_mode=True)),
+        "evaluation.engine": need(VLLMEngineConfig(gpu_memory_utilization=0.3)),
+    }
     planned = shard(MEMORY, PARTS, two, GPU, 8)
     assert (planned.resting, planned.writing) == (pytest.approx(24 * GB), pytest.approx(56 * GB))
 
@@ -85,12 +88,12 @@ def test_other_engines_take_their_weights_and_what_was_planned_for_writing() -> 
     servers = VLLMServerEngineConfig(urls=("http://127.0.0.1:1",), weights_folder="x")
     planned = shard(MEMORY, PARTS, {"engine": need(servers)}, GPU, 2)
     assert (planned.resting, planned.writing) == (0, 0)
-    fixed = shard(MEMORY, PARTS, {"engine": need(VLLMEngineConfig(cache_gib=2))}, GPU, 2)
+    fixed = shard(MEMORY, PARTS, {"engine": need(VLLMEngineConfig(kv_cache_memory_bytes=2 * 2**30))}, GPU, 2)
     assert fixed.resting == 16 * GB + 2 * 2**30 + ENGINE_BYTES
 
 
 def test_an_engine_spreads_over_as_few_gpus_as_hold_its_weights_and_the_longest_sequence() -> None:
-    engine = VLLMEngineConfig(memory_share=0.4)  # 32 GB of a GPU, of which 2 go to activations
+    engine = VLLMEngineConfig(gpu_memory_utilization=0.4)  # 32 GB of a GPU, of which 2 go to activations
     assert [degree(need(engine, size * GB), GPU, 8) for size in (16, 28.9, 29.1, 65, 400)] == [1, 1, 2, 4, 0]
     assert degree(need(engine, 65 * GB), GPU, 2) == 0  # it would need four
     assert degree(need(engine, 29.1 * GB), GPU, 3) == 0  # two do not divide three

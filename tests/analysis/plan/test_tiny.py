@@ -24,10 +24,10 @@ from jackpot.rollout.tasks.data import DATA_FOLDER
 ARMS = [(recipe, arm) for recipe in recipe_names() for arm in load_recipe(recipe)["arms"]]
 MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
-    "objective.overlong.buffer",
+    "objective.overlong_buffer.len",
     "task.train.source", "task.train.subset", "task.train.split", "task.train.limit", "task.test.limit",
     "task.max_prompt_tokens", "task.workers", "sampling.max_new_tokens", "sampling.stop_token_ids", "batch.prompts",
-    "batch.group_size", "batch.step_size", "batch.micro_batch_tokens", "evaluation.problems", "evaluation.k",
+    "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens", "evaluation.problems", "evaluation.k",
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
     assert (
         changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)} == set()
     )
-    kernels = ("engine.attention", "engine.quantization", "engine.kv_cache_dtype")
+    kernels = ("engine.attn_implementation", "engine.quantization", "engine.kv_cache_dtype")
     assert all(after[key] == before[key] for key in kernels if key in before)
     assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
     assert result.batch.rollouts <= max(32, 2 * config.batch.steps_per_iteration)
@@ -94,25 +94,25 @@ def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        ({"prompts": 512, "group_size": 8, "step_size": 64}, (32, 4, 2)),  # 64 steps of 2
+        ({"prompts": 512, "group_size": 8, "mini_batch_size": 64}, (32, 4, 2)),  # 64 steps of 2
         ({"prompts": 64, "group_size": 8}, (8, 4, None)),  # 1 step of 32
-        ({"prompts": 21, "group_size": 6, "step_size": 18}, (14, 4, 8)),  # 7 steps: 56 is the least above 32
-        ({"prompts": 21, "group_size": 6, "step_size": 18, "epochs": 3}, (14, 4, 8)),
-        ({"prompts": 2, "group_size": 8, "step_size": 4}, (2, 8, 4)),  # is small
-        ({"prompts": 300, "group_size": 2, "step_size": 200}, (18, 2, 12)),  # 3 steps
+        ({"prompts": 21, "group_size": 6, "mini_batch_size": 18}, (14, 4, 8)),  # 7 steps: 56 is the least above 32
+        ({"prompts": 21, "group_size": 6, "mini_batch_size": 18, "ppo_epochs": 3}, (14, 4, 8)),
+        ({"prompts": 2, "group_size": 8, "mini_batch_size": 4}, (2, 8, 4)),  # is small
+        ({"prompts": 300, "group_size": 2, "mini_batch_size": 200}, (18, 2, 12)),  # 3 steps
     ],
 )
 def test_a_batch_keeps_its_optimizer_steps(batch: dict, expected: tuple) -> None:
     config = own(batch=batch)
     result = small(config).batch
-    assert (result.prompts, result.group_size, result.step_size) == expected
+    assert (result.prompts, result.group_size, result.mini_batch_size) == expected
     assert result.steps_per_iteration == config.batch.steps_per_iteration
 
 
 def test_lengths_keep_their_proportion_and_stop_tokens_their_meaning() -> None:
-    overlong = {"buffer": 1024, "penalty": 1.0}
-    result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong": overlong}))
-    assert result.objective.overlong.buffer == 4 and result.objective.overlong.penalty == 1.0
+    overlong = {"len": 1024, "penalty_factor": 1.0}
+    result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong_buffer": overlong}))
+    assert result.objective.overlong_buffer.len == 4 and result.objective.overlong_buffer.penalty_factor == 1.0
     assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (512 + 2,)  # 151643 + 2 is <|im_end|>
     result = small(own(sampling={"stop_token_ids": [198, 151_644, 999_999]}))  # a line break, <|im_start|>, none
     assert result.sampling.stop_token_ids == (512 + 1,)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.runs import run, small_config
+from jackpot.analysis import scoring
 from jackpot.analysis.simulate import pairs
 from jackpot.analysis.simulate.pairs import Bench, advice, pair_states
 from jackpot.analysis.simulate.runs import simulate_candidates, simulate_run
@@ -35,7 +36,7 @@ def log_probs(model, prompt: list[int], response: list[int], temperature: float)
 
 def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches and chunks so small that responses and batches are cut."""
-    monkeypatch.setattr(pairs, "_FORWARD_TOKENS", 24)
+    monkeypatch.setattr(scoring, "_FORWARD_TOKENS", 24)
     monkeypatch.setattr(pairs, "_CHUNK_ELEMENTS", 3 * 24)
     policy, writer = tiny_model(0).eval(), tiny_model(1).eval()
     draw = np.random.default_rng(0)

@@ -41,7 +41,9 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
     for iteration in range(ITERATIONS):
         version = learner.version
         rollouts = engine.generate(_requests(config, iteration))
-        steps = optimizer_steps(_scored(rollouts), step_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0)
+        steps = optimizer_steps(
+            _scored(rollouts), mini_batch_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0
+        )
         [micro_batches] = learner.anchor(list(steps))
         result = learner.update(micro_batches)
         history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))

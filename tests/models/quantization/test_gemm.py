@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from precision.test_quantiser import matrix
 
 from jackpot.models.quantization.linear import QuantisedLinear, gemm_exact
 from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, Grid, Quantised, quantise, with_scales
+from models.quantization.test_quantizer import matrix
 
 BOTH = ["int8_w8a8", "fp8"]
 

@@ -29,10 +29,14 @@ FLOAT_SCALES = with_scales(FP8, "float32")
 IDS = torch.randint(2, 32, (11, 24), generator=torch.Generator().manual_seed(0))
 
 
-def side(path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attention: str = "eager") -> PreTrainedModel:
+def side(
+    path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager"
+) -> PreTrainedModel:
+    path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager"
+) -> PreTrainedModel:
     """The model in bfloat16 as the learner or the engine would have it."""
     model = load_model(path, torch.bfloat16)
-    use_attention(model, attention, fp8_cache)
+    use_attention(model, attn_implementation, fp8_cache)
     if scheme is not None:
         quantise_linears(model, scheme)
     return model
@@ -60,7 +64,9 @@ def test_the_same_precision_on_the_same_kernels_is_the_same_bit_for_bit(path, sc
 
 @pytest.mark.parametrize("path", STARTERS)
 def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_computes(path):
-    settings = TransformersEngineConfig(dtype="bf16", attention="eager", quantization="fp8", kv_cache_dtype="fp8")
+    settings = TransformersEngineConfig(
+        dtype="bf16", attn_implementation="eager", quantization="fp8", kv_cache_dtype="fp8"
+    )
     learner = side(path, FP8, fp8_cache=True)
     task = make_task(ArithmeticConfig(), load_tokenizer(path))
     requests = [
@@ -100,10 +106,13 @@ def with_one_code_changed(path: str) -> PreTrainedModel:
 
 
 CONTROLS: dict[str, tuple[Callable[[str], PreTrainedModel], Callable[[str], PreTrainedModel]]] = {
-    "c1 another attention": (side, lambda path: side(path, attention="sdpa")),
+    "c1 another attention": (side, lambda path: side(path, attn_implementation="sdpa")),
     "a1 FP8, float32 scales": (side, lambda path: side(path, FLOAT_SCALES)),
     "a2 FP8": (side, lambda path: side(path, FP8)),
-    "b2 FP8, another attention": (lambda path: side(path, FP8), lambda path: side(path, FP8, attention="sdpa")),
+    "b2 FP8, another attention": (
+        lambda path: side(path, FP8),
+        lambda path: side(path, FP8, attn_implementation="sdpa"),
+    ),
     "b3 FP8, another product": (lambda path: side(path, FLOAT_SCALES), with_other_product),
     "b5 FP8, other scales": (lambda path: side(path, FP8), lambda path: side(path, FLOAT_SCALES)),
     "one code": (lambda path: side(path, FP8), with_one_code_changed),

@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines.test_decoding import make_model
-from engines.test_transformers import make
 
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.quantised_reference import QuantisedReference
@@ -16,6 +14,8 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Sampling, Version
 from jackpot.rollout.engines.transformers.attention import AttentionKernel
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from rollout.engines.transformers.test_decoding import make_model
+from rollout.engines.transformers.test_engine import make
 
 KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8"), ("fp8", "fp8")]
 
@@ -37,7 +37,7 @@ class QuantisedConformance(EngineConformance):
     @classmethod
     def make_engine(cls, folder: Path, version: Version) -> TransformersEngine:
         settings = {name: getattr(cls, name) for name in ("quantization", "kv_cache_dtype", "attention")}
-        return make(folder, torch.float32, version, max_batch_size=32, **settings)
+        return make(folder, torch.float32, version, max_num_seqs=32, **settings)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_an_engine_says_once_what_it_quantised(folder):
 def test_models_that_cannot_be_quantised_so_are_refused():
     def engine(name: str, attention: str, **settings: str) -> TransformersEngine:
         model = make_model(name, attention)
-        return TransformersEngine(model, eos_token_ids=[1], version=Version(0, 0), max_batch_size=1, **settings)
+        return TransformersEngine(model, eos_token_ids=[1], version=Version(0, 0), max_num_seqs=1, **settings)
 
     with pytest.raises(EngineError, match="no quantisation 'int4'; take one of int8_w8a16, int8_w8a8, fp8"):
         engine("qwen3", "sdpa", quantization="int4")
@@ -170,7 +170,7 @@ def test_an_fp8_cache_is_what_every_pass_sees(name, attention):
     """Step by step with a cache in place or transformers' own, and at once without a cache: with windows, with padding,
     with biases, with layers of another kind."""
     model = make_model(name, attention)
-    settings = {"eos_token_ids": [1], "version": Version(0, 0), "max_batch_size": 64}
+    settings = {"eos_token_ids": [1], "version": Version(0, 0), "max_num_seqs": 64}
     engine = TransformersEngine(model, kv_cache_dtype="fp8", **settings)
     plain = TransformersEngine(make_model(name, attention), **settings)
     rollouts = engine.generate([tiny_request(f"{i}", 2 + 7 * i, seed=i, max_new_tokens=25) for i in range(3)])

@@ -19,7 +19,7 @@ class TestThreadedEngine(EngineConformance):
     def make_engine(folder: Path, version: Version) -> ThreadedEngine:
         model = load_model(folder, torch.float32)
         stops = eos_token_ids(model)
-        return ThreadedEngine(TransformersEngine(model, eos_token_ids=stops, version=version, max_batch_size=32))
+        return ThreadedEngine(TransformersEngine(model, eos_token_ids=stops, version=version, max_num_seqs=32))
 
 
 def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_forgotten_pool_ends_its_processes():
 
 PARENT = """
 import sys
-from jackpot.tasks.judge_pool import Job, JudgePool
+from jackpot.rollout.rewards.pool import Job, JudgePool
 pool = JudgePool(["helpers.reward_functions:says"], workers=2, seconds=1.0)
 print(*pool.process_ids, flush=True)
 for word in sys.stdin:
@@ -296,7 +296,7 @@ def test_judge_processes_end_with_a_parent_that_is_killed_busy_ones_when_their_t
 def test_a_judge_process_whose_import_never_ends_ends_by_itself(tmp_path):
     (tmp_path / "endless.py").write_text("while True:\n    pass\n")
     path = [str(tmp_path), *filter(None, sys.path)]
-    command = f"import sys; sys.path[:] = {path!r}; from jackpot.answers.worker import main; main()"
+    command = f"import sys; sys.path[:] = {path!r}; from jackpot.rollout.rewards.verifier.worker import main; main()"
     orders = {"functions": ["endless:f"], "seconds": 1.0, "start_seconds": 0.5}
     with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
         process.stdin.write(json.dumps(orders).encode() + b"\n")

@@ -62,8 +62,8 @@ def test_problems_follow_from_split_and_index_in_any_order_and_any_process(task)
     forward = [task.operands("test", index) for index in range(20)]
     assert [task.operands("test", index) for index in reversed(range(20))] == forward[::-1]
     program = (
-        "from jackpot.config_tasks import ArithmeticConfig\n"
-        "from jackpot.tasks.arithmetic import Arithmetic\n"
+        "from jackpot.config.tasks import ArithmeticConfig\n"
+        "from jackpot.rollout.tasks.arithmetic import Arithmetic\n"
         "print([Arithmetic(None, ArithmeticConfig()).operands('test', index) for index in range(20)])"
     )
     printed = subprocess.run(

@@ -158,7 +158,7 @@ def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_judges_n
     for name, said in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
         with pytest.raises(ConfigError, match=said):
             make(ten, rewards=[name])
-    with closing(make(ten, rewards=["tasks.texts:remainder"])) as task:
+    with closing(make(ten, rewards=["helpers.texts:remainder"])) as task:
         prompt = task.prompt("train", 1)
         assert task.score(prompt, "12345", True).reward == pytest.approx(5 / 7)
     with pytest.raises(TrainingError, match="closed"):

@@ -40,7 +40,7 @@ def config_of(model: Path, train: dict, test: dict) -> Config:
         "train": train,
         "test": test,
         "max_prompt_tokens": 200,
-        "rewards": ["tasks.texts:remainder"],
+        "rewards": ["helpers.texts:remainder"],
     }
     return build_config(
         {

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import pytest
-from report.conftest import ODD, Open
 
 from helpers.folders import run_folder, write_lines
 from jackpot.ui.charts import Chart, Heatmap, Section, Series
 from jackpot.ui.html import write_page
 from jackpot.ui.report.report import write_report
+from ui.conftest import ODD, Open
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

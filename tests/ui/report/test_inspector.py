@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report import folders
 from tokenizers.pre_tokenizers import ByteLevel
 
+from helpers import folders
 from helpers.folders import run_folder, save_tokens
 from jackpot.training.run.rollouts import Saved, saved_files
 from jackpot.ui.packing import Tokens, packed

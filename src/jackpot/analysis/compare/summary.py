@@ -127,7 +127,7 @@ def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
     if line["iteration"] == 0:
         return {}
     return {
-        "sequences": (line.get("sampling/rounds") or 1.0) * config.batch.rollouts,
+        "sequences": (line.get("sampling/gen_batches") or 1.0) * config.batch.rollouts,
         "tokens": line["tokens/rollout"],
         "flops": line["flops/rollout"],
         "training_flops": line["flops/train"],

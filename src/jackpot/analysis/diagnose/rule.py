@@ -111,8 +111,8 @@ def above_first_alone(history: History, values: Values) -> float | None:
 
 
 def all_rounds(history: History, values: Values) -> float | None:
-    dynamic = history.config.batch.dynamic_sampling
-    return dynamic.max_rounds - 1 if dynamic else None
+    dynamic = history.config.batch.filter_groups
+    return dynamic.max_num_gen_batches - 1 if dynamic else None
 
 
 def both_parts(limit: float) -> Limit:

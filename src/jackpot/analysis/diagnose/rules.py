@@ -23,9 +23,9 @@ _CLOSER = (
     "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate (a frozen rollout model has none and "
     "only falls behind), lower policy.optimizer.learning_rate"
 )
-_OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.dynamic_sampling={}"
+_OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.filter_groups={}"
 _MORE_TOP = "raise sampling.num_top_log_probs"
-_FEWER_STEPS = "raise batch.step_size or lower batch.epochs (fewer steps an iteration)"
+_FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
 _GAPS = {
     "mismatch/engine_gap": "rollout model",
@@ -66,7 +66,7 @@ RULES: tuple[Rule, ...] = (
         low=0.9,
         high=1.1,
         means="the engine's weights are not the rollout model's in training",
-        tries="raise batch.step_size, or set rollout_model.update=iteration",
+        tries="raise batch.mini_batch_size, or set rollout_model.update=iteration",
     ),
     Rule(
         group="bug",
@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
         high=0.0,
         see=max,
         means="the engine gave up responses; events.jsonl names them",
-        tries="read the engine's log; lower engine.max_batch_size",
+        tries="read the engine's log; lower engine.max_num_seqs",
     ),
     Rule(
         group="bug",
@@ -139,12 +139,12 @@ RULES: tuple[Rule, ...] = (
         for metric, means in (
             ("reward/all_wrong", "hardly a group has a right response, so nothing tells good from bad"),
             ("reward/all_right", "hardly a group has a wrong response, so nothing is left to learn from these prompts"),
-            ("reward/zero_advantage", "the groups have equal rewards and teach the policy nothing"),
+            ("reward/frac_zero_std", "the groups have equal rewards and teach the policy nothing"),
         )
     ),
     Rule(
         group="signal",
-        metric="sampling/rounds",
+        metric="sampling/gen_batches",
         high=all_rounds,
         means="even all rounds of dynamic sampling do not find groups of unequal rewards",
         tries="take easier or harder prompts (task), or raise batch.group_size",
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
             metric=f"{model}/skipped_steps",
             high=0.5,
             means=f"most optimizer steps of the {model.replace('_', ' ')} are not taken; events.jsonl says why",
-            tries="read the events skipped_step; for equal rewards set batch.dynamic_sampling={}",
+            tries="read the events skipped_step; for equal rewards set batch.filter_groups={}",
         )
         for model in ("policy", "rollout_model", "critic")
     ),
@@ -221,11 +221,11 @@ RULES: tuple[Rule, ...] = (
         )
         for metric, what, tries in (
             (
-                "correction/capped",
+                "correction/clip_frac",
                 "more than a tenth of the tokens is at it",
                 f"raise objective.correction.c1 (cap or high of others); {_CLOSER}",
             ),
-            ("correction/capped_c2", "the batch is stale", _FEWER_STEPS),
+            ("correction/clip_frac_c2", "the batch is stale", _FEWER_STEPS),
         )
     ),
     Rule(
@@ -260,14 +260,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         group="correction",
-        metric="policy/clipped",
+        metric="policy/clip_frac",
         high=0.3,
         means="PPO's clip removes much of the gradient",
         tries=f"{_FEWER_STEPS}, or lower policy.optimizer.learning_rate",
     ),
     Rule(
         group="correction",
-        metric="rollout_model/clipped",
+        metric="rollout_model/clip_frac",
         high=0.3,
         means="PPO's clip removes much of the rollout model's gradient",
         tries=f"{_FEWER_STEPS}, or lower rollout_model.optimizer.learning_rate",
@@ -278,7 +278,7 @@ RULES: tuple[Rule, ...] = (
             metric=f"{model}/entropy",
             low=below_start(math.inf, 0.05),
             means=f"the {model.replace('_', ' ')} has collapsed to one answer in every state",
-            tries="raise objective.entropy_weight, lower policy.optimizer.learning_rate",
+            tries="raise objective.entropy_coeff, lower policy.optimizer.learning_rate",
         )
         for model in ("policy", "rollout_model")
     ),
@@ -337,7 +337,7 @@ RULES: tuple[Rule, ...] = (
         metric="response/truncated",
         high=0.3,
         means="responses are cut at the limit",
-        tries="raise sampling.max_new_tokens, or punish length with objective.overlong",
+        tries="raise sampling.max_new_tokens, or punish length with objective.overlong_buffer",
     ),
     Rule(
         group="disk",

@@ -40,7 +40,7 @@ SCHEMA = pa.schema(
         "reward": pa.float64(),
         "tokens": pa.int32(),  # of the response
         "finish": pa.string(),  # stop, length (cut at the limit) or aborted (the engine gave it up)
-        "judge_problem": pa.string(),  # timeout or crash; null where the judge came to a verdict
+        "reward_error": pa.string(),  # timeout or crash; null where the judge came to a verdict
     }
 )
 _FIELDS: dict[str, tuple[type, ...]] = {  # of a line
@@ -51,7 +51,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {  # of a line
     "reward": (float, int),
     "tokens": (int,),
     "finish": (str,),
-    "judge_problem": (str, type(None)),
+    "reward_error": (str, type(None)),
 }
 _ROWS_AT_ONCE = 1024
 _log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def read_outcomes(path: Path) -> Outcomes:
     Raises:
         CheckpointError: no table, or not one of this version.
     """
-    columns = ["correct", "reward", "tokens", "finish", "judge_problem"]
+    columns = ["correct", "reward", "tokens", "finish", "reward_error"]
     try:
         table = pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
@@ -198,7 +198,7 @@ def read_outcomes(path: Path) -> Outcomes:
         rewards=found["reward"],
         tokens=found["tokens"].astype(np.int64),
         finishes=words["finish"],
-        problems=words["judge_problem"],
+        problems=words["reward_error"],
     )
 
 
@@ -212,7 +212,7 @@ def _line(number: int, sample: int, answered: Answered) -> dict[str, Any]:
         "reward": score.reward,
         "tokens": len(rollout.token_ids),
         "finish": rollout.finish,
-        "judge_problem": score.problem,
+        "reward_error": score.problem,
     }
 
 

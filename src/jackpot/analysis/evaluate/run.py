@@ -42,8 +42,12 @@ from jackpot.training.run.models import find_model, run_of
 
 SCHEMA_VERSION = 1
 _HOW = ("model", "benchmarks", "device", "threads", "engine", "math.workers")  # may change on the way
-_KERNELS = {"engine.attention": "sdpa", "engine.quantization": None, "engine.kv_cache_dtype": None}  # where not written
-_KEPT = ("engine.name", "engine.dtype", "engine.context_length", *_KERNELS)  # may not change: it cuts or moves answers
+_KERNELS = {
+    "engine.attn_implementation": "sdpa",
+    "engine.quantization": None,
+    "engine.kv_cache_dtype": None,
+}  # where not written
+_KEPT = ("engine.name", "engine.dtype", "engine.max_model_len", *_KERNELS)  # may not change: it cuts or moves answers
 _KEYS = ("schema_version", "model_digest", "data")  # of config.yaml, beside `asked`
 _log = logging.getLogger(__name__)
 
@@ -200,7 +204,7 @@ def _ask(
             yield asked
 
     servers = len(config.engine.urls) if isinstance(config.engine, VLLMServerEngineConfig) else 1
-    for ended in answer(engine, one.task, tokenizer, requests(), config.engine.max_batch_size * servers):
+    for ended in answer(engine, one.task, tokenizer, requests(), config.engine.max_num_seqs * servers):
         file.add((*under_way.pop(item.rollout.uid), item) for item in ended)
         fresh += len(ended)
         tokens += sum(len(item.rollout.token_ids) for item in ended)

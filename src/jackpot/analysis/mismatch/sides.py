@@ -97,7 +97,7 @@ def short_names(sides: Sequence[SideConfig]) -> list[str]:
 def _settings_name(side: SideConfig) -> str:
     engine = side.engine
     words = [engine.name, engine.dtype]
-    words += [engine.attention] if getattr(engine, "attention", "sdpa") != "sdpa" else []
+    words += [engine.attn_implementation] if getattr(engine, "attn_implementation", "sdpa") != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
     words += [" ".join(engine.urls)] if isinstance(engine, VLLMServerEngineConfig) else []

@@ -145,7 +145,7 @@ class Writing:
 
     model: Cost
     number_bytes: int  # of weights and cache
-    max_batch_size: int  # sequences that one engine holds at most
+    max_num_seqs: int  # sequences that one engine holds at most
     cache_bytes: float  # for keys and values, of one engine
     gpus: int  # of one engine, tensor-parallel
     peak: float  # FLOP/s of one GPU at this precision
@@ -155,7 +155,7 @@ class Writing:
         square over the mean behind it."""
         length = lengths.prompt + lengths.square / (2 * lengths.mean)
         room = self.cache_bytes / (self.model.cache * self.number_bytes * length)
-        return max(1.0, min(sequences, self.max_batch_size, room))
+        return max(1.0, min(sequences, self.max_num_seqs, room))
 
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu) -> float:
         """Until one engine has written `sequences` responses, the longest of them last."""

@@ -253,7 +253,7 @@ def _train(rig: _Rig) -> None:
     writer, settings = rig.models.get("rollout_model"), config.rollout_model
     trains_writer = settings is not None and settings.optimizer is not None
     parts = GradientParts(ModelOptimizer(writer.parameters(), settings.optimizer, 1)) if trains_writer else None
-    if shape.rows < (config.batch.step_size or config.batch.rollouts):
+    if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in rig.trained:
             parameter.grad = torch.zeros_like(parameter)
     with _precision(config):
@@ -284,7 +284,7 @@ def _reference_kl(rig: _Rig, policy_hidden: Tensor) -> tuple[Tensor, ...]:
         return ()
     with torch.no_grad():
         hidden = _read(rig.reference, rig.shape)
-    if rig.config.objective.reference.estimate != "exact":
+    if rig.config.objective.reference.kl_loss_type != "exact":
         with torch.no_grad():
             _head(rig.config, [rig.reference], [hidden])
         return ()

@@ -127,7 +127,7 @@ class _Plan:
         return Writing(
             model=self._costs[one.role],
             number_bytes=DTYPES[one.settings.dtype].itemsize,
-            max_batch_size=one.settings.max_batch_size,
+            max_num_seqs=one.settings.max_num_seqs,
             cache_bytes=cache_bytes(one, spread, gpu),
             gpus=spread,
             peak=gpu.bf16 if one.settings.dtype == "bf16" else gpu.fp32,
@@ -138,8 +138,8 @@ class _Plan:
         return Work(
             sequences=batch.rollouts,
             steps=batch.steps_per_iteration,
-            epochs=batch.epochs,
-            written=DYNAMIC_ROUNDS if batch.dynamic_sampling else 1.0,
+            epochs=batch.ppo_epochs,
+            written=DYNAMIC_ROUNDS if batch.filter_groups else 1.0,
             lengths=self.lengths,
             checkpoints=config.activation_checkpointing,
             extra=extra_passes(config),
@@ -152,7 +152,7 @@ def extra_passes(config: Config) -> float:
     steps, correction = config.batch.steps_per_iteration, config.objective.correction
     anchored = steps > 1 and getattr(correction, "target", "old") == "old"
     needs_pass = getattr(correction, "kappa", "none") == "prepass" and not anchored
-    return float(steps > 1) + (config.batch.epochs if needs_pass else 0)
+    return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
 
 
 def _evaluated(config: Config, writer: Writing, policy_engine: Writing) -> list[tuple[Writing, int]]:
@@ -181,5 +181,5 @@ def _others(config: Config, lengths: Lengths, policy: Cost) -> float:
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)
-        flops += body.training(lengths, config.activation_checkpointing, 1 / config.batch.epochs)
+        flops += body.training(lengths, config.activation_checkpointing, 1 / config.batch.ppo_epochs)
     return flops

@@ -80,7 +80,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, Size], prompt_tokens: int) 
 def micro_batch(config: Config, prompt_tokens: int) -> Shape:
     """The largest one: as many full sequences as fit, those of a group together where one step takes whole groups."""
     batch, response = config.batch, config.sampling.max_new_tokens
-    step = batch.step_size or batch.rollouts
+    step = batch.mini_batch_size or batch.rollouts
     rows = max(1, min(step, batch.micro_batch_tokens // (prompt_tokens + response)))
     prompts = math.ceil(rows / batch.group_size) if step == batch.rollouts else min(rows, batch.prompts)
     return Shape(prompts, rows, prompt_tokens, response)
@@ -137,7 +137,7 @@ def _writing(config: Config, prompt_tokens: int) -> int:
 def _decoding(config: Config, settings: Any, model: PreTrainedConfig, requests: int, prompt_tokens: int) -> int:
     if not isinstance(settings, TransformersEngineConfig):
         return 0
-    rows, sampling = min(requests, settings.max_batch_size), config.sampling
+    rows, sampling = min(requests, settings.max_num_seqs), config.sampling
     query_heads = getattr(model, "num_attention_heads", 1)
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // query_heads
     heads = getattr(model, "num_key_value_heads", None) or query_heads

@@ -153,10 +153,10 @@ def shard(memory: Memory, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: 
 def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Room of one engine on `spread` GPUs for keys and values; of one without a limit of its own, what is left."""
     settings = one.settings
-    if isinstance(settings, VLLMEngineConfig) and settings.cache_gib is None:
-        return spread * (settings.memory_share * gpu.memory - ENGINE_BYTES) - one.weights
+    if isinstance(settings, VLLMEngineConfig) and settings.kv_cache_memory_bytes is None:
+        return spread * (settings.gpu_memory_utilization * gpu.memory - ENGINE_BYTES) - one.weights
     if isinstance(settings, VLLMEngineConfig):
-        return spread * settings.cache_gib * _GIB
+        return spread * settings.kv_cache_memory_bytes
     return float("inf")
 
 
@@ -172,12 +172,12 @@ def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Of one GPU; the cache of a transformers engine is not in it, for that comes and goes with each batch."""
     settings = one.settings
-    if isinstance(settings, VLLMEngineConfig) and settings.cache_gib is None:
-        return settings.memory_share * gpu.memory
+    if isinstance(settings, VLLMEngineConfig) and settings.kv_cache_memory_bytes is None:
+        return settings.gpu_memory_utilization * gpu.memory
     if isinstance(settings, VLLMEngineConfig):
-        return one.weights / spread + settings.cache_gib * _GIB + ENGINE_BYTES
+        return one.weights / spread + settings.kv_cache_memory_bytes + ENGINE_BYTES
     return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0
 
 
 def _sleeps(one: EngineNeeds) -> bool:
-    return isinstance(one.settings, VLLMEngineConfig) and one.settings.sleep
+    return isinstance(one.settings, VLLMEngineConfig) and one.settings.enable_sleep_mode

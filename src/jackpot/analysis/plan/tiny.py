@@ -9,7 +9,7 @@ changes
 | models | of the same family, 0.05 to 0.25 million random parameters; starters and small folders stay |
 | `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where no file is here |
 | `engine`, `evaluation.engine` | transformers, in the same dtype |
-| `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong.buffer` is the same share of it |
+| `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong_buffer.len` is the same share of it |
 | `sampling.stop_token_ids` | the small vocabulary's ids of the same special tokens |
 | `batch` | as few sequences as the number of optimizer steps allows; at most `GROUP` in a group |
 | `batch.micro_batch_tokens` | room for the longest prompt and response: one or a few sequences |
@@ -83,9 +83,11 @@ def tiny(config: Config, models: Models, folder: Path) -> Config:
         changes["critic"] = {"path": _model_path(config.critic.path, models, folder)}
     if reference and reference.path:
         changes["objective"]["reference"] = {"path": _model_path(reference.path, models, folder)}
-    if overlong := config.objective.overlong:
-        share = overlong.buffer / config.sampling.max_new_tokens
-        changes["objective"]["overlong"] = {"buffer": max(1, math.floor(share * changes["sampling"]["max_new_tokens"]))}
+    if overlong := config.objective.overlong_buffer:
+        share = overlong.len / config.sampling.max_new_tokens
+        changes["objective"]["overlong_buffer"] = {
+            "len": max(1, math.floor(share * changes["sampling"]["max_new_tokens"]))
+        }
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _data(getattr(config.task, split), split, folder) for split in get_args(Split)}
@@ -108,17 +110,23 @@ def _sampling(config: Config, policy: Known | None) -> dict[str, Any]:
 
 def _batch(batch: BatchConfig) -> dict[str, Any]:
     """Few sequences, and as many optimizer steps on them."""
-    steps, group = batch.steps_per_iteration // batch.epochs, min(batch.group_size, GROUP)
+    steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
     if batch.rollouts <= sequences:
         return {}
-    size = None if batch.step_size is None else sequences // steps
-    return {"prompts": sequences // group, "group_size": group, "step_size": size}
+    size = None if batch.mini_batch_size is None else sequences // steps
+    return {"prompts": sequences // group, "group_size": group, "mini_batch_size": size}
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    kept = {"max_batch_size", "dtype", "attention", "quantization", "kv_cache_dtype"}  # of those that this one has
+    kept = {
+        "max_num_seqs",
+        "dtype",
+        "attn_implementation",
+        "quantization",
+        "kv_cache_dtype",
+    }  # of those that this one has
     return {"name": "transformers", **engine.model_dump(include=kept)}
 
 

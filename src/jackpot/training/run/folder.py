@@ -201,7 +201,7 @@ class RunFolder:
                 "answer": rollout.prompt.answer,
                 "correct": score.correct,
                 "finish": rollout.finish,
-                "judge_problem": score.problem,
+                "reward_error": score.problem,
             }
             for number, (rollout, response, score) in enumerate(rows)
         )

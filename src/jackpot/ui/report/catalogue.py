@@ -161,7 +161,7 @@ PARTS = (
                 {"mismatch/ess": "before", "correction/ess": "after"},
             ),
             Metrics(r"correction/ess"),
-            Metrics(r"correction/capped"),
+            Metrics(r"correction/clip_frac"),
         ),
     ),
     Part(
@@ -172,10 +172,10 @@ PARTS = (
             Metrics(r"lag/.*"),
             Together(
                 "How far the policy moved on the batch: KL(old ‖ new), from sampled tokens",
-                {"policy/update_kl_k1": "k1", "policy/update_kl_weighted": "k1, weighted by p_old / p_inf"},
+                {"policy/approx_kl_k1": "k1", "policy/approx_kl_weighted": "k1, weighted by p_old / p_inf"},
             ),
-            Metrics(r"policy/update_kl_.*"),
-            Metrics(r"correction/capped_c2"),
+            Metrics(r"policy/approx_kl_.*"),
+            Metrics(r"correction/clip_frac_c2"),
             Metrics(r"(policy|rollout_model)/clipped"),
             Metrics(r"correction/.*"),
         ),

@@ -97,8 +97,8 @@ def _sentences(found: Summary) -> Iterator[str]:
     answers = found.problems * found.k
     wrong = {
         "were given up by the engine": found.aborted,
-        "could not be judged in time": found.judge_timeouts,
-        "broke the judge": found.judge_crashes,
+        "could not be judged in time": found.reward_timeouts,
+        "broke the judge": found.reward_crashes,
     }
     for what, share in wrong.items():
         if share:

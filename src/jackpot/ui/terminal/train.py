@@ -233,7 +233,7 @@ def _numbers(engine: EngineConfig) -> str:
         parts.append(f"linear layers {engine.quantization}")
     if settings.get("kv_cache_dtype"):
         parts.append(f"keys and values {engine.kv_cache_dtype}")
-    if settings.get("attention") == "eager":
+    if settings.get("attn_implementation") == "eager":
         parts.append("eager attention")
     return ", ".join(parts)
 
@@ -249,18 +249,20 @@ def _evaluation(config: Config) -> str:
 def _objective(config: Config) -> str:
     """Advantage and aggregate, and what else pulls on the policy."""
     objective = config.objective
-    parts = [f"advantage {objective.advantage}", f"aggregate {objective.aggregate} over {objective.count} tokens"]
+    parts = [f"advantage {objective.advantage}", f"{objective.loss_agg_mode} over {objective.count} tokens"]
     if config.critic:
         parts.append(f"critic from {config.critic.path or config.policy.path}")
     if objective.reference:
-        path, weight = objective.reference.path or config.policy.path, objective.reference.weight
-        parts.append(f"{weight:g} x KL to {path} ({objective.reference.estimate})")
-    if objective.entropy_weight:
-        parts.append(f"{objective.entropy_weight:g} x entropy")
-    if objective.overlong:
-        parts.append(f"up to -{objective.overlong.penalty:g} for the last {objective.overlong.buffer} tokens")
-    if config.batch.dynamic_sampling:
-        parts.append(f"dynamic sampling, at most {config.batch.dynamic_sampling.max_rounds} rounds")
+        path, weight = objective.reference.path or config.policy.path, objective.reference.kl_loss_coef
+        parts.append(f"{weight:g} x KL to {path} ({objective.reference.kl_loss_type})")
+    if objective.entropy_coeff:
+        parts.append(f"{objective.entropy_coeff:g} x entropy")
+    if objective.overlong_buffer:
+        parts.append(
+            f"up to -{objective.overlong_buffer.penalty_factor:g} for the last {objective.overlong_buffer.len} tokens"
+        )
+    if config.batch.filter_groups:
+        parts.append(f"dynamic sampling, at most {config.batch.filter_groups.max_num_gen_batches} rounds")
     return "; ".join(parts)
 
 

@@ -78,7 +78,7 @@ def make_model(name: str, attention: str = "sdpa", **changes: Any) -> PreTrained
 
 
 def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
-    settings = {"eos_token_ids": [EOS], "version": Version(0, 0), "max_batch_size": 64} | settings
+    settings = {"eos_token_ids": [EOS], "version": Version(0, 0), "max_num_seqs": 64} | settings
     return TransformersEngine(model, **settings)
 
 

@@ -22,14 +22,14 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, version: Version = Version(0, 0), **settings):  # noqa: B008
     model = load_model(folder, dtype)
-    settings = {"max_batch_size": 256} | settings
+    settings = {"max_num_seqs": 256} | settings
     return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=version, **settings)
 
 
 class TestTransformersEngine(EngineConformance):
     @staticmethod
     def make_engine(folder: Path, version: Version) -> TransformersEngine:
-        return make(folder, torch.float32, version, max_batch_size=32)
+        return make(folder, torch.float32, version, max_num_seqs=32)
 
 
 class TestTransformersEngineInBfloat16(EngineConformance):
@@ -75,7 +75,7 @@ def test_a_prompt_that_rows_share_is_read_once(folder, rows_read):
 
 
 def test_batches_are_no_larger_than_asked(folder, rows_read):
-    engine = make(folder, max_batch_size=5)
+    engine = make(folder, max_num_seqs=5)
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=1) for i in range(12)])
     assert [rows for rows, _ in rows_read] == [5, 5, 2]
@@ -248,20 +248,20 @@ def test_the_cache_and_the_model_go_when_the_engine_closes(folder):
 
 
 def test_settings_that_cannot_work_are_refused(folder):
-    with pytest.raises(EngineError, match="max_batch_size"):
-        make(folder, max_batch_size=0)
+    with pytest.raises(EngineError, match="max_num_seqs"):
+        make(folder, max_num_seqs=0)
     mixed = load_model(folder, torch.float32)
     mixed.lm_head.bfloat16()
     mixed.model.norm.bfloat16()
     with pytest.raises(EngineError, match="one dtype"):
-        TransformersEngine(mixed, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
+        TransformersEngine(mixed, eos_token_ids=[], version=Version(0, 0), max_num_seqs=1)
     boundless = load_model(folder, torch.float32)
     boundless.config.max_position_embeddings = 0
     with pytest.raises(EngineError, match="max_position_embeddings"):
-        TransformersEngine(boundless, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
+        TransformersEngine(boundless, eos_token_ids=[], version=Version(0, 0), max_num_seqs=1)
 
 
 def test_the_model_is_put_in_eval_mode(folder):
     model = load_model(folder, torch.float32).train()
-    TransformersEngine(model, eos_token_ids=[], version=Version(0, 0), max_batch_size=1)
+    TransformersEngine(model, eos_token_ids=[], version=Version(0, 0), max_num_seqs=1)
     assert not model.training

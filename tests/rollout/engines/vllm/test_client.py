@@ -49,11 +49,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
         settings = {
             "weights_folder": str(tmp_path / "weights"),
             "dtype": torch.float32,
-            "max_batch_size": 8,
-            "api_key_variable": "TEST_API_KEY",
+            "max_num_seqs": 8,
+            "api_key_var": "TEST_API_KEY",
             "timeout": 20.0,
-            "attempts": 5,
-            "patience": 20.0,
+            "max_retries": 5,
+            "connect_timeout": 20.0,
         }
         urls = [server if isinstance(server, str) else server.url for server in servers]
         engine = VLLMServerEngine(
@@ -136,9 +136,9 @@ def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, 
 
 
 def test_a_request_that_fails_everywhere_is_an_error_that_names_it(make, server):
-    engine = make(server, attempts=2)
+    engine = make(server, max_retries=2)
     server.script["/v1/completions"] = always(failure(500))
-    with pytest.raises(EngineError, match=r"only failed engine.attempts = 2 times .*as scripted") as error:
+    with pytest.raises(EngineError, match=r"only failed engine.max_retries = 2 times .*as scripted") as error:
         engine.generate([tiny_request("only")])
     assert server.url in str(error.value)
     with pytest.raises(EngineError, match="only failed"):
@@ -190,7 +190,7 @@ def test_a_closed_engine_leaves_nothing_behind_though_a_server_still_writes(make
 
 def test_servers_share_the_work(make, server, other):
     """Though one could write all of it at once."""
-    engine = make(server, other, max_batch_size=64)
+    engine = make(server, other, max_num_seqs=64)
 
     async def wait_for_all(body: dict, usual: dict) -> Any:
         while server.count("/v1/completions") + other.count("/v1/completions") < 20:
@@ -204,7 +204,7 @@ def test_servers_share_the_work(make, server, other):
 
 
 def test_no_server_is_asked_for_more_at_once_than_the_batch_size(make, server):
-    engine = make(server, max_batch_size=4)
+    engine = make(server, max_num_seqs=4)
     at_once, most = [0], [0]
 
     async def watch(body: dict, usual: dict) -> Any:
@@ -569,8 +569,8 @@ def test_without_a_key_none_is_sent(make, server, monkeypatch):
 def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"engine.patience = 1 seconds") as error:
-        make(*urls, patience=1.0)
+    with pytest.raises(EngineError, match=r"engine.connect_timeout = 1 seconds") as error:
+        make(*urls, connect_timeout=1.0)
     assert time.monotonic() - began >= 1.0
     assert all(url in str(error.value) for url in urls)
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 
 
 def make(folder: Path, version: Version = OLD, **settings) -> VLLMEngine:
-    config = VLLMEngineConfig(**{"cache_gib": 0.25, "max_batch_size": 32} | settings)
+    config = VLLMEngineConfig(**{"kv_cache_memory_bytes": 2**28, "max_num_seqs": 32} | settings)
     return make_engine(config, str(folder), torch.device("cpu"), version)
 
 
@@ -167,7 +167,7 @@ def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collect
 
 
 def test_a_shorter_context_than_the_models_can_be_asked_for(folder):
-    engine = make(folder, context_length=32)
+    engine = make(folder, max_model_len=32)
     assert engine.capabilities.context_length == 32
     rollouts = engine.generate([tiny_request(f"{i}", 30, seed=i, max_new_tokens=50) for i in range(10)])
     assert max(len(rollout.token_ids) for rollout in rollouts) == 2
@@ -176,7 +176,7 @@ def test_a_shorter_context_than_the_models_can_be_asked_for(folder):
 
 def test_a_model_that_vllm_cannot_serve_as_asked_is_refused_with_its_reason(folder):
     with pytest.raises(EngineError, match=r"(?s)cannot serve.*max_model_len"):
-        make(folder, context_length=2 * CONTEXT)
+        make(folder, max_model_len=2 * CONTEXT)
 
 
 def test_a_model_that_vllm_cannot_run_is_reported_with_its_reason(tmp_path):
@@ -230,7 +230,7 @@ def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
 
     def test_more_prompts_than_fit_into_a_step_of_vllm_are_written_and_scored(self, folder, reference):
         """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
-        engine = make(folder, max_batch_size=128)
+        engine = make(folder, max_num_seqs=128)
         try:
             requests = [tiny_request(f"{i}", prompt=tiny_prompt(50, i), max_new_tokens=2) for i in range(120)]
             rollouts = engine.generate(requests)

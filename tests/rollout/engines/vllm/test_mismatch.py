@@ -11,7 +11,7 @@ from jackpot.analysis.mismatch.sides import mismatch_config
 
 pytestmark = pytest.mark.vllm
 
-VLLM = {"name": "vllm", "cache_gib": 0.25, "max_batch_size": 32}
+VLLM = {"name": "vllm", "kv_cache_memory_bytes": 2**28, "max_num_seqs": 32}
 
 
 def apart(samplers: list[dict[str, Any]], learners: list[dict[str, Any]], **sampling: Any) -> list[Pair]:

@@ -49,7 +49,7 @@ def make(
 ) -> VLLMServerEngine:
     urls = tuple(server.url for server in servers)
     config = VLLMServerEngineConfig(
-        urls=urls, weights_folder=str(weights_folder), **{"max_batch_size": 32, "patience": 120.0} | settings
+        urls=urls, weights_folder=str(weights_folder), **{"max_num_seqs": 32, "connect_timeout": 120.0} | settings
     )
     return make_engine(config, str(folder), torch.device("cpu"), version)
 
@@ -144,7 +144,7 @@ def test_a_joint_run_goes_on_where_its_only_server_dies_and_comes_back(mortals, 
     engines = []
 
     def make_mortal(path: Path, version: Version) -> VLLMServerEngine:
-        engine = make(path, tmp_path, server, version=version, patience=300.0)
+        engine = make(path, tmp_path, server, version=version, connect_timeout=300.0)
         engines.append(engine)
         generate, calls = engine.generate, iter(range(100))
 
@@ -191,9 +191,9 @@ def test_keys_and_numbers_of_log_probs_are_checked(untied_folder, folder, tmp_pa
         for key in ("wrong", None):
             monkeypatch.setenv("KEY", key) if key else monkeypatch.delenv("KEY")
             with pytest.raises(EngineError, match=r"refuses the API key .*environment variable KEY"):
-                make(folder, tmp_path, server, api_key_variable="KEY")
+                make(folder, tmp_path, server, api_key_var="KEY")
         monkeypatch.setenv("KEY", "right")
-        engine = make(folder, tmp_path, server, api_key_variable="KEY")
+        engine = make(folder, tmp_path, server, api_key_var="KEY")
         assert engine.capabilities.num_top_log_probs == 5
         with pytest.raises(EngineError, match="max-logprobs"):
             engine.submit([tiny_request("six", num_top_log_probs=6)])

@@ -109,7 +109,9 @@ def use_attention(model: PreTrainedModel, kernel: AttentionKernel | None, fp8_ca
     if kernel == "eager" and model.config._attn_implementation != "eager":
         model.set_attn_implementation("eager")
         if model.config._attn_implementation != "eager":
-            raise EngineError(f"{type(model).__name__} cannot change to eager attention; set engine.attention=sdpa")
+            raise EngineError(
+                f"{type(model).__name__} cannot change to eager attention; set engine.attn_implementation=sdpa"
+            )
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     current, replaceable = model.config._attn_implementation, functions is ALL_ATTENTION_FUNCTIONS
     if fp8_cache and not (replaceable and current in _ON_FP8):

@@ -43,7 +43,7 @@ class TransformersEngine(Engine):
         *,
         eos_token_ids: Sequence[int],
         version: Version,
-        max_batch_size: int,
+        max_num_seqs: int,
         attention: AttentionKernel | None = None,
         quantization: str | None = None,
         kv_cache_dtype: str | None = None,
@@ -53,19 +53,19 @@ class TransformersEngine(Engine):
             model: owned by the engine from now on: put in eval mode and given an attention kernel; its weights are
                 overwritten by updates.
             eos_token_ids: end every response, beside `Sampling.stop_token_ids`; `eos_token_ids(model)` finds them.
-            max_batch_size: rows decoded at once; the cache holds this many times the longest prompt and half more than
+            max_num_seqs: rows decoded at once; the cache holds this many times the longest prompt and half more than
                 what has been written in the longest response.
             attention: as in `use_attention`.
             quantization: a key of `SCHEMES`: what linear layers compute with, those of `score` too.
             kv_cache_dtype: fp8 rounds keys and values (`round_to_fp8`), those of `score` too.
 
         Raises:
-            EngineError: weights of several dtypes, no context length in the config, max_batch_size below 1, or a model
+            EngineError: weights of several dtypes, no context length in the config, max_num_seqs below 1, or a model
                 that cannot be quantised like that.
             ModelError: a head that is not supported.
         """
-        if max_batch_size < 1:
-            raise EngineError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        if max_num_seqs < 1:
+            raise EngineError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
@@ -81,7 +81,7 @@ class TransformersEngine(Engine):
         self._events = _quantisation_events(self._weights, quantization)
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
-        self._max_batch_size = max_batch_size
+        self._max_batch_size = max_num_seqs
         self._ledger = Ledger()
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None

@@ -51,14 +51,14 @@ def open_session(api_key: str | None, variable: str) -> Any:
 class ServerClient:
     """Asks one server."""
 
-    def __init__(self, url: str, session: Any, *, timeout: float, api_key_variable: str) -> None:
+    def __init__(self, url: str, session: Any, *, timeout: float, api_key_var: str) -> None:
         """
         Args:
             timeout: seconds for a response or for new weights.
-            api_key_variable: named in the advice where the server refuses the key.
+            api_key_var: named in the advice where the server refuses the key.
         """
         self._aiohttp = _import_aiohttp()
-        self._url, self._session, self._api_key_variable = url.rstrip("/"), session, api_key_variable
+        self._url, self._session, self._api_key_variable = url.rstrip("/"), session, api_key_var
         self._long, self._short = timeout, min(timeout, _SHORT_SECONDS)
 
     async def model_name(self) -> str:
@@ -166,7 +166,7 @@ class ServerClient:
         if status in (401, 403):
             raise EngineError(
                 f"{self._url} refuses the API key ({said}); put the key that it was started with into the environment "
-                f"variable {self._api_key_variable}, or name another one in engine.api_key_variable"
+                f"variable {self._api_key_variable}, or name another one in engine.api_key_var"
             )
         raise EngineError(f"{self._url} answered {said}" + (f"; {missing}" if status in (404, 405) else ""))
 

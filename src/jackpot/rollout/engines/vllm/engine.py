@@ -48,9 +48,9 @@ class VLLMSettings:
 
     dtype: torch.dtype
     kv_cache_dtype: str | None
-    max_batch_size: int
+    max_num_seqs: int
     context_length: int | None
-    memory_share: float
+    gpu_memory_utilization: float
     cache_bytes: int | None
     device: int | None
     sleeps: bool
@@ -185,13 +185,13 @@ class VLLMEngine(ThreadEngine):
                 dtype=settings.dtype,
                 kv_cache_dtype=settings.kv_cache_dtype or "auto",
                 seed=0,
-                max_num_seqs=settings.max_batch_size,
+                max_num_seqs=settings.max_num_seqs,
                 max_model_len=settings.context_length,
                 max_logprobs=-1,
                 logprobs_mode="processed_logprobs",
                 enforce_eager=not settings.compiles,
                 enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
-                gpu_memory_utilization=settings.memory_share,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_memory_bytes=settings.cache_bytes,
                 enable_sleep_mode=settings.sleeps,
                 device_ids=None if settings.device is None else [settings.device],

@@ -55,11 +55,11 @@ class ServerSettings:
     urls: Sequence[str]
     weights_folder: str
     dtype: torch.dtype
-    max_batch_size: int
-    api_key_variable: str
+    max_num_seqs: int
+    api_key_var: str
     timeout: float
-    attempts: int
-    patience: float
+    max_retries: int
+    connect_timeout: float
     quantization: str | None = None
     kv_cache_dtype: str | None = None
 
@@ -209,11 +209,9 @@ class VLLMServerEngine(BackgroundEngine):
 
     async def _begin_all(self) -> None:
         settings = self._settings
-        self._session = open_session(os.environ.get(settings.api_key_variable), settings.api_key_variable)
+        self._session = open_session(os.environ.get(settings.api_key_var), settings.api_key_var)
         for url in settings.urls:
-            client = ServerClient(
-                url, self._session, timeout=settings.timeout, api_key_variable=settings.api_key_variable
-            )
+            client = ServerClient(url, self._session, timeout=settings.timeout, api_key_var=settings.api_key_var)
             self._peers.append(Peer(url, client, self._facts, self._nonce))
         self._tasks = [asyncio.create_task(self._serve(peer)) for peer in self._peers]
         await self._settle()
@@ -309,20 +307,20 @@ class VLLMServerEngine(BackgroundEngine):
             peer.sent_again = 0
         peer.lose(lost)
         self._tell()
-        patience = self._settings.patience
+        connect_timeout = self._settings.connect_timeout
         if all(other.is_lost for other in self._peers):
-            left = patience - (time.monotonic() - max(other.lost_since for other in self._peers))
+            left = connect_timeout - (time.monotonic() - max(other.lost_since for other in self._peers))
             if left <= 0.0:
                 reasons = "; ".join(f"{other.url}: {other.trouble}" for other in self._peers)
                 raise EngineError(
-                    f"no server could be used for engine.patience = {patience:g} seconds ({reasons}). Are they "
-                    f"running, and is engine.urls right?"
+                    f"no server could be used for engine.connect_timeout = {connect_timeout:g} seconds ({reasons}). "
+                    f"Are they running, and is engine.urls right?"
                 )
-            patience = left
+            connect_timeout = left
         if isinstance(lost, ServerRestarted) and peer.failures == 1:
             return
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(peer.failures - 1, 10))
-        await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), patience))
+        await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), connect_timeout))
 
     async def _work(self, peer: Peer) -> None:
         """Give a server requests until it fails at one or new weights are there; then wait for what it still answers.
@@ -353,7 +351,7 @@ class VLLMServerEngine(BackgroundEngine):
     def _is_turn(self, peer: Peer) -> bool:
         """True for the servers that have the least to do, unless they have enough."""
         least = min(one.load for one in self._peers if one.trouble is None and one.holds is self._newest)
-        return peer.load == least < self._settings.max_batch_size
+        return peer.load == least < self._settings.max_num_seqs
 
     async def _answer(self, peer: Peer, job: _Job) -> None:
         try:
@@ -375,13 +373,13 @@ class VLLMServerEngine(BackgroundEngine):
     def _again(self, peer: Peer, job: _Job, lost: ServerLost) -> None:
         job.tried.append(f"{peer.url}: {lost}")
         peer.sent_again += 1
-        if len(job.tried) < self._settings.attempts:
+        if len(job.tried) < self._settings.max_retries:
             self._pending.appendleft(job)
         else:
             self._fail(
                 EngineError(
-                    f"{job.uid} failed engine.attempts = {len(job.tried)} times ({'; '.join(job.tried)}); look at the "
-                    f"servers' logs"
+                    f"{job.uid} failed engine.max_retries = {len(job.tried)} times ({'; '.join(job.tried)}); look at "
+                    f"the servers' logs"
                 )
             )
 
