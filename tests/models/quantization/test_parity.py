@@ -32,8 +32,6 @@ IDS = torch.randint(2, 32, (11, 24), generator=torch.Generator().manual_seed(0))
 def side(
     path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager"
 ) -> PreTrainedModel:
-    path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager"
-) -> PreTrainedModel:
     """The model in bfloat16 as the learner or the engine would have it."""
     model = load_model(path, torch.bfloat16)
     use_attention(model, attn_implementation, fp8_cache)
