@@ -29,7 +29,9 @@ import transformers
 from interleaved import MARK, Job, Result, cell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+from jackpot.config.run import Sampling
+from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 EOS, NUM_TOP = 1, 20

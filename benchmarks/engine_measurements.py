@@ -38,10 +38,11 @@ with clock("import"):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from jackpot.config.engines import TransformersEngineConfig, VLLMEngineConfig
+    from jackpot.config.run import Sampling
     from jackpot.core.digest import weights_digest
-    from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+    from jackpot.core.types import Prompt, Rollout, Version
     from jackpot.launch.engines import make_engine
-    from jackpot.rollout.engines.base import Engine
+    from jackpot.rollout.engines.base import Engine, Request
     from jackpot.rollout.engines.vllm.engine import _import_vllm
 
 START, NEXT = Version(0, 0), Version(1, 1)

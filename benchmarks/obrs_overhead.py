@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jackpot.config.build import build_config
 from jackpot.config.run import Config
-from jackpot.core.types import Request, Rollout, Score, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Rollout, Score, ScoredRollout, TokenBatch, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_trained, make_learner
 from jackpot.launch.objectives import policy_objective
@@ -37,6 +37,7 @@ from jackpot.models.load import load_tokenizer
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.kernels.linear_head import Head, linear_head
+from jackpot.rollout.engines.base import Request
 from jackpot.training.batching import micro_batches
 from jackpot.training.joint_learner import JointLearner
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from jackpot.config.engines import TransformersEngineConfig, VLLMEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig
-from jackpot.core.types import Request, Rollout, Sampling, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer, resolve_path
-from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.registry import make_task
 
 PROMPTS, RESPONSES, LENGTH = 32, 4, 48

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jackpot.config.run import Config
+    from jackpot.config.run import Config, Sampling
     from jackpot.core.errors import JackpotError
-    from jackpot.core.types import Rollout, Sampling, Version
+    from jackpot.core.types import Rollout, Version
     from jackpot.objectives import obrs
     from jackpot.objectives.corrections import CORRECTIONS, Correction, CorrectionFn, CorrectionInputs, make_correction
 
@@ -40,7 +40,7 @@ _HOMES = {
     "CorrectionInputs": _CORRECTIONS,
     "JackpotError": "jackpot.core.errors",
     "Rollout": "jackpot.core.types",
-    "Sampling": "jackpot.core.types",
+    "Sampling": "jackpot.config.run",
     "Version": "jackpot.core.types",
     "make_correction": _CORRECTIONS,
 }

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from helpers.engines.reference import EOS, tiny_model
 from helpers.turns import Numbers, Tool
-from jackpot.config.run import OptimizerConfig
-from jackpot.core.types import Prompt, Request, Rollout, Sampling, Score, ScoredRollout, TokenBatch, Version
+from jackpot.config.run import OptimizerConfig, Sampling
+from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout, TokenBatch, Version
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.multi_turn import write as write_turns
 from jackpot.training.batching import optimizer_steps

@@ -22,11 +22,12 @@ from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.answers import AnswerFile
 from jackpot.analysis.evaluate.run import Progress, Result, evaluate_model, evaluation_config
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.config.tasks import RewardConfig
 from jackpot.config.tools import ENDLESS
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import PARTIAL
-from jackpot.core.types import Answer, Prompt, Rollout, Sampling, Version
+from jackpot.core.types import Answer, Prompt, Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout import evaluate as evaluating

@@ -10,11 +10,12 @@ import torch
 from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, tiny_model, tiny_prompt, tiny_request
 from helpers.turns import Numbers, Tool
 from jackpot.config.recipes import resolve
+from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Request, Rollout, Sampling, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
-from jackpot.rollout.engines.base import Capabilities, Engine
+from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.evaluate import evaluate
 from jackpot.rollout.multi_turn import write

@@ -10,8 +10,9 @@ import torch
 
 from helpers.runs import COST, small_config
 from jackpot.core.clock import Clock
-from jackpot.core.types import Prompt, Request, Rollout, Score
+from jackpot.core.types import Prompt, Rollout, Score
 from jackpot.models.load import load_tokenizer
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.sampler import Sampler, shaped_score
 from jackpot.rollout.tasks.base import PromptStream, Task

@@ -11,10 +11,11 @@ import pytest
 from helpers.engines.threaded import ThreadedEngine
 from helpers.runs import COST, assert_same_run, run, small_config
 from jackpot.core.clock import Clock
-from jackpot.core.types import Prompt, Request, Score, Version
+from jackpot.core.types import Prompt, Score, Version
 from jackpot.launch import local
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.multi_turn import stream, write
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.arithmetic import Arithmetic

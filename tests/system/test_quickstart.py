@@ -9,8 +9,9 @@ import torch
 
 from helpers.runs import metrics, run
 from jackpot.config.recipes import resolve
+from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig
-from jackpot.core.types import Sampling, Version
+from jackpot.core.types import Version
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.evaluate import evaluate

@@ -14,9 +14,11 @@ from scipy.stats import binom
 from helpers.engines.reference import EOS
 from helpers.learners import make_learner, scored, smallest_model
 from helpers.runs import metrics, run, small_config
+from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
-from jackpot.core.types import Prompt, Request, Sampling, Score, Version
+from jackpot.core.types import Prompt, Score, Version
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 from jackpot.training.batching import micro_batches

@@ -11,8 +11,9 @@ import torch
 from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import metrics, run, small_config
 from jackpot.analysis.diagnose.rule import History, quantising, rounding
+from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
-from jackpot.core.types import Sampling, Version
+from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import is_faithful
 from jackpot.training.guards import check_gap

@@ -17,7 +17,24 @@ from jackpot.config.corrections import (
 )
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantised
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
-from jackpot.core.types import Sampling
+
+
+class Sampling(Strict):
+    """How an engine samples. `rollout_log_probs` and the top-k describe the distribution after all of this."""
+
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off. This is the sampling filter, not num_top_log_probs.
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256  # of the whole response, what a tool wrote in it included
+    num_top_log_probs: Annotated[int, Field(ge=0)] = 20  # K, captured for the normaliser
+    stop_token_ids: Annotated[
+        tuple[int, ...], Field(strict=False)
+    ] = ()  # beside the end-of-sequence tokens that the model folder names
+
+    @property
+    def truncated(self) -> bool:
+        """True where some tokens have probability zero by a filter and not by the model."""
+        return self.top_p < 1.0 or self.top_k > 0
 
 
 class ReferenceConfig(Strict):

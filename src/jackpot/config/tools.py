@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from jackpot.config.base import AnyNames, Count, Finite, Names, Strict
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig, QuestionConfig, TaskConfig, ToolArithmeticConfig
-from jackpot.core.types import Sampling
 
 
 class SetsConfig(Strict):

@@ -1,4 +1,4 @@
-"""The nouns that every layer shares. Torch and pydantic only.
+"""The nouns that every layer shares. Torch only.
 
 Shapes: `B` sequences, `T` response tokens, `P` prompt tokens, `U` unique prompts, `K` top-k entries.
 Log-probabilities are in nats and use the sampling temperature.
@@ -6,9 +6,8 @@ Log-probabilities are in nats and use the sampling temperature.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 Finish = Literal["stop", "length", "aborted"]
@@ -21,26 +20,6 @@ class Version(NamedTuple):
 
     policy: int
     rollout_model: int
-
-
-class Sampling(BaseModel):
-    """How an engine samples. `rollout_log_probs` and the top-k describe the distribution after all of this."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off. This is the sampling filter, not num_top_log_probs.
-    max_new_tokens: Annotated[int, Field(ge=1)] = 256  # of the whole response, what a tool wrote in it included
-    num_top_log_probs: Annotated[int, Field(ge=0)] = 20  # K, captured for the normaliser
-    stop_token_ids: Annotated[
-        tuple[int, ...], Field(strict=False)
-    ] = ()  # beside the end-of-sequence tokens that the model folder names
-
-    @property
-    def truncated(self) -> bool:
-        """True where some tokens have probability zero by a filter and not by the model."""
-        return self.top_p < 1.0 or self.top_k > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +37,6 @@ def unique_prompts(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], li
     rows: dict[tuple[int, ...], int] = {}
     index = [rows.setdefault(prompt.token_ids, len(rows)) for prompt in prompts]
     return list(rows), index
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One response to write. The same `seed` gives the same response whatever else is in the batch."""
-
-    uid: str
-    prompt: Prompt
-    seed: int  # 64 bits, unsigned
-    sampling: Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

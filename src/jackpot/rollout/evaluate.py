@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from jackpot.config.run import Sampling
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Answer, Prompt, Request, Rollout, Sampling, Score
-from jackpot.rollout.engines.base import Engine
+from jackpot.core.types import Answer, Prompt, Rollout, Score
+from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.multi_turn import stream, write
 from jackpot.rollout.tasks.base import Task, decode
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Finish, Request, Rollout
-from jackpot.rollout.engines.base import Engine
+from jackpot.core.types import Finish, Rollout
+from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.base import Task, decode
 
 _COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")

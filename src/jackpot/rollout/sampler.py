@@ -12,10 +12,10 @@ from jackpot.config.run import Config
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Mean, Sums, Total
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Prompt, Request, Rollout, Score, ScoredRollout
+from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import compute_advantages
-from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import judge
 from jackpot.rollout.multi_turn import stream
 from jackpot.rollout.rewards.rewards import overlong_penalty

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError, TrainingError
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Rollout, Sampling
+from jackpot.core.types import Rollout
 from jackpot.rollout.engines.base import Capabilities
 
 THOROUGH_CHECKS = 2  # after every start: before and after the first weight update

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from jackpot.config.run import Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sums, Total, add_sums, all_reduce_sums
-from jackpot.core.types import Role, Sampling, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Role, ScoredRollout, TokenBatch, Version
 from jackpot.models.forward import head_logits, logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.sampling import sampling_log_probs

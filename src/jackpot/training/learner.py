@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from jackpot.config.run import Sampling
 from jackpot.core.metrics import Sums
-from jackpot.core.types import Role, Sampling, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Role, ScoredRollout, TokenBatch, Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jackpot.config.run import Sampling
 from jackpot.core.clock import Clock
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import CheckpointError, EngineError, JackpotError
 from jackpot.core.metrics import Sums, Total, add_sums
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Role, Rollout, Sampling, Score, ScoredRollout, TokenBatch
+from jackpot.core.types import Role, Rollout, Score, ScoredRollout, TokenBatch
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import OWN, Evaluation, evaluate
 from jackpot.rollout.sampler import Sampler, mean, tokens_read, useless

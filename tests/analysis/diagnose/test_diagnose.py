@@ -17,9 +17,8 @@ from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.analysis.diagnose.rule import Rule
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
-from jackpot.config.run import Config, FilterGroupsConfig
+from jackpot.config.run import Config, FilterGroupsConfig, Sampling
 from jackpot.core.errors import CheckpointError
-from jackpot.core.types import Sampling
 from jackpot.ui import cli
 
 ITERATIONS, BROKEN_FROM = 100, 60

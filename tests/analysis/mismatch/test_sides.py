@@ -19,9 +19,10 @@ from jackpot.analysis.mismatch.sides import mismatch_config, side_name
 from jackpot.analysis.scoring import read, reading_model
 from jackpot.config.build import nest
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig
 from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
-from jackpot.core.types import Rollout, Sampling, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer, starter_path
 

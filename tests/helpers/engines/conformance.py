@@ -26,10 +26,11 @@ from helpers.engines.reference import (
     tiny_prompt,
     tiny_request,
 )
+from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Sampling, Version
-from jackpot.rollout.engines.base import Engine
+from jackpot.core.types import Rollout, Version
+from jackpot.rollout.engines.base import Engine, Request
 
 OLD, NEW = Version(3, 7), Version(4, 9)
 SAMPLINGS = [

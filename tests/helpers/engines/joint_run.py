@@ -12,11 +12,11 @@ from jackpot.config.run import Config
 from jackpot.core.digest import weights_digest
 from jackpot.core.metrics import Sums
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Request, Rollout, Score, ScoredRollout, Version
+from jackpot.core.types import Rollout, Score, ScoredRollout, Version
 from jackpot.launch.local import make_learner
 from jackpot.models.load import load_model
 from jackpot.objectives.advantages import compute_advantages
-from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.base import Engine, Request
 from jackpot.training.batching import optimizer_steps
 
 ITERATIONS, PROMPTS, GROUP = 4, 6, 8

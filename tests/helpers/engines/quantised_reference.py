@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from helpers.engines.reference import Reference
-from jackpot.core.types import Prompt, Sampling
+from jackpot.config.run import Sampling
+from jackpot.core.types import Prompt
 
 
 def e4m3_grid() -> np.ndarray:

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+from jackpot.config.run import Sampling
+from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.rollout.engines.base import Request
 
 VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from jackpot.core.types import Request, Rollout, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.background import ThreadEngine
-from jackpot.rollout.engines.base import Capabilities
+from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 

@@ -12,14 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig
-from jackpot.core.types import Request, Sampling, Version
+from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.forward import head_logits, read_rollouts
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.quantization.convert import quantise_linears
 from jackpot.models.quantization.linear import QuantisedLinear
 from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantise, quantise, with_scales
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import use_attention
 from jackpot.rollout.tasks.registry import make_task
 

@@ -9,9 +9,10 @@ import torch
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.quantised_reference import QuantisedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
+from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Sampling, Version
+from jackpot.core.types import Version
 from jackpot.rollout.engines.transformers.attention import AttentionKernel
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from rollout.engines.transformers.test_decoding import make_model

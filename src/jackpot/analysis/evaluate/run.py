@@ -29,11 +29,11 @@ from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import hold_lock, needed, write_whole
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Prompt, Request, Version
+from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import pick_device, threads
 from jackpot.models.load import load_tokenizer
-from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import answer, request
 from jackpot.rollout.pass_at_k import LEVEL, RESAMPLES, Summary, summarize
 from jackpot.rollout.tasks.base import Task

@@ -18,13 +18,14 @@ from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import Written, token_numbers, written
 from jackpot.analysis.scoring import Reading, read, reading_model
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Request, Rollout, Sampling, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import DTYPES, make_engine
 from jackpot.launch.local import check_vocabulary, load_tokenizers, pick_device, threads
 from jackpot.models.load import load_outline
-from jackpot.rollout.engines.base import Capabilities
+from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.multi_turn import write
 from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_sets, make_task

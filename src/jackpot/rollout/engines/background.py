@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Version
-from jackpot.rollout.engines.base import Capabilities, Engine
+from jackpot.core.types import Rollout, Version
+from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_request
 from jackpot.rollout.engines.ledger import Ledger
 

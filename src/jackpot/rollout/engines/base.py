@@ -12,8 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Version
+from jackpot.core.types import Prompt, Rollout, Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Asks an engine for one response. The same `seed` gives the same response in every batch."""
+
+    uid: str
+    prompt: Prompt
+    seed: int  # 64 bits, unsigned
+    sampling: Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from torch import Size, Tensor
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout
-from jackpot.rollout.engines.base import Capabilities
+from jackpot.core.types import Rollout
+from jackpot.rollout.engines.base import Capabilities, Request
 
 
 def check_request(request: Request, capabilities: Capabilities) -> None:

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout
+from jackpot.core.types import Rollout
+from jackpot.rollout.engines.base import Request
 
 
 class Ledger:

@@ -17,7 +17,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from jackpot.core.types import Prompt, Request, Rollout, Sampling, Version
+from jackpot.config.run import Sampling
+from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers import kv_cache as cache_module
 from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_attention
 from jackpot.rollout.engines.transformers.decoding import _TAKE_READY_MASKS

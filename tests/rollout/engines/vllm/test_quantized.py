@@ -12,8 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.conformance import NEW
 from helpers.engines.quantised_reference import QuantisedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
+from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
-from jackpot.core.types import Rollout, Sampling, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.vllm.engine import VLLMEngine
 from rollout.engines.test_quantized import QuantisedConformance
 from rollout.engines.vllm.test_engine import make

@@ -17,9 +17,11 @@ from helpers.engines.quantised_reference import QuantisedReference
 from helpers.engines.reference import Reference, save_tiny_model, tiny_model, tiny_prompt, tiny_request
 from helpers.engines.servers import VLLMServer, save_untied, started
 from jackpot.config.engines import VLLMServerEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Sampling, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
 pytestmark = pytest.mark.vllm

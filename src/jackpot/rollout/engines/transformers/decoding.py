@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import key_tensor, stream_key, uniforms
-from jackpot.core.types import Finish, Request, Rollout, Sampling, Version
+from jackpot.core.types import Finish, Rollout, Version
 from jackpot.models.forward import backbone, head_logits, pad_tokens, position_ids
 from jackpot.models.sampling import Draw, draw_tokens
+from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import TAKE_MASKS
 from jackpot.rollout.engines.transformers.kv_cache import RowsCache, make_cache
 

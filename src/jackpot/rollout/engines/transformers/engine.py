@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import head_logits, output_layer, read_rollouts
-from jackpot.rollout.engines.base import Capabilities, Engine
+from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.ledger import Ledger
 from jackpot.rollout.engines.transformers.attention import AttentionKernel, use_attention

@@ -20,9 +20,9 @@ from torch import Size, Tensor
 
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.background import ThreadEngine
-from jackpot.rollout.engines.base import Capabilities
+from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
 from jackpot.rollout.engines.vllm.protocol import (
     check_temperature,

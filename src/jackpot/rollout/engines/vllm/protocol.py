@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Finish, Request, Rollout, Version
+from jackpot.core.types import Finish, Rollout, Version
+from jackpot.rollout.engines.base import Request
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # below, vLLM would sample with 0.01; above, it refuses
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # anything else is a response cut short

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Request, Rollout, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.background import BackgroundEngine
-from jackpot.rollout.engines.base import Capabilities
+from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
 from jackpot.rollout.engines.vllm.client import ServerClient, ServerLost, ServerRestarted, open_session
 from jackpot.rollout.engines.vllm.protocol import (
