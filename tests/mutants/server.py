@@ -1,17 +1,18 @@
-"""Runs tests against many broken copies of the package: collects them once, then forks for every mutation.
+"""Runs tests against many broken copies of formulas: collects them once, then forks for every mutant.
 
-    python mutation_server.py < jobs.json > results.json
+    python server.py < jobs.json > results.json
 
-A job is {"file", "snippet", "broken", "test"}: in `file`, `snippet` stands exactly once and becomes `broken`, in memory
-only; the items of `test` run until one fails. The answer has one entry for each job, {"failed", "text"}, and one more
-for all items that failed, on the code as it is. `failed` names the item, or is "" where all passed and None where they
+A job is {"file", "function", "number", "tests"}: mutant `number` of `function` (`operators.mutants`) in `file`; the
+tests in the files `tests` run until one fails. The answer has one entry for each job, {"failed", "text"}, and one more
+for all tests that failed, on the code as it is. `failed` names the test, or is "" where all passed and None where they
 could not be run; `text` is the end of what they said.
 
-A function is broken by giving it the code object compiled from the broken source: whoever imported it has it at once.
+A function is broken by giving it the code object compiled from the broken module: whoever imported it has it at once.
 """
 
 import gc
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,9 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
-TESTS = Path(__file__).resolve().parents[1]
+from mutants.operators import mutants
+
+TESTS = Path(__file__).resolve().parents[1]  # where pytest, run from here, finds mutants and helpers
 
 CPU_SECONDS = 60  # for one test: a mutation may loop for ever
 SECONDS = 600  # or wait for ever; a busy machine is slow
@@ -51,19 +54,18 @@ class Server:
         return True
 
     def _failed(self, job: dict) -> tuple[str, str]:
-        """Break the code and run the job's test."""
-        name = f"tests/{job['test']}"
-        chosen = [item for item in self._items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
+        """Break the code and run the job's tests."""
+        chosen = [item for item in self._items if str(item.path.relative_to(TESTS)) in job["tests"]]
         if not chosen:
-            raise LookupError(f"{name} names no test")
-        self._swap(job["file"], job["snippet"], job["broken"])
+            raise LookupError(f"{job['tests']} have no tests")
+        self._swap(job["file"], job["function"], job["number"])
         return run(chosen)
 
-    def _swap(self, file: str, snippet: str, broken: str) -> None:
+    def _swap(self, file: str, function: str, number: int) -> None:
         """Give every function that differs its broken code."""
         source = self._sources[file]
-        texts = (source, source.replace(snippet, broken))
-        codes = (code_of_functions(compile(text, "module", "exec")) for text in texts)
+        broken = next(itertools.islice(mutants(source, function), number, None)).module
+        codes = (code_of_functions(compile(code, "module", "exec")) for code in (source, broken))
         changed = {old: new for old, new in zip(*codes, strict=True) if old != new}
         swapped = [function for function in self._functions[file] if function.__code__ in changed]
         if not swapped:
@@ -132,7 +134,7 @@ def main() -> None:
     hypothesis.settings.register_profile("mutation", **quick)  # the first counterexample is enough
     hypothesis.settings.load_profile("mutation")
     server = Server(json.load(sys.stdin))
-    names = sorted({f"{TESTS}/{job['test']}" for job in server._jobs})
+    names = sorted({f"{TESTS}/{test}" for job in server._jobs for test in job["tests"]})
     plain = ["--assert=plain", "--tb=native"]  # nobody reads what a broken formula says
     status = pytest.main(["-q", "-p", "no:cacheprovider", *plain, *names], plugins=[server])
     if not server.results:

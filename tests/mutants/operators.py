@@ -1,0 +1,120 @@
+"""Breaks a formula in every small way that a slip of the hand could: one operator of one function, one at a time.
+
+A mutant is found by its function and not by the text of a line, so it outlives reformatting and renamed variables. What
+is broken: + and -, * and /, the direction of a comparison, a minus or a `not` that goes, `and` and `or`, the order of
+`where`, the side of `clamp`, minimum and maximum, sum and mean, and an exp, log, square, sqrt, cumsum or detach that
+goes. Messages of errors and defaults of arguments stay as they are.
+"""
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+BINARY |= {ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+COMPARED = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+RENAMED = {"minimum": "maximum", "maximum": "minimum", "sum": "mean", "mean": "sum", "clamp_min": "clamp_max"}
+KEYWORDS = {"min": "max", "max": "min"}  # of clamp
+REMOVED = {"exp", "log", "log1p", "expm1", "square", "sqrt", "cumsum", "detach", "abs", "flip"}  # x.exp() becomes x
+Change = Callable[[], None]
+
+
+class Mutant(NamedTuple):
+    """One broken function: the expression as it was and as it is, and the whole module with it."""
+
+    function: str
+    was: str
+    now: str
+    module: ast.Module
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}: {self.was} -> {self.now}"
+
+
+def mutants(source: str, function: str) -> Iterator[Mutant]:
+    """Yield every mutant of a function or method ("function" or "Class.method") of a module's source.
+
+    Raises:
+        LookupError: the module has no such function.
+    """
+    for number in range(sum(1 for _ in _changes(_find(ast.parse(source), function)))):
+        module = ast.parse(source)
+        expression, change = list(_changes(_find(module, function)))[number]
+        was = ast.unparse(expression)
+        change()
+        yield Mutant(function, was, ast.unparse(expression), ast.fix_missing_locations(module))
+
+
+def _find(module: ast.Module, function: str) -> ast.FunctionDef:
+    here: ast.AST = module
+    for name in function.split("."):
+        inside = [one for one in here.body if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name == name]
+        if not inside:
+            raise LookupError(f"there is no {function}; the list of mutants names functions and Class.method")
+        here = inside[-1]
+    return here
+
+
+def _changes(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, Change]]:
+    """Yield every expression of a body that can be broken, with what breaks it in place."""
+    for statement in function.body:
+        for node in _formulas(statement):
+            yield from _of_node(node)
+
+
+def _formulas(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below one, without those that make a message or name a type."""
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
+        return
+    yield node
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "defaults", "kw_defaults"):
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, ast.AST):
+                yield from _formulas(one)
+
+
+def _of_node(node: ast.AST) -> Iterator[tuple[ast.expr, Change]]:
+    if isinstance(node, ast.BinOp) and type(node.op) in BINARY and not _is_type(node):
+        yield node, lambda: setattr(node, "op", BINARY[type(node.op)]())
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
+        yield node, lambda: setattr(node, "ops", [COMPARED[type(node.ops[0])]()])
+    elif isinstance(node, ast.BoolOp):
+        yield node, lambda: setattr(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
+    elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
+        yield node, lambda: _become(node, node.operand)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        yield from _of_call(node, node.func)
+
+
+def _of_call(node: ast.Call, method: ast.Attribute) -> Iterator[tuple[ast.expr, Change]]:
+    if method.attr in RENAMED:
+        yield node, lambda: setattr(method, "attr", RENAMED[method.attr])
+    elif method.attr in ("clamp", "clamp_") and len(node.keywords) == 1 and node.keywords[0].arg in KEYWORDS:
+        yield node, lambda: setattr(node.keywords[0], "arg", KEYWORDS[node.keywords[0].arg])
+    elif method.attr in REMOVED and not _is_module(method.value):
+        yield node, lambda: _become(node, method.value)
+    elif method.attr == "where" and len(node.args) == 3:
+        yield node, lambda: node.args.__setitem__(slice(1, 3), [node.args[2], node.args[1]])
+
+
+def _become(node: ast.expr, other: ast.expr) -> None:
+    """Make a node of a tree a copy of another one."""
+    other = copy.deepcopy(other)
+    node.__class__ = type(other)
+    node.__dict__.clear()
+    node.__dict__.update(other.__dict__)
+
+
+def _is_module(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("torch", "math")
+
+
+def _is_type(node: ast.BinOp) -> bool:
+    """Whether `|` joins types, as in isinstance(x, A | B)."""
+    sides = [one for one in (node.left, node.right) if isinstance(one, ast.Name | ast.Attribute | ast.Constant)]
+    names = [one.id if isinstance(one, ast.Name) else getattr(one, "attr", "None") for one in sides]
+    return isinstance(node.op, ast.BitOr) and any(name[:1].isupper() for name in names)
