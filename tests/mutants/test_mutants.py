@@ -47,7 +47,7 @@ FORMULAS = {  # "file::function": test files
     "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),
 }
 EQUIVALENT = {  # the name of a mutant: why it computes the same
-    "topk_z: (1.0 / scale).clamp(max=1.0) -> (1.0 / scale).clamp(min=1.0)": "known + missing is below it, but for rounding",
+    "topk_z: (1.0 / scale).clamp(max=1.0) -> (1.0 / scale).clamp(min=1.0)": "it mends rounding alone",
     "clipped_value_error: (held > free).detach() -> held > free": "a comparison carries no gradient",
 }
 
