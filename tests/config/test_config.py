@@ -20,6 +20,7 @@ from jackpot.config.build import build_config, merge, nest
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.objectives import advantages, corrections, joint, losses
+from jackpot.objectives.corrections.budgeted import MASKS
 from jackpot.rollout.tasks.registry import TASKS
 
 PACKAGE = Path(jackpot.__file__).parent
@@ -445,7 +446,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config.ReferenceConfig, "kl_loss_type") == losses.SAMPLED_KL.keys() | {"exact"}
     assert allowed(config.ObjectiveConfig, "loss_agg_mode") == losses.LOSS_AGG_MODES.keys()
     assert allowed(config.ObjectiveConfig, "count") == joint.COUNTS.keys()
-    assert allowed(config.OBRSCorrection, "mask") == corrections.MASKS.keys()
+    assert allowed(config.OBRSCorrection, "mask") == MASKS.keys()
     assert allowed(config.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
     assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()

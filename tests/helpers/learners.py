@@ -30,7 +30,7 @@ FIRST = Version(0, 0)
 
 # eps this large makes AdamW's step proportional to the gradient, so that equal parameters mean equal gradients
 LINEAR = OptimizerConfig(learning_rate=0.5, eps=1.0, max_grad_norm=1e6)
-OBRS = dict(lam=0.9, c1=1.3, c2=1.2, mask="sampled", totals="prepass")
+OBRS = dict(lam=0.9, c1=1.3, c2=1.2, mask="sampled", kappa="prepass")
 
 
 def smallest_model(seed: int) -> PreTrainedModel:

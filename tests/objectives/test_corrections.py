@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jackpot.config.corrections import CORRECTION_SETTINGS
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import add_sums
 from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, make_correction
 from jackpot.objectives.obrs import ZEstimate
 
 RTOL = 1e-12
-OBRS = dict(lam=0.8, c1=1.5, c2=1.25, mask="sampled", totals="none")
+OBRS = dict(lam=0.8, c1=1.5, c2=1.25, mask="sampled", kappa="none")
 EVERY = [
     ("none", {}),
     ("is", {}),
@@ -27,13 +28,13 @@ EVERY = [
     ("seq_mask", {"low": 0.2, "high": 3.0}),
     ("geo_mask", {"low": 0.7, "high": 1.4}),
     ("mask_only", {"lam": 0.8, "mask": "sampled"}),
-    ("reweight_only", dict(lam=0.8, c1=1.5, c2=1.25, totals="prepass")),
-    ("z_only", dict(lam=0.8, c1=0.5, totals="prepass")),
+    ("reweight_only", dict(lam=0.8, c1=1.5, c2=1.25, kappa="prepass")),
+    ("z_only", dict(lam=0.8, c1=0.5, kappa="prepass")),
     ("target_only", dict(c1=1.5, c2=1.25)),
     ("coin_only", dict(lam=0.8, c1=1.5, c2=1.25)),
     ("obrs", OBRS),
     ("obrs", OBRS | {"mask": "expected"}),
-    ("obrs", OBRS | {"totals": "prepass"}),
+    ("obrs", OBRS | {"kappa": "prepass"}),
 ]
 
 
@@ -122,14 +123,14 @@ def test_truncated_importance_sampling_caps_the_ratio(cap):
 def test_obrs_is_its_equation_token_by_token(mask, lam, c1, c2):
     numbers = dict(lam=lam, c1=c1, c2=c2, mask=mask)
     inputs = random_inputs(seed=3)
-    correction = make_correction("obrs", totals="none", **numbers).apply(inputs, {})
+    correction = make_correction("obrs", kappa="none", **numbers).apply(inputs, {})
     assert_is(correction, hand_obrs(inputs, kappa=1.0, **numbers))
 
 
 def test_the_second_factor_is_exactly_one_where_target_and_proximal_are_the_same():
     inputs = random_inputs()
     same = replace(inputs, proximal_log_probs=inputs.target_log_probs)
-    numbers = dict(lam=1.0, c1=3.0, mask="sampled", totals="none")
+    numbers = dict(lam=1.0, c1=3.0, mask="sampled", kappa="none")
     small, large = (make_correction("obrs", c2=c2, **numbers).apply(same, {}).weights for c2 in (1.0, math.inf))
     assert torch.equal(small, large)
 
@@ -137,7 +138,7 @@ def test_the_second_factor_is_exactly_one_where_target_and_proximal_are_the_same
 def test_the_weight_moves_from_the_target_to_the_proximal_point():
     """w p_proximal / p_target, before c2: a surrogate that starts at p_proximal is then weighed to p_target / p~."""
     inputs = random_inputs()
-    numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", totals="none")
+    numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", kappa="none")
     correction = make_correction("obrs", **numbers).apply(inputs, {})
     for at, p_inf, p_target, p_proximal, _, z in tokens(inputs):
         accepted = min(p_inf, p_target) / z
@@ -156,7 +157,7 @@ def hand_kappa(*parts, lam):
 
 def test_kappa_spans_the_whole_step_and_sits_inside_the_clip():
     first, second = random_inputs(seed=1), random_inputs(seed=2, shape=(3, 5))
-    correction = make_correction("obrs", **OBRS | {"totals": "prepass"})
+    correction = make_correction("obrs", **OBRS | {"kappa": "prepass"})
     totals = add_sums(correction.measure(first), correction.measure(second))
     kappa = hand_kappa(first, second, lam=OBRS["lam"])
     assert abs(kappa - 1.0) > 0.05 and abs(kappa - hand_kappa(first, lam=OBRS["lam"])) > 0.01
@@ -172,17 +173,17 @@ def test_kappa_z_above_one_is_not_capped():
     inputs = random_inputs(spread=0.0)
     z = torch.where(torch.arange(6) < 3, 0.4, 0.9).double().expand(4, 6)
     uneven = replace(inputs, z=ZEstimate(z, z, z, z, z))
-    correction = make_correction("obrs", lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", totals="prepass")
+    correction = make_correction("obrs", lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa="prepass")
     result = correction.apply(uneven, correction.measure(uneven))
     kappa = hand_kappa(uneven, lam=0.5)
     assert 1 / 0.9 < kappa < 1 / 0.4
     assert_is(result, hand_obrs(uneven, lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa=kappa))
 
 
-@pytest.mark.parametrize("totals", ["prepass", "previous"])
-def test_kappa_comes_from_the_sums_it_is_given_and_is_one_without(totals):
+@pytest.mark.parametrize("kappa", ["prepass", "previous"])
+def test_kappa_comes_from_the_sums_it_is_given_and_is_one_without(kappa):
     inputs, other = random_inputs(), random_inputs(seed=9)
-    correction = make_correction("obrs", **OBRS | {"totals": totals})
+    correction = make_correction("obrs", **OBRS | {"kappa": kappa})
     numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
     assert_is(correction.apply(inputs, {}), hand_obrs(inputs, kappa=1.0, **numbers))
     kappa = hand_kappa(other, lam=OBRS["lam"])
@@ -197,9 +198,9 @@ def test_kappa_none_ignores_the_sums():
 
 
 def test_corrections_say_which_sums_they_want_first():
-    wanted = {name: make_correction(name, **numbers).totals for name, numbers in EVERY}
-    assert {name for name, totals in wanted.items() if totals != "none"} == {"reweight_only", "z_only", "obrs"}
-    assert make_correction("obrs", **OBRS | {"totals": "previous"}).totals == "previous"
+    wanted = {name: make_correction(name, **numbers).kappa for name, numbers in EVERY}
+    assert {name for name, kappa in wanted.items() if kappa != "none"} == {"reweight_only", "z_only", "obrs"}
+    assert make_correction("obrs", **OBRS | {"kappa": "previous"}).kappa == "previous"
 
 
 # The coin
@@ -221,7 +222,7 @@ def coin_patterns(inputs, lam):
 @given(st.integers(0, 1000), st.sampled_from([0.3, 1.0, 3.0]))
 def test_the_expected_mask_is_the_mean_over_all_coins_with_no_variance_left(seed, lam):
     inputs = random_inputs(seed=seed, shape=(1, 6), spread=1.5)
-    numbers = dict(lam=lam, c1=2.0, c2=3.0, totals="none")
+    numbers = dict(lam=lam, c1=2.0, c2=3.0, kappa="none")
     factors = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).expand(1, 6)
     sampled, expected = (make_correction("obrs", mask=mask, **numbers) for mask in ("sampled", "expected"))
 
@@ -282,7 +283,7 @@ def test_measure_adds_up_over_micro_batches(name, numbers):
         assert [x.item() for x in added[entry]] == pytest.approx([x.item() for x in whole[entry]], rel=1e-12)
 
 
-def test_what_the_caps_took_is_told():
+def test_capped_tokens_are_reported():
     inputs = random_inputs()
     correction = make_correction("obrs", **OBRS).apply(inputs, {})
     for at, p_inf, p_target, p_proximal, _, z in tokens(inputs):
@@ -347,23 +348,36 @@ def test_an_unknown_correction_lists_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("field", "valid"), [("mask", "expected, sampled"), ("totals", "auto, none, prepass, previous")]
+    ("field", "valid"), [("mask", "expected, sampled"), ("kappa", "auto, none, prepass, previous")]
 )
 def test_an_unknown_mode_lists_the_known_ones(field, valid):
-    with pytest.raises(ConfigError, match=f"'nonsense'.*{valid}"):
+    with pytest.raises(ConfigError, match=f"correction obrs: {field}: unknown value 'nonsense'.*{valid}"):
         make_correction("obrs", **OBRS | {field: "nonsense"})
 
 
 @pytest.mark.parametrize("field", ["lam", "c1", "c2"])
 @pytest.mark.parametrize("number", [0.0, -1.0, math.nan])
 def test_numbers_that_are_not_above_zero_are_refused(field, number):
-    with pytest.raises(ConfigError, match=f"{field} is {number}; it must be above 0"):
+    with pytest.raises(ConfigError, match=f"obrs: {field}: {number} was given. Input should be greater than 0"):
         make_correction("obrs", **OBRS | {field: number})
-    with pytest.raises(ConfigError, match="cap is"):
+    with pytest.raises(ConfigError, match=f"correction tis: cap: {number} was given"):
         make_correction("tis", cap=number)
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("tis", {}), ("tis", {"c1": 3.0}), ("none", {"cap": 1.0}), ("obrs", {})])
-def test_missing_or_foreign_numbers_are_refused(name, numbers):
-    with pytest.raises(ConfigError, match=f"correction {name} does not take"):
-        make_correction(name, **numbers)
+@pytest.mark.parametrize(("name", "key"), [("tis", "c1"), ("none", "cap"), ("obrs", "totals")])
+def test_a_foreign_setting_is_refused_with_the_valid_ones(name, key):
+    valid = ", ".join(sorted(CORRECTION_SETTINGS[name].model_fields))
+    with pytest.raises(ConfigError, match=f"correction {name}: unknown setting '{key}'.*{valid}"):
+        make_correction(name, **{key: 3.0})
+
+
+@pytest.mark.parametrize("key", ["proximal", "target", "normalizer"])
+def test_a_setting_that_the_inputs_decide_is_refused(key):
+    with pytest.raises(ConfigError, match=f"correction obrs: {key} 'new' was given.*CorrectionInputs"):
+        make_correction("obrs", **{key: "new"})
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_has_the_defaults_of_the_config(name):
+    assert make_correction(name) == CORRECTIONS[name](CORRECTION_SETTINGS[name]())
+    assert CORRECTION_SETTINGS.keys() == CORRECTIONS.keys()

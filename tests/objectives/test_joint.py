@@ -98,7 +98,7 @@ def objective(
     name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ):
     if name == "obrs":
-        numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", totals="none") | numbers
+        numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", kappa="none") | numbers
     clips = {key: numbers.pop(key, value) for key, value in CLIPS.items()}
     return PolicyObjective(
         entropy_coeff=0.0,
@@ -291,7 +291,7 @@ def test_only_log_probs_carry_the_policys_gradient():
     for name in ("old", "new"):
         scores = case.scores()
         loss = joint_loss(
-            objective(target=name, proximal="new", totals="prepass"), None, case.batch, scores, case.anchor(), {}, 9
+            objective(target=name, proximal="new", kappa="prepass"), None, case.batch, scores, case.anchor(), {}, 9
         )
         loss.policy.backward()
         assert case.weight["rollout_model"].grad is None

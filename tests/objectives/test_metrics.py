@@ -65,7 +65,7 @@ def test_bands_of_positions_end_names_as_documented():
 
 def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_tokens():
     inputs, advantages, clipped = scene()
-    correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", totals="none").apply(inputs, {})
+    correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="none").apply(inputs, {})
     found = correction_metrics(correction, inputs, LAM, advantages, clipped)
     factor = correction.weights * correction.accept_mask
     ratio = log_ratios(inputs).exp()
@@ -94,7 +94,7 @@ def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_toke
 
 def test_the_largest_weight_and_advantage_and_kappa_are_over_the_right_tokens():
     inputs, advantages, clipped = scene()
-    correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", totals="prepass")
+    correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="prepass")
     result = correction.apply(inputs, correction.measure(inputs))
     found = correction_metrics(result, inputs, LAM, advantages, clipped)
     places = groups_of(inputs, advantages)[""]

@@ -26,7 +26,7 @@ ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
 
 def make_objective(name="obrs", *, target="old", proximal="old", aggregate="token-mean", count="proposed", **numbers):
     if name == "obrs":
-        numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", totals="none") | numbers
+        numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", kappa="none") | numbers
     return PolicyObjective(
         entropy_coeff=0.0,
         kl_loss_coef=0.0,
@@ -63,7 +63,7 @@ class Setting:
 
     def coins(self, sequence, objective):
         """(probability, uniforms [1, T]) of all the ways the coins of one sequence can fall."""
-        if getattr(objective.correction, "mask", "expected") == "expected":
+        if getattr(objective.correction.settings, "mask", "expected") == "expected":
             yield 1.0, torch.full((1, len(sequence)), 0.5, dtype=torch.float64)
             return
         target = self.old if objective.target == "old" else self.policy

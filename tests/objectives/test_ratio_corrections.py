@@ -188,26 +188,26 @@ def test_a_ratio_of_e_to_the_400_overflows_to_nothing_but_its_limit(name, number
 
 @pytest.mark.parametrize("name", ["icepop", "seq_mask", "geo_mask"])
 def test_a_band_that_is_upside_down_is_refused(name):
-    with pytest.raises(ConfigError, match=r"low is 2\.0; it must lie from 0 to high 1\.0"):
+    with pytest.raises(ConfigError, match=rf"{name}: low is 2\.0 and high is 1\.0; low must lie from 0 to high"):
         make_correction(name, low=2.0, high=1.0)
-    with pytest.raises(ConfigError, match=r"low is -0\.1"):
+    with pytest.raises(ConfigError, match=r"low: -0\.1 was given"):
         make_correction(name, low=-0.1, high=1.0)
-    with pytest.raises(ConfigError, match="low is nan"):
+    with pytest.raises(ConfigError, match="low: nan was given"):
         make_correction(name, low=math.nan, high=1.0)
-    with pytest.raises(ConfigError, match=r"high is 0\.0; it must be above 0"):
+    with pytest.raises(ConfigError, match=r"high: 0\.0 was given. Input should be greater than 0"):
         make_correction(name, low=0.0, high=0.0)
 
 
 @pytest.mark.parametrize("name", ["tis", "tis_adjusted", "drop", "seq_tis"])
 @pytest.mark.parametrize("cap", [0.0, -1.0, math.nan])
 def test_a_cap_that_is_not_above_zero_is_refused(name, cap):
-    with pytest.raises(ConfigError, match=f"correction {name}: cap is {cap}; it must be above 0"):
+    with pytest.raises(ConfigError, match=f"correction {name}: cap: {cap} was given. Input should be greater than 0"):
         make_correction(name, cap=cap)
 
 
 @pytest.mark.parametrize("name", ["icepop", "seq_mask", "geo_mask"])
-def test_a_band_without_its_upper_end_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=f"correction {name} does not take"):
-        make_correction(name, low=0.5)
-    with pytest.raises(ConfigError, match=f"correction {name}"):
+def test_a_lower_end_above_the_default_upper_end_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=rf"correction {name}: low is 9\.0 and high is"):
+        make_correction(name, low=9.0)
+    with pytest.raises(ConfigError, match=f"correction {name}: low"):
         make_correction(name, low=-0.5)

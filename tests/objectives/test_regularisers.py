@@ -150,7 +150,7 @@ def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
 
 def test_the_regulariser_stands_on_all_tokens_and_is_not_rejected():
     """With lam so large that every coin rejects, the gradient is the regulariser's alone."""
-    objective = replace(policy_objective(lam=1e6, totals="none"), kl_loss_coef=0.5)
+    objective = replace(policy_objective(lam=1e6, kappa="none"), kl_loss_coef=0.5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
     policy = learner._models["policy"]
     learner._reference = Reference(copy.deepcopy(FROZEN), policy, estimate="exact", temperature=TEMPERATURE)

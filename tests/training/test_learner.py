@@ -160,7 +160,7 @@ def test_kappa_is_the_one_of_the_whole_step():
 
 def test_previous_kappa_is_that_of_the_step_before_and_one_at_first():
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
-    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(totals="previous"), faithful=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="previous"), faithful=False)
     first, second = train(learner, batches(items, epochs=2, budget=40))
     assert value(first, "obrs/kappa") == 1.0
     assert value(second, "obrs/kappa") == pytest.approx(value(first, "obrs/acceptance") / value(first, "obrs/z"))
@@ -169,7 +169,7 @@ def test_previous_kappa_is_that_of_the_step_before_and_one_at_first():
 @pytest.mark.parametrize("budget", [40, 4096])
 def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of_the_step_before(budget):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
-    objective = policy_objective(totals="auto", target="new")  # anchors do not tell a target that moves
+    objective = policy_objective(kappa="auto", target="new")  # anchors do not tell a target that moves
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, faithful=False)
     steps = train(learner, batches(items, epochs=3, budget=budget))
     own = [value(step, "obrs/acceptance") / value(step, "obrs/z") for step in steps]
@@ -181,7 +181,7 @@ def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of
 @pytest.mark.parametrize("kappa", ["prepass", "previous", "none"])
 def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(kappa, monkeypatch):
     forwards = []
-    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(totals=kappa))
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa=kappa))
     scores = learner._scores
     monkeypatch.setattr(learner, "_scores", lambda *args, **options: forwards.append(1) or scores(*args, **options))
 
@@ -480,7 +480,7 @@ def test_bf16_autocast_runs_and_stays_near_fp32():
 
 @pytest.mark.parametrize("kappa", ["prepass", "previous"])
 def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
-    objective = policy_objective(totals=kappa)
+    objective = policy_objective(kappa=kappa)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, optimizer=ADAM)
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
     for _ in range(2):

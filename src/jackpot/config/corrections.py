@@ -3,11 +3,14 @@
 What each computes, and what it is biased towards, stands in `objectives/corrections/`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jackpot.config.base import NonNegative, Positive, Strict, by_name
+
+Kappa = Literal["auto", "prepass", "previous", "none"]
+Mask = Literal["sampled", "expected"]
 
 
 class NoCorrection(Strict):
@@ -30,6 +33,19 @@ class ISCorrection(_RatioCorrection):
     name: Literal["is"] = "is"
 
 
+class _BandCorrection(_RatioCorrection):
+    """Keeps tokens or responses whose ratio lies from `low` to `high`."""
+
+    low: NonNegative
+    high: Positive
+
+    @model_validator(mode="after")
+    def _check(self) -> "_BandCorrection":
+        if self.low > self.high:
+            raise ValueError(f"low is {self.low} and high is {self.high}; low must lie from 0 to high")
+        return self
+
+
 class TISCorrection(_RatioCorrection):
     name: Literal["tis"] = "tis"
     cap: Positive = 3.0
@@ -41,7 +57,7 @@ class TISAdjustedCorrection(Strict):
     cap: Positive = 3.0
 
 
-class IcePopCorrection(_RatioCorrection):
+class IcePopCorrection(_BandCorrection):
     name: Literal["icepop"] = "icepop"
     low: NonNegative = 0.5
     high: Positive = 5.0
@@ -57,39 +73,39 @@ class SequenceTISCorrection(_RatioCorrection):
     cap: Positive = 2.0
 
 
-class SequenceMaskCorrection(_RatioCorrection):
+class SequenceMaskCorrection(_BandCorrection):
     name: Literal["seq_mask"] = "seq_mask"
     low: NonNegative = 0.0
     high: Positive = 3.0
 
 
-class GeometricMaskCorrection(_RatioCorrection):
+class GeometricMaskCorrection(_BandCorrection):
     name: Literal["geo_mask"] = "geo_mask"
     low: NonNegative = 0.999
     high: Positive = 1.001
 
 
-class _TargetCorrection(Strict):
+class TargetCorrection(Strict):
     """Aligns to a target of its own, OBRS and its parts."""
 
     proximal: Literal["old", "new", "rollout"] = "old"
     target: Literal["old", "new"] = "old"
 
 
-class ZCorrection(_TargetCorrection):
+class ZCorrection(TargetCorrection):
     """Weighs by Z."""
 
     lam: Positive = 1.0
     c1: Positive = 3.0
     normalizer: Literal["topk", "exact"] = "topk"
     # auto: of this step where that is free, else of the step before; with an exact Z, none spares its noise
-    kappa: Literal["auto", "prepass", "previous", "none"] = "auto"
+    kappa: Kappa = "auto"
 
 
 class OBRSCorrection(ZCorrection):
     name: Literal["obrs"] = "obrs"
     c2: Positive = 3.0
-    mask: Literal["sampled", "expected"] = "sampled"
+    mask: Mask = "sampled"
 
 
 class ReweightOnlyCorrection(ZCorrection):
@@ -101,19 +117,19 @@ class ZOnlyCorrection(ZCorrection):
     name: Literal["z_only"] = "z_only"
 
 
-class MaskOnlyCorrection(_TargetCorrection):
+class MaskOnlyCorrection(TargetCorrection):
     name: Literal["mask_only"] = "mask_only"
     lam: Positive = 1.0
-    mask: Literal["sampled", "expected"] = "sampled"
+    mask: Mask = "sampled"
 
 
-class TargetOnlyCorrection(_TargetCorrection):
+class TargetOnlyCorrection(TargetCorrection):
     name: Literal["target_only"] = "target_only"
     c1: Positive = 3.0
     c2: Positive = 3.0
 
 
-class CoinOnlyCorrection(_TargetCorrection):
+class CoinOnlyCorrection(TargetCorrection):
     name: Literal["coin_only"] = "coin_only"
     lam: Positive = 1.0
     c1: Positive = 3.0
@@ -140,5 +156,9 @@ BudgetedCorrection = (
     | TargetOnlyCorrection
     | CoinOnlyCorrection
 )
+CORRECTION_SETTINGS = {
+    settings.model_fields["name"].default: settings
+    for settings in (*get_args(RatioCorrection), *get_args(BudgetedCorrection))
+}
 PolicyCorrection = Annotated[RatioCorrection | BudgetedCorrection, Field(discriminator="name"), by_name("obrs")]
 RolloutModelCorrection = Annotated[RatioCorrection, Field(discriminator="name"), by_name("tis")]

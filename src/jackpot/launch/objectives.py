@@ -2,26 +2,27 @@
 
 import math
 
+from jackpot.config.corrections import TargetCorrection, ZCorrection
 from jackpot.config.run import Config
-from jackpot.objectives.corrections import make_correction
+from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 
 def policy_objective(config: Config) -> PolicyObjective:
-    """Eq. 5 as the settings say."""
+    """Build the policy's objective, eq. 5, from the settings.
+
+    A correction without a `target` setting aligns to its proximal point; where that is the rollout model, acceptance
+    and Z are measured towards the old policy. One without `normalizer` only reports Z, from the top-k.
+    """
     objective = config.objective
-    settings = objective.correction.model_dump()
-    name, proximal = settings.pop("name"), settings.pop("proximal")
-    own_target = "old" if proximal == "rollout" else proximal  # of a correction that has no target to choose
-    target, normalizer = settings.pop("target", own_target), settings.pop("normalizer", "topk")
-    if "kappa" in settings:
-        settings["totals"] = settings.pop("kappa")
+    correction = objective.correction
+    own_target = "old" if correction.proximal == "rollout" else correction.proximal
     return PolicyObjective(
-        correction=make_correction(name, **settings),
-        target=target,
-        proximal=proximal,
-        normalizer=normalizer,
+        correction=CORRECTIONS[correction.name](correction),
+        target=correction.target if isinstance(correction, TargetCorrection) else own_target,
+        proximal=correction.proximal,
+        normalizer=correction.normalizer if isinstance(correction, ZCorrection) else "topk",
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),
         aggregate=LOSS_AGG_MODES[objective.loss_agg_mode],
@@ -32,13 +33,11 @@ def policy_objective(config: Config) -> PolicyObjective:
 
 
 def rollout_model_objective(config: Config) -> RolloutModelObjective:
-    """Eqs. 6 and 7 as the settings say."""
+    """Build the rollout model's objective, eqs. 6 and 7, from the settings."""
     objective = config.rollout_model
-    settings = objective.correction.model_dump()
-    name, proximal = settings.pop("name"), settings.pop("proximal")
     return RolloutModelObjective(
-        correction=make_correction(name, **settings),
-        proximal=proximal,
+        correction=CORRECTIONS[objective.correction.name](objective.correction),
+        proximal=objective.correction.proximal,
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),
         ppo_weight=objective.ppo_weight,
@@ -49,4 +48,5 @@ def rollout_model_objective(config: Config) -> RolloutModelObjective:
 
 
 def _clip(value: float | None) -> float:
+    """The clip as a number; null in the settings is math.inf, no clip."""
     return math.inf if value is None else value

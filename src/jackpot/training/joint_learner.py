@@ -268,7 +268,7 @@ class JointLearner(Learner):
         step's take one more forward pass without gradient (`kappa: prepass`), which `auto` does at the first step and
         spares itself by the sums of the step before at every later one.
         """
-        wanted = self._objective.correction.totals
+        wanted = self._objective.correction.kappa
         is_free = len(micro_batches) == 1 or all(self._anchored(micro.anchor) for micro in micro_batches)
         if wanted == "auto":
             wanted = "previous" if self._previous and _on_any_rank(not is_free) else "prepass"

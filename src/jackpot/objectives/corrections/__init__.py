@@ -1,37 +1,39 @@
-"""Corrections for text that another distribution wrote, by name.
+"""Corrections for rollouts that another distribution than the policy generated, by name.
 
-`ratios` looks at the ratio alone, `budgeted` is OBRS and its parts; `base` says what a correction is. What each
-computes, its source, its default and what it is biased towards stand in its docstring.
+`ratios` holds those that read the ratio alone, `budgeted` OBRS and its parts, `base` the interface. Each class states
+its formula, its source and what it is biased towards; it reads its numbers from its settings in
+`config/corrections.py`, where the defaults stand.
 """
 
-import math
-from typing import get_args
-
+from jackpot.config.build import validated
+from jackpot.config.corrections import CORRECTION_SETTINGS
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.objectives.corrections.base import Correction, CorrectionFn, CorrectionInputs, Totals, measure_overlap
-from jackpot.objectives.corrections.budgeted import MASKS, CoinOnly, MaskOnly, Obrs, ReweightOnly, TargetOnly, ZOnly
+from jackpot.objectives.corrections.base import Correction, CorrectionFn, CorrectionInputs, measure_overlap
+from jackpot.objectives.corrections.budgeted import CoinOnly, MaskOnly, Obrs, ReweightOnly, TargetOnly, ZOnly
 from jackpot.objectives.corrections.ratios import (
-    Band,
-    GeometricBand,
+    Drop,
+    GeometricMask,
+    IcePop,
     ImportanceSampling,
-    SequenceBand,
-    SequenceImportanceSampling,
+    SequenceMask,
+    SequenceTIS,
+    TruncatedImportanceSampling,
     Uncorrected,
 )
 
 __all__ = ["CORRECTIONS", "Correction", "CorrectionFn", "CorrectionInputs", "make_correction", "measure_overlap"]
 
-CORRECTIONS = {
+CORRECTIONS = {  # name -> class, constructed from the settings of that name
     "none": Uncorrected,
     "ppo_is": Uncorrected,
-    "is": lambda: ImportanceSampling(cap=math.inf),
-    "tis": ImportanceSampling,
-    "tis_adjusted": ImportanceSampling,
-    "icepop": Band,
-    "drop": lambda cap: Band(low=0.0, high=cap),
-    "seq_tis": SequenceImportanceSampling,
-    "seq_mask": SequenceBand,
-    "geo_mask": GeometricBand,
+    "is": ImportanceSampling,
+    "tis": TruncatedImportanceSampling,
+    "tis_adjusted": TruncatedImportanceSampling,
+    "icepop": IcePop,
+    "drop": Drop,
+    "seq_tis": SequenceTIS,
+    "seq_mask": SequenceMask,
+    "geo_mask": GeometricMask,
     "obrs": Obrs,
     "mask_only": MaskOnly,
     "reweight_only": ReweightOnly,
@@ -39,26 +41,33 @@ CORRECTIONS = {
     "target_only": TargetOnly,
     "coin_only": CoinOnly,
 }
+_IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, and where the caller decides them
+    "proximal": "CorrectionInputs.proximal_log_probs",
+    "target": "CorrectionInputs.target_log_probs",
+    "normalizer": "CorrectionInputs.z",
+}
 
 
-def make_correction(name: str, **numbers) -> CorrectionFn:
-    """`CORRECTIONS[name]` with its numbers, e.g. make_correction("tis", cap=2.0).
+def make_correction(name: str, **settings: float | str) -> CorrectionFn:
+    """Construct the correction of that name; settings that are not given have the defaults of `config/corrections.py`.
+
+    >>> make_correction("tis").settings.cap
+    3.0
+    >>> make_correction("obrs", kappa="prepass", lam=2.0).lam
+    2.0
 
     Raises:
-        ConfigError: an unknown name (all are listed), or numbers that it does not take or that are out of range.
+        ConfigError: an unknown name (all are listed), an unknown setting, a value that is not allowed, or a setting
+            that says what stands in `CorrectionInputs` (proximal, target, normalizer).
     """
     if name not in CORRECTIONS:
         raise ConfigError(unknown_name("correction", name, CORRECTIONS))
-    for key in ("cap", "c1", "c2", "lam", "high"):
-        if key in numbers and not numbers[key] > 0:
-            raise ConfigError(f"correction {name}: {key} is {numbers[key]}; it must be above 0")
-    high = numbers.get("high", math.inf)
-    if "low" in numbers and not 0 <= numbers["low"] <= high:
-        raise ConfigError(f"correction {name}: low is {numbers['low']}; it must lie from 0 to high {high}")
-    for key, valid in (("mask", MASKS), ("totals", get_args(Totals))):
-        if key in numbers and numbers[key] not in valid:
-            raise ConfigError(unknown_name(key, numbers[key], valid))
+    for key in _IN_THE_INPUTS.keys() & settings.keys() & CORRECTION_SETTINGS[name].model_fields.keys():
+        raise ConfigError(
+            f"correction {name}: {key} {settings[key]!r} was given, but a correction does not read it; put what it "
+            f"names into {_IN_THE_INPUTS[key]}"
+        )
     try:
-        return CORRECTIONS[name](**numbers)
-    except TypeError as error:
-        raise ConfigError(f"correction {name} does not take {sorted(numbers)}: {error}") from None
+        return CORRECTIONS[name](validated(CORRECTION_SETTINGS[name], {"name": name, **settings}))
+    except ConfigError as error:
+        raise ConfigError(f"correction {name}: {error}") from None

@@ -1,84 +1,101 @@
-"""What a correction is given, what it answers, and what is measured for all of them.
+"""The interface of a correction: its inputs, its result, and the sums that every correction measures.
 
 A correction turns the log-probs of sampled tokens into (weights, accept_mask). Together with the proximal point that
 PPO's ratio is taken from, it defines the policy's loss, for a surrogate S:
 
-    loss = - sum over tokens of accept_mask * weights * S        both detached
+    loss = - sum over tokens of accept_mask * weights * S        both factors detached
 
-`measure` gives sums that add up over micro-batches and ranks; `apply` takes their total over the whole optimizer step.
-Every term is detached. Shapes: `B` sequences, `T` response tokens; log-probs in nats at the sampling temperature. Whole
-sequences stay within a micro-batch.
+`measure` returns sums that add up over micro-batches and ranks; `apply` takes their total over the whole optimizer
+step. Every tensor is detached. Shapes: `B` sequences, `T` response tokens; log-probs in nats at the sampling
+temperature. A sequence is never split between micro-batches.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from jackpot.config.base import Strict
+from jackpot.config.corrections import Kappa
 from jackpot.core.metrics import Mean, Sums
 from jackpot.objectives import obrs
-
-Totals = Literal["none", "auto", "prepass", "previous"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionInputs:
-    """What is known of every response token before its loss. All [B, T], detached; masked entries are ignored."""
+    """Holds what a correction reads of every response token. All [B, T], detached; masked entries are ignored."""
 
-    rollout_log_probs: Tensor  # log p_inf
-    target_log_probs: Tensor  # log p_target, what the weights align to
-    proximal_log_probs: Tensor  # log of the point that PPO's ratio is taken from
-    response_mask: Tensor  # bool
-    uniforms: Tensor  # float64 in [0, 1), the coins
-    z: obrs.ZEstimate  # of p_inf and p_target, at the correction's lam
+    rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
+    target_log_probs: Tensor  # log p_target, the distribution that the weights align to
+    proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
+    response_mask: Tensor  # bool, True where the rollout model sampled the token
+    uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
+    z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
 
     @property
     def log_ratio(self) -> Tensor:
-        """log rho = log p_target / p_inf: [B, T], 0 where masked."""
+        """log rho = log p_target - log p_inf: [B, T], 0 where masked."""
         return torch.where(self.response_mask, self.target_log_probs - self.rollout_log_probs, 0.0)
 
     @property
     def to_proximal(self) -> Tensor:
-        """p_proximal / p_target: [B, T], 1 where masked. Moves a weight from the target to PPO's own point."""
+        """p_proximal / p_target: [B, T], 1 where masked. It moves a weight from the target to PPO's own point."""
         return torch.where(self.response_mask, self.proximal_log_probs - self.target_log_probs, 0.0).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """The outcome. All [B, T], 0 or False where masked."""
+    """Holds the result of one correction. All [B, T], detached, 0 or False where masked."""
 
-    weights: Tensor
-    accept_mask: Tensor  # float: 1 where kept, 0 where rejected, or the expected acceptance a(x) if there is no coin
-    capped: Tensor  # bool, where a cap took something from the weight
-    capped_c2: Tensor  # bool, where the cap on p_proximal / p_target did
-    kappa: Tensor  # scalar, the factor on Z that was used; 1 where none was
+    weights: Tensor  # factor on the surrogate of an accepted token
+    accept_mask: Tensor  # float: 1 where accepted, 0 where rejected; the acceptance a(x) with `mask: expected`
+    capped: Tensor  # bool, where the cap lowered the weight or the band rejected the token
+    capped_c2: Tensor  # bool, where the cap c2 lowered p_proximal / p_target
+    kappa: Tensor  # scalar, float64: the factor on Z that the weights contain; 1 where they contain none
 
 
 class CorrectionFn(Protocol):
-    """A correction with its numbers fixed; frozen, without state."""
+    """Describes a correction with fixed settings; frozen, without state."""
 
-    # What `apply` wants to know of the step first: nothing, this step's sums, the previous step's; auto: this step's
-    # where they cost no further forward pass.
-    totals: Totals
+    # Which sums over the optimizer step `apply` needs: "none", this step's ("prepass"), the "previous" step's, or
+    # "auto" (this step's where they cost no further forward pass, else the previous step's).
+    kappa: Kappa
     lam: float  # at which acceptance and Z are measured
 
-    def measure(self, inputs: CorrectionInputs) -> Sums: ...
+    def measure(self, inputs: CorrectionInputs) -> Sums:
+        """Sum what is to be known of a micro-batch, e.g. its acceptance and Z (see `measure_overlap`)."""
+        ...
 
-    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction: ...
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        """Weigh and accept the tokens of a micro-batch. `totals`: the sums that `kappa` names; {} where there are
+        none, and then kappa is 1."""
+        ...
 
 
-class Measured:
-    """The measure that all corrections share."""
+@dataclass(frozen=True, slots=True)
+class BaseCorrection:
+    """Holds the settings of a correction and measures the overlap of the two distributions.
 
-    __slots__ = ()
+    A correction whose settings have `lam` or `kappa` overrides these two properties.
+    """
+
+    settings: Strict
+
+    @property
+    def kappa(self) -> Kappa:
+        return "none"
+
+    @property
+    def lam(self) -> float:
+        return 1.0
 
     def measure(self, inputs: CorrectionInputs) -> Sums:
         return measure_overlap(inputs, self.lam)
 
 
 def measure_overlap(inputs: CorrectionInputs, lam: float) -> Sums:
-    """How far the two distributions overlap, whatever the correction does about it.
+    """Sum how far p_inf and p_target overlap on the sampled tokens; the same for every correction.
 
     Names: `acceptance` a(x); `z` the estimate that enters weights; `acceptance_minus_z`, whose mean is 0 within its
     standard error where Z is exact (a martingale difference: uncorrelated between tokens); `z_bound_width`;
@@ -96,7 +113,7 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Sums:
     }
 
 
-def outcome(
+def correction_result(
     inputs: CorrectionInputs,
     weights: Tensor,
     *,
@@ -105,7 +122,14 @@ def outcome(
     capped_c2: Tensor | None = None,
     kappa: Tensor | None = None,
 ) -> Correction:
-    """A correction from tensors that broadcast to [B, T]; None: everything kept, nothing capped, no kappa."""
+    """Build a `Correction` from tensors that broadcast to [B, T], masking each of them.
+
+    Args:
+        weights: the weight of every token, after the caps.
+        accepted: acceptance mask, bool or float; None accepts every token.
+        capped, capped_c2: bool; None where there is no such cap.
+        kappa: scalar, float64; None where the weights do not contain kappa.
+    """
     mask = inputs.response_mask
     ones, never = torch.ones_like(inputs.rollout_log_probs), torch.zeros_like(mask)
     accepted = ones if accepted is None else accepted.to(ones.dtype)

@@ -1,205 +1,200 @@
-"""OBRS, and what is left of it when one of its parts is taken out.
+"""OBRS, and the corrections that are left when one of its parts is taken out.
 
-OBRS, eq. 5 and Algorithm 1, rejects with a coin and weighs what is kept by its distribution:
+OBRS, eq. 5 and Algorithm 1, rejects a token by a Bernoulli mask of mean a and weighs an accepted token:
 
     a      = min(1, rho / lam)                                  rho = p_target / p_inf
-    w      = min(kappa Z max(lam, rho), c1) * min(p_proximal / p_target, c2)
+    w      = min(kappa Z max(lam, rho), c1) * r2                r2 = min(p_proximal / p_target, c2)
     kappa  = sum of a over the step / sum of Z over the step    section 4.4.2
 
-Since lam Z <= 1, a min(w, c1) = min(Z rho, c1): in expectation OBRS is truncated importance sampling on Z rho, and lam
-enters through Z alone. So three things can make it differ from `tis`, and each has an arm that isolates it, at the same
-target, cap and second factor:
+r2 moves the weight from the target to the point that PPO's ratio starts from: p_old / p_target in the paper, exactly 1
+where both are the same. Since lam Z <= 1, a min(w, c1) = min(Z rho, c1): in expectation OBRS is truncated importance
+sampling on Z rho, and lam enters through Z alone. So three things can make it differ from `tis`, and each has an arm
+that isolates it, at the same target, cap and second factor, with m the Bernoulli mask:
 
     arm             factor on the surrogate                        differs by
     target_only     min(rho, c1) r2                                the target and r2, from `tis`
-    coin_only       coin * min(max(lam, rho), c1) r2               the coin, from target_only (equal mean if c1 >= lam)
-    obrs, expected  a * min(kappa Z max(lam, rho), c1) r2          Z, from target_only
-    obrs            coin * min(kappa Z max(lam, rho), c1) r2       Z and the coin, from target_only
+    coin_only       m min(max(lam, rho), c1) r2                    the mask, from target_only (equal mean if c1 >= lam)
+    obrs, expected  a min(kappa Z max(lam, rho), c1) r2            Z, from target_only
+    obrs            m min(kappa Z max(lam, rho), c1) r2            Z and the mask, from target_only
     z_only          min(kappa Z, c1)                               Z, from `none`
-    mask_only       coin                                           the rejection, from `none`
+    mask_only       m                                              the rejection, from `none`
     reweight_only   min(kappa Z max(lam, rho), c1) r2              the rejection, from obrs
-
-with r2 = min(p_proximal / p_target, c2), which moves the weight from the target to the point that PPO's ratio starts
-from: p_old / p_target in the paper, exactly 1 where both are the same.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jackpot.config.corrections import (
+    CoinOnlyCorrection,
+    Kappa,
+    Mask,
+    MaskOnlyCorrection,
+    OBRSCorrection,
+    ReweightOnlyCorrection,
+    TargetOnlyCorrection,
+    ZOnlyCorrection,
+)
 from jackpot.core.metrics import Sums
 from jackpot.objectives import obrs
-from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Measured, Totals, outcome
+from jackpot.objectives.corrections.base import BaseCorrection, Correction, CorrectionInputs, correction_result
 
-Mask = Literal["sampled", "expected"]
 MASKS = {
     "sampled": lambda acceptance, uniforms: obrs.accept(acceptance, uniforms).to(acceptance.dtype),
     "expected": lambda acceptance, uniforms: acceptance,
 }
 
 
-class Budgeted(Measured, ABC):
-    """A weight before the cap c1, who is kept, and the caps, which all these corrections share."""
+@dataclass(frozen=True, slots=True)
+class _LamCorrection(BaseCorrection):
+    """Takes lam, at which acceptance and Z are measured, from its settings."""
 
-    __slots__ = ()
+    settings: OBRSCorrection | ReweightOnlyCorrection | ZOnlyCorrection | MaskOnlyCorrection | CoinOnlyCorrection
 
-    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        kappa = self._kappa(totals, inputs)
-        weight, to_proximal = self._weight(inputs, kappa), self._to_proximal(inputs)
-        return outcome(
-            inputs,
-            weight.clamp(max=self.c1) * to_proximal.clamp(max=self.c2),
-            accepted=self._accepted(inputs),
-            capped=weight > self.c1,
-            capped_c2=to_proximal > self.c2,
-            kappa=kappa,
-        )
+    @property
+    def lam(self) -> float:
+        return self.settings.lam
 
-    @abstractmethod
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        """[B, T], before the cap c1."""
 
-    def _to_proximal(self, inputs: CorrectionInputs) -> Tensor:
-        return inputs.to_proximal
+@dataclass(frozen=True, slots=True)
+class ZWeighted(_LamCorrection):
+    """Weighs by kappa Z, and so asks for the sums that its setting `kappa` names."""
 
-    def _accepted(self, inputs: CorrectionInputs) -> Tensor | None:
-        """[B, T]; None where nothing is rejected."""
-        return None
+    settings: OBRSCorrection | ReweightOnlyCorrection | ZOnlyCorrection
 
-    def _kappa(self, totals: Sums, inputs: CorrectionInputs) -> Tensor:
+    @property
+    def kappa(self) -> Kappa:
+        return self.settings.kappa
+
+    def _kappa_value(self, inputs: CorrectionInputs, totals: Sums) -> Tensor:
+        """kappa of the given sums, a scalar in float64; 1 with `kappa: none` or without sums."""
         device = inputs.rollout_log_probs.device
-        if self.totals == "none" or not totals:
+        if self.kappa == "none" or not totals:
             return torch.ones((), dtype=torch.float64, device=device)
         return obrs.kappa(totals["acceptance"].total, totals["z"].total).to(device)
 
+    def _obrs_weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
+        """kappa Z max(lam, rho), before the cap c1: [B, T]."""
+        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _kappa_z(inputs, kappa), self.lam)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Obrs(Budgeted):
-    """`obrs`: the whole of it. Defaults lam 1, c1 3, c2 3, the paper's.
 
-    `mask: sampled` is the paper; `mask: expected` replaces the coin by a(x), which has the same mean and less variance.
-    kappa sits inside c1 and fixes only the mean of Z: `prepass` uses this step's sums, `previous` those of the step
-    before (an approximation; 1 at the first), `auto` this step's where they cost no further forward pass and else
-    those of the step before, `none` sets 1.
+@dataclass(frozen=True, slots=True)
+class Obrs(ZWeighted):
+    """`obrs`: accepts with probability a = min(1, rho / lam), and w = min(kappa Z max(lam, rho), c1) r2.
+
+    The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
+    replaces it by its mean a(x), which has less variance. kappa stands inside the cap c1 and fixes only the mean of Z:
+    `prepass` uses this step's sums, `previous` those of the step before (an approximation; 1 at the first step), `auto`
+    this step's where they cost no further forward pass and else those of the step before, `none` sets 1.
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
-    Z = 1 - TV at lam = 1. And towards the writer where Z rho > c1. Prefixes stay the writer's.
+    Z = 1 - TV at lam = 1. And towards the rollout model where Z rho > c1. Prefixes stay those of the rollout model.
     """
 
-    lam: float
-    c1: float
-    c2: float
-    mask: Mask
-    totals: Totals
+    settings: OBRSCorrection
 
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _z(inputs, kappa), self.lam)
-
-    def _accepted(self, inputs: CorrectionInputs) -> Tensor:
-        return _acceptance(inputs, self.lam, self.mask)
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        kappa = self._kappa_value(inputs, totals)
+        accepted = _accepted(inputs, self.lam, self.settings.mask)
+        return _capped(inputs, self._obrs_weight(inputs, kappa), self.settings, accepted, kappa)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskOnly(Budgeted):
-    """`mask_only`: rejection without the weight, w = 1 (submission, Tables 5 and 6). Default lam 1.
+@dataclass(frozen=True, slots=True)
+class ReweightOnly(ZWeighted):
+    """`reweight_only`: w = min(kappa Z max(lam, rho), c1) r2, and no token is rejected (submission, appendix C.1).
 
-    What is kept is distributed as p~, closer to the target than p_inf, and is trained on as if it were the target.
-    Biased towards the writer by the rest of the way, KL(p_target || p~), and towards states of high Z.
+    Biased towards the rollout model: a token with rho < lam, which OBRS would mostly reject, keeps the weight Z lam.
     """
 
-    lam: float
-    mask: Mask
-    c1: float = torch.inf
-    c2: float = torch.inf
-    totals: Totals = "none"
+    settings: ReweightOnlyCorrection
 
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        return torch.ones_like(inputs.rollout_log_probs)
-
-    def _to_proximal(self, inputs: CorrectionInputs) -> Tensor:
-        return torch.ones_like(inputs.rollout_log_probs)
-
-    def _accepted(self, inputs: CorrectionInputs) -> Tensor:
-        return _acceptance(inputs, self.lam, self.mask)
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        kappa = self._kappa_value(inputs, totals)
+        return _capped(inputs, self._obrs_weight(inputs, kappa), self.settings, None, kappa)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReweightOnly(Budgeted):
-    """`reweight_only`: the weight without the rejection it belongs to (submission, appendix C.1). Defaults as `obrs`.
+@dataclass(frozen=True, slots=True)
+class ZOnly(ZWeighted):
+    """`z_only`: w = min(kappa Z, c1), the weight of the state alone.
 
-    Biased towards the writer: a token with rho < lam, which OBRS would mostly reject, keeps the weight Z lam.
+    Biased towards the rollout model as `none`, with a lower weight on states where the models disagree.
     """
 
-    lam: float
-    c1: float
-    c2: float
-    totals: Totals
+    settings: ZOnlyCorrection
 
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _z(inputs, kappa), self.lam)
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        kappa, c1 = self._kappa_value(inputs, totals), self.settings.c1
+        weight = _kappa_z(inputs, kappa)
+        return correction_result(inputs, weight.clamp(max=c1), capped=weight > c1, kappa=kappa)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ZOnly(Budgeted):
-    """`z_only`: w = min(kappa Z, c1). The state's weight and nothing else. Defaults as `obrs`.
+@dataclass(frozen=True, slots=True)
+class MaskOnly(_LamCorrection):
+    """`mask_only`: OBRS's rejection without its weight, w = 1 (submission, Tables 5 and 6).
 
-    Biased towards the writer as `none`, with states where the models disagree turned down.
+    Accepted tokens are distributed as p~, closer to the target than p_inf, and are trained on as if p~ were the target.
+    Biased towards the rollout model by what is left, KL(p_target || p~), and towards states of high Z.
     """
 
-    lam: float
-    c1: float
-    c2: float = torch.inf
-    totals: Totals
+    settings: MaskOnlyCorrection
 
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        return _z(inputs, kappa)
-
-    def _to_proximal(self, inputs: CorrectionInputs) -> Tensor:
-        return torch.ones_like(inputs.rollout_log_probs)
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        accepted = _accepted(inputs, self.lam, self.settings.mask)
+        return correction_result(inputs, torch.ones_like(inputs.rollout_log_probs), accepted=accepted)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetOnly(Budgeted):
-    """`target_only`: w = min(rho, c1) min(p_proximal / p_target, c2): TIS at OBRS's target and caps, no Z, no coin.
+@dataclass(frozen=True, slots=True)
+class TargetOnly(BaseCorrection):
+    """`target_only`: w = min(rho, c1) min(p_proximal / p_target, c2): TIS at OBRS's target and caps, no Z, no mask.
 
-    Defaults as `obrs`. Biased as `tis`. With target and proximal point equal it is `tis` with cap c1.
+    Biased as `tis`. With target and proximal point equal it is `tis` with cap c1.
     """
 
-    c1: float
-    c2: float
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: TargetOnlyCorrection
 
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        return inputs.log_ratio.exp()
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        return _capped(inputs, inputs.log_ratio.exp(), self.settings)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CoinOnly(Budgeted):
-    """`coin_only`: rejects with OBRS's coin and weighs by min(max(lam, rho), c1): no Z. Defaults as `obrs`.
+@dataclass(frozen=True, slots=True)
+class CoinOnly(_LamCorrection):
+    """`coin_only`: OBRS's Bernoulli mask and w = min(max(lam, rho), c1) r2, no Z.
 
-    In expectation `target_only` if c1 >= lam, so biased as that; what it adds is the coin's variance.
+    In expectation it is `target_only` if c1 >= lam, so biased as that; it adds the variance of the mask.
     """
 
-    lam: float
-    c1: float
-    c2: float
-    totals: Totals = "none"
+    settings: CoinOnlyCorrection
 
-    def _weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-        return inputs.log_ratio.exp().clamp(min=self.lam)
-
-    def _accepted(self, inputs: CorrectionInputs) -> Tensor:
-        return _acceptance(inputs, self.lam, "sampled")
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        weight = inputs.log_ratio.exp().clamp(min=self.lam)
+        return _capped(inputs, weight, self.settings, _accepted(inputs, self.lam, "sampled"))
 
 
-def _acceptance(inputs: CorrectionInputs, lam: float, mask: Mask) -> Tensor:
+def _capped(
+    inputs: CorrectionInputs,
+    weight: Tensor,
+    settings: OBRSCorrection | ReweightOnlyCorrection | TargetOnlyCorrection | CoinOnlyCorrection,
+    accepted: Tensor | None = None,
+    kappa: Tensor | None = None,
+) -> Correction:
+    """min(weight, c1) * min(p_proximal / p_target, c2), with both caps from the settings."""
+    to_proximal = inputs.to_proximal
+    return correction_result(
+        inputs,
+        weight.clamp(max=settings.c1) * to_proximal.clamp(max=settings.c2),
+        accepted=accepted,
+        capped=weight > settings.c1,
+        capped_c2=to_proximal > settings.c2,
+        kappa=kappa,
+    )
+
+
+def _accepted(inputs: CorrectionInputs, lam: float, mask: Mask) -> Tensor:
+    """The Bernoulli mask of mean a(x), or a(x) itself with `mask: expected`: [B, T]."""
     return MASKS[mask](obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam), inputs.uniforms)
 
 
-def _z(inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
+def _kappa_z(inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
     """kappa Z in the log-probs' dtype: [B, T]."""
     return (kappa * inputs.z.value.double()).to(inputs.rollout_log_probs.dtype)

@@ -1,7 +1,8 @@
-"""Corrections that look at the ratio rho = p_target / p_inf alone, of a token or of a whole response.
+"""Corrections that read the ratio rho = p_target / p_inf alone, of a token or of a whole response.
 
 Their target is the proximal point by definition: the weight carries the expectation from p_inf to the point where PPO's
-ratio starts. With `rho_t` of token t and the product over the sampled tokens of a response R = prod rho_t.
+ratio starts. rho_t is the ratio of token t, and R = prod rho_t over the n sampled tokens of a response. Defaults stand
+in `config/corrections.py`.
 """
 
 import math
@@ -10,134 +11,163 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jackpot.config.corrections import (
+    DropCorrection,
+    GeometricMaskCorrection,
+    IcePopCorrection,
+    ISCorrection,
+    NoCorrection,
+    PPOISCorrection,
+    SequenceMaskCorrection,
+    SequenceTISCorrection,
+    TISAdjustedCorrection,
+    TISCorrection,
+)
 from jackpot.core.metrics import Sums
-from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Measured, Totals, outcome
+from jackpot.objectives.corrections.base import BaseCorrection, Correction, CorrectionInputs, correction_result
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Uncorrected(Measured):
-    """`none`: w = 1, trains as if the policy itself had written the text. No default to choose.
+@dataclass(frozen=True, slots=True)
+class Uncorrected(BaseCorrection):
+    """`none` and `ppo_is`: w = 1.
 
-    Biased towards what the writer likes and the policy does not: pushing such text down lifts what is never written, so
+    `none` trains as if the policy itself had generated the rollouts. Biased towards tokens that the rollout model
+    prefers and the policy does not: lowering their probability raises that of tokens which are never sampled, so
     entropy and policy can collapse.
 
-    `ppo_is` is this with `proximal: rollout`: the ratio p_new / p_inf is PPO's own and its clip is the correction (Yao
-    et al. 2025, there named PPO-IS; Colossal-AI). Unbiased inside the clip; tokens outside it, on the side where the
-    advantage would push further, lose their gradient whatever the cause of the ratio, so a large mismatch eats the
-    trust region.
+    `ppo_is` sets `proximal: rollout`: PPO's own ratio is p_new / p_inf and its clip is the correction (Yao et al. 2025,
+    there named PPO-IS; Colossal-AI). Unbiased inside the clip; a token outside it, on the side where the advantage
+    would push further, loses its gradient whether updates or the mismatch moved its ratio, so a large mismatch uses up
+    the trust region.
     """
 
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: NoCorrection | PPOISCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        return outcome(inputs, torch.ones_like(inputs.rollout_log_probs))
+        return correction_result(inputs, torch.ones_like(inputs.rollout_log_probs))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportanceSampling(Measured):
-    """w = min(rho, cap).
+@dataclass(frozen=True, slots=True)
+class ImportanceSampling(BaseCorrection):
+    """`is`: w = rho, decoupled PPO (Hilton et al. 2022, arXiv 2110.00641; NeMo RL).
 
-    `is`: cap = inf, decoupled PPO (Hilton et al. 2022, arXiv 2110.00641; NeMo RL). Unbiased for each token given its
-    prefix; its variance grows with the largest ratio.
-    `tis`: truncated importance sampling, Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings
-    you off-policy RL training". Default cap 3, the paper's (verl 2, TRL 3). Biased towards the writer where rho > cap.
-    `tis_adjusted`: the same with `proximal: new` (Jackpot, submission B.1; "No-Clip" in arXiv Table 3), so PPO's ratio
-    is 1 and its clip does nothing. Biased as `tis`, and without a trust region.
-
-    All of them correct the token and not the prefix: states stay the writer's.
+    Unbiased for each token given its prefix; its variance grows with the largest ratio. It corrects the token and not
+    the prefix: states stay those of the rollout model.
     """
 
-    cap: float
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: ISCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        ratio = inputs.log_ratio.exp()
-        return outcome(inputs, ratio.clamp(max=self.cap), capped=ratio > self.cap)
+        return correction_result(inputs, inputs.log_ratio.exp())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Band(Measured):
-    """w = rho where low <= rho <= high; other tokens are dropped.
+@dataclass(frozen=True, slots=True)
+class TruncatedImportanceSampling(BaseCorrection):
+    """`tis` and `tis_adjusted`: w = min(rho, cap).
 
-    `icepop`: two-sided masking, Ring-1T, arXiv 2510.18855. Default 0.5 to 5, the paper's. Biased towards tokens on
-    which both models agree: those that the policy has given up (rho < low) are never pushed down further, those that it
-    has discovered (rho > high) never up.
-    `drop`: low = 0, AReaL's, arXiv 2505.24298 (its code drops the token, the paper's F is the identity). Default 5.
-    Biased against tokens that the writer found improbable and the policy does not.
+    `tis`: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". The
+    default cap is the paper's (verl has 2, TRL 3). Biased towards the rollout model where rho > cap.
+
+    `tis_adjusted` sets `proximal: new` (Jackpot, submission B.1; "No-Clip" in arXiv Table 3), so PPO's ratio is 1 and
+    its clip has no effect. Biased as `tis`, and without a trust region.
+
+    Both correct the token and not the prefix: states stay those of the rollout model.
     """
 
-    low: float
-    high: float
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: TISCorrection | TISAdjustedCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        ratio = inputs.log_ratio.exp()
-        inside = (ratio >= self.low) & (ratio <= self.high)
-        return outcome(inputs, torch.where(inside, ratio, 0.0), accepted=inside, capped=~inside)
+        ratio, cap = inputs.log_ratio.exp(), self.settings.cap
+        return correction_result(inputs, ratio.clamp(max=cap), capped=ratio > cap)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceImportanceSampling(Measured):
-    """`seq_tis`: w = min(R, cap) for every token of a response, verl's `rollout_is: sequence`. Default cap 2, verl's.
+@dataclass(frozen=True, slots=True)
+class IcePop(BaseCorrection):
+    """`icepop`: w = rho where low <= rho <= high; other tokens are rejected. Ring-1T, arXiv 2510.18855.
 
-    Corrects prefixes and returns too, so without the cap it would be unbiased for the whole response. With it, biased
-    towards the writer wherever R > cap; R spreads exponentially in the length, so on long responses most weights are
-    either capped or almost 0.
+    The defaults are the paper's. Biased towards tokens on which both models agree: a token that the policy has given up
+    (rho < low) is never pushed down further, one that it has discovered (rho > high) never up.
     """
 
-    cap: float
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: IcePopCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        log_ratio = _of_response(inputs)
-        return outcome(inputs, log_ratio.clamp(max=math.log(self.cap)).exp(), capped=log_ratio > math.log(self.cap))
+        return _ratio_within(inputs, self.settings.low, self.settings.high)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceBand(Measured):
-    """`seq_mask`: w = R where low <= R <= high; other responses are dropped whole. TRL's `sequence_mask`.
+@dataclass(frozen=True, slots=True)
+class Drop(BaseCorrection):
+    """`drop`: w = rho where rho <= cap; other tokens are rejected. AReaL, arXiv 2505.24298.
 
-    Default 0 to 3, TRL's. Biased towards responses on which both models agree, and with a lower bound towards short
+    AReaL's code rejects the token, as here; in its paper F is the identity. Biased against tokens that the rollout
+    model found improbable and the policy does not.
+    """
+
+    settings: DropCorrection
+
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        return _ratio_within(inputs, 0.0, self.settings.cap)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTIS(BaseCorrection):
+    """`seq_tis`: w = min(R, cap) for every token of a response, verl's `rollout_is: sequence` with its default cap.
+
+    R corrects prefixes and returns too, so without the cap the weight would be unbiased for the whole response. With
+    it, biased towards the rollout model wherever R > cap; R spreads exponentially in the length, so on long responses
+    most weights are either capped or almost 0.
+    """
+
+    settings: SequenceTISCorrection
+
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        log_ratio, log_cap = _response_log_ratio(inputs), math.log(self.settings.cap)
+        return correction_result(inputs, log_ratio.clamp(max=log_cap).exp(), capped=log_ratio > log_cap)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMask(BaseCorrection):
+    """`seq_mask`: w = R where low <= R <= high; other responses are rejected whole. TRL's `sequence_mask`.
+
+    The defaults are TRL's. Biased towards responses on which both models agree, and with a lower bound towards short
     ones, for R leaves any band as the response grows.
     """
 
-    low: float
-    high: float
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: SequenceMaskCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        log_ratio = _of_response(inputs)
-        inside = (log_ratio >= _log(self.low)) & (log_ratio <= _log(self.high))
-        return outcome(inputs, torch.where(inside, log_ratio, -torch.inf).exp(), accepted=inside, capped=~inside)
+        log_ratio = _response_log_ratio(inputs)
+        inside = (log_ratio >= _log(self.settings.low)) & (log_ratio <= _log(self.settings.high))
+        weights = torch.where(inside, log_ratio, -torch.inf).exp()
+        return correction_result(inputs, weights, accepted=inside, capped=~inside)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GeometricBand(Measured):
-    """`geo_mask`: w = 1, and responses are dropped whole unless low <= R^(1/n) <= high, n sampled tokens.
+@dataclass(frozen=True, slots=True)
+class GeometricMask(BaseCorrection):
+    """`geo_mask`: w = 1, and a response is rejected whole unless low <= R^(1/n) <= high, for n sampled tokens.
 
-    Liu, Li et al. 2025, "When speed kills stability"; verl's `seq_mean_k1`, which bounds the reciprocal. Default 0.999
-    to 1.001, verl's for one model in two engines; another rollout model needs a far wider band. Length no longer
-    matters, but nothing is reweighted either: biased as `none`, on a biased choice of responses.
+    Liu, Li et al. 2025, "When speed kills stability"; verl's `seq_mean_k1`, which bounds the reciprocal. The defaults
+    are verl's for one model in two engines; another rollout model needs a far wider band. The length of a response no
+    longer matters, but nothing is reweighted either: biased as `none`, on a biased choice of responses.
     """
 
-    low: float
-    high: float
-    totals: Totals = "none"
-    lam: float = 1.0
+    settings: GeometricMaskCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
         counts = inputs.response_mask.sum(-1, keepdim=True).clamp(min=1)
-        mean = _of_response(inputs) / counts
-        inside = (mean >= _log(self.low)) & (mean <= _log(self.high))
-        return outcome(inputs, torch.ones_like(mean), accepted=inside, capped=~inside)
+        mean = _response_log_ratio(inputs) / counts
+        inside = (mean >= _log(self.settings.low)) & (mean <= _log(self.settings.high))
+        return correction_result(inputs, torch.ones_like(mean), accepted=inside, capped=~inside)
 
 
-def _of_response(inputs: CorrectionInputs) -> Tensor:
+def _ratio_within(inputs: CorrectionInputs, low: float, high: float) -> Correction:
+    """w = rho where low <= rho <= high; other tokens are rejected with weight 0."""
+    ratio = inputs.log_ratio.exp()
+    inside = (ratio >= low) & (ratio <= high)
+    return correction_result(inputs, torch.where(inside, ratio, 0.0), accepted=inside, capped=~inside)
+
+
+def _response_log_ratio(inputs: CorrectionInputs) -> Tensor:
     """log R of every response: [B, 1]."""
     return inputs.log_ratio.sum(-1, keepdim=True)
 
