@@ -5,15 +5,19 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test test-all test-browser chromium test-vllm test-vllm-here mutants soak study lint clean
+.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak study lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
 
-test: $(VENV)/ready  # in two processes, file by file; with ARGS in one, as -s, -x and --pdb need it
+test: $(VENV)/ready  # in two processes; with ARGS in one, as -s, -x and --pdb need it
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs)
+	$(if $(ARGS),,$(MAKE) --no-print-directory check-docs)
+
+check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the code
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/check_docs $(ARGS)
 
 # Where the peers cannot be had, their recorded answers serve and the live test says that it was skipped.
 test-all: $(VENV)/ready
