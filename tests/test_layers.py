@@ -151,7 +151,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_answers_are_judged_without_torch_and_the_package_has_its_names_all_the_same():
-    program = "import sys, jackpot, jackpot.rollout.rewards.verifier.worker\nassert 'torch' not in sys.modules\n"
+    program = "import sys, jackpot, jackpot.rollout.rewards.worker\nassert 'torch' not in sys.modules\n"
     program += "for name in jackpot.__all__:\n    assert getattr(jackpot, name) is not None\n"
     program += "assert 'torch' in sys.modules\njackpot.nothing"
     done = run(program)

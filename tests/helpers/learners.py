@@ -44,10 +44,10 @@ def write(
     seed: int = 0,
     version: Version = FIRST,
     max_new: int = MAX_NEW,
-    turn_ends: Sequence[int] = (),
+    turn_end_token_ids: Sequence[int] = (),
     **sampling,
 ) -> list[ScoredRollout]:
-    """Sampled responses of the model to random prompts, with random advantages; a tool answers to `turn_ends`."""
+    """Sampled responses of the model to random prompts, with random advantages; a tool answers to `turn_end_token_ids`."""
     draw = np.random.default_rng(seed)
     engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_num_seqs=64)
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
@@ -59,7 +59,7 @@ def write(
         requests += [
             Request(uid=f"{prompt.uid}#{n}", prompt=prompt, seed=s, sampling=settings) for n, s in enumerate(seeds)
         ]
-    rollouts = write_turns(engine, Tool(turn_ends, VOCAB), Numbers(), requests)
+    rollouts = write_turns(engine, Tool(turn_end_token_ids, VOCAB), Numbers(), requests)
     engine.close()
     return [scored(rollout, draw.normal()) for rollout in rollouts]
 

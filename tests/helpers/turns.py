@@ -19,10 +19,10 @@ class Numbers:
 class Tool(Task):
     """Says one or two tokens that follow from all that was said before."""
 
-    def __init__(self, turn_ends: Sequence[int], vocab_size: int) -> None:
-        self.turn_ends, self._vocab_size = tuple(turn_ends), vocab_size
+    def __init__(self, turn_end_token_ids: Sequence[int], vocab_size: int) -> None:
+        self.turn_end_token_ids, self._vocab_size = tuple(turn_end_token_ids), vocab_size
 
-    def reply(self, prompt: Prompt, response: str) -> str | None:
+    def step(self, prompt: Prompt, response: str) -> str | None:
         said = [int(word) for word in response.split()]
         words = [(sum(said) + number) % self._vocab_size for number in range(1 + sum(said) % 2)]
         return " ".join(map(str, words))

@@ -27,13 +27,13 @@ from jackpot.config.tasks import RewardConfig
 from jackpot.config.tools import ENDLESS
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import PARTIAL
-from jackpot.core.types import Answer, Prompt, Rollout, Version
+from jackpot.core.types import DecodedResponse, Prompt, Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout import evaluate as evaluating
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import answer, evaluate, request
-from jackpot.rollout.rewards.rewards import Judge
+from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
 from jackpot.training.run.models import find_model
@@ -305,11 +305,11 @@ def test_benchmarks_are_read_put_and_judged_as_the_settings_say(text_model, tmp_
     assert [row["uid"] for row in found] == [f"aime24/test/{number}" for number in (0, 0, 1, 1, 2, 2)]
     assert found[2]["prompt"] == "<|system|>Hi.<|end|><|user|>what is 1?<|end|><|assistant|>"
     assert (found[2]["answer"], result.summary.problems) == ("8", 3)
-    judge = Judge([RewardConfig(name="correct"), RewardConfig(name="format", weight=0.5)], workers=1, seconds=5.0)
+    judge = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format", weight=0.5)], workers=1, seconds=5.0)
     with closing(judge):
         for row in found + rows(tmp_path / "out", "math500"):
             prompt = Prompt(uid="", text="", answer=row["answer"], token_ids=())
-            [score] = judge.scores([Answer(prompt, row["response"], row["finish"] == "stop")])
+            [score] = judge.scores([DecodedResponse(prompt, row["response"], row["finish"] == "stop")])
             assert (row["correct"], row["reward"]) == (score.correct, score.reward)
     assert {row["tokens"] for row in found} <= set(range(1, 13)) and any(row["finish"] == "length" for row in found)
 

@@ -43,8 +43,8 @@ def problems(count, max_new_tokens=32, **sampling):
     return [Request(uid=f"{n}", prompt=prompt, seed=n, sampling=sampling) for n, prompt in enumerate(prompts)]
 
 
-def talk(engine, requests, turn_ends=range(2, 10)):
-    return write(engine, Tool(turn_ends, VOCAB_SIZE), Numbers(), requests)
+def talk(engine, requests, turn_end_token_ids=range(2, 10)):
+    return write(engine, Tool(turn_end_token_ids, VOCAB_SIZE), Numbers(), requests)
 
 
 def assert_equal(first: Rollout, second: Rollout) -> None:
@@ -129,8 +129,8 @@ def test_the_limit_counts_every_token_and_a_reply_that_leaves_no_room_is_not_wri
         if rollout.finish == "stop":
             assert said[-1] == EOS
             ends["end of sequence"] += 1
-        elif said[-1] in tool.turn_ends:
-            reply = tool.reply(rollout.prompt, " ".join(map(str, said))).split()
+        elif said[-1] in tool.turn_end_token_ids:
+            reply = tool.step(rollout.prompt, " ".join(map(str, said))).split()
             assert len(said) + len(reply) >= limit
             ends["no room"] += 1
         else:
@@ -211,7 +211,7 @@ class Lines(Tool):
         super().__init__((5, EOS), VOCAB_SIZE)
         self.lines, self.heard = deque(lines), []
 
-    def reply(self, prompt, response):
+    def step(self, prompt, response):
         self.heard.append(response)
         return self.lines.popleft()
 

@@ -29,7 +29,7 @@ from jackpot.objectives.losses import LOSS_AGG_MODES
 from jackpot.training.batching import collate
 
 MODELS = {"policy": smallest_model(0), "rollout_model": smallest_model(1)}
-ITEMS = write(MODELS["rollout_model"], seed=5, turn_ends=range(2, 12))
+ITEMS = write(MODELS["rollout_model"], seed=5, turn_end_token_ids=range(2, 12))
 SAMPLED = [item.rollout.sampled_mask for item in ITEMS]
 ANY = [{"aggregate": name, "mask": mask} for name in LOSS_AGG_MODES for mask in ("sampled", "expected")]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.commands import jackpot
-from helpers.made_up_rollouts import noise, records, write
+from helpers.synthetic_rollouts import noise, records, write
 from helpers.runs import run, small_config
 from jackpot.analysis.replay.replay import replay
 

@@ -32,7 +32,7 @@ def rewarded(items, rewards=None):
     ]
 
 
-WRITTEN = rewarded(write(ROLLOUT_MODEL, seed=9, turn_ends=TURN_ENDS))
+WRITTEN = rewarded(write(ROLLOUT_MODEL, seed=9, turn_end_token_ids=TURN_ENDS))
 
 
 @pytest.fixture(scope="module")

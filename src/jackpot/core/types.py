@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 Finish = Literal["stop", "length", "aborted"]
-JudgeProblem = Literal["timeout", "crash"]
+RewardError = Literal["timeout", "crash"]
 Role = Literal["policy", "rollout_model", "critic"]
 
 
@@ -60,7 +60,7 @@ class Score:
 
     reward: float
     correct: bool
-    problem: JudgeProblem | None = None  # judging failed: what could not be judged counts as wrong and gives 0
+    problem: RewardError | None = None  # judging failed: what could not be judged counts as wrong and gives 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class TokenBatch:
     versions: Tensor  # [B, T, 2] int64
 
 
-class Answer(NamedTuple):
+class DecodedResponse(NamedTuple):
     """One decoded response to a prompt. `finished` is False where it was cut at the limit."""
 
     prompt: Prompt

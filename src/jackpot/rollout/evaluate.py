@@ -1,7 +1,7 @@
-"""Verdicts on responses, and a model on problems.
+"""Scores of rollouts, and evaluation of a model on problems.
 
-Sample j of a problem draws from a stream of its own, named by (seed, set, problem, j). So an answer depends neither on
-what else is asked, nor on how many answers there are, nor on where an interrupted evaluation goes on.
+Sample j of a problem is drawn from its own random stream, keyed by (seed, set, problem, j). So a response depends
+neither on the other requests, nor on the number of samples, nor on where an interrupted evaluation continues.
 """
 
 import time
@@ -14,89 +14,89 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Sampling
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Answer, Prompt, Rollout, Score
+from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score
 from jackpot.rollout.engines.base import Engine, Request
-from jackpot.rollout.multi_turn import stream, write
+from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
 from jackpot.rollout.tasks.base import Task, decode
 
-OWN = ""  # the name of the task's own held-out problems among the sets
-_JUDGED_AT_ONCE = 64  # responses, or as many as end in so many seconds: what a kill can cost
-_JUDGED_EVERY = 5.0
+OWN_SET = ""  # name of the task's own held-out problems among the evaluation sets
+_SCORE_BATCH = 64  # responses scored together; a kill loses at most these,
+_SCORE_INTERVAL = 5.0  # or those that ended within this many seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """k sampled answers to each of some problems: all of the first problem, then all of the second."""
+    """k sampled responses to each of several problems: all of the first problem, then all of the second."""
 
-    k: int
+    k: int  # samples of each problem
     rollouts: tuple[Rollout, ...]
-    responses: tuple[str, ...]
+    responses: tuple[str, ...]  # decoded
     scores: tuple[Score, ...]
 
     @property
-    def accuracy(self) -> float:
-        """mean@k: the share of all answers that are right."""
+    def mean_at_k(self) -> float:
+        """The share of all responses that are correct."""
         return sum(score.correct for score in self.scores) / len(self.scores)
 
     @property
-    def passed(self) -> float:
-        """pass@k: the share of problems with a right answer among the k."""
+    def pass_at_k(self) -> float:
+        """The share of problems with a correct response among the k."""
         problems = [self.scores[first : first + self.k] for first in range(0, len(self.scores), self.k)]
         return sum(any(score.correct for score in problem) for problem in problems) / len(problems)
 
     @property
     def reward(self) -> float:
-        """The task's mean reward."""
+        """The task's mean reward, before shaping."""
         return sum(score.reward for score in self.scores) / len(self.scores)
 
     @property
     def tokens(self) -> int:
+        """The number of response tokens, summed over all responses."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
     @property
     def mean_tokens(self) -> float:
+        """The mean response length in tokens."""
         return self.tokens / len(self.rollouts)
 
     @property
     def truncated(self) -> float:
-        """Share of responses cut at the length limit."""
+        """The share of responses cut at the length limit."""
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
-    def of_role(self) -> dict[str, float]:
-        """Metrics about the task's own problems, behind `eval/ROLE_`."""
-        numbers = {"accuracy": self.accuracy, "reward": self.reward}
-        numbers |= {"pass_at_k": self.passed} if self.k > 1 else {}
+    def role_metrics(self) -> dict[str, float]:
+        """Return the metrics of the task's own problems, logged as `eval/ROLE_...`."""
+        numbers = {"accuracy": self.mean_at_k, "reward": self.reward}
+        numbers |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
         return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
-    def of_set(self) -> dict[str, float]:
-        """Metrics about another set, behind `eval/NAME/`."""
+    def set_metrics(self) -> dict[str, float]:
+        """Return the metrics of another evaluation set, logged as `eval/NAME/...`."""
         return {
-            "mean_at_k": self.accuracy,
-            "pass_at_k": self.passed,
+            "mean_at_k": self.mean_at_k,
+            "pass_at_k": self.pass_at_k,
             "tokens": self.mean_tokens,
             "truncated": self.truncated,
-            "reward_errors": sum(score.problem is not None for score in self.scores) / len(self.scores),
+            "reward_errors": sum(score.reward_error is not None for score in self.scores) / len(self.scores),
         }
 
 
-class Answered(NamedTuple):
-    """One sampled answer and what the task says of it."""
+class ScoredResponse(NamedTuple):
+    """One sampled response, decoded, with the task's score."""
 
     rollout: Rollout
     response: str
     score: Score
 
 
-def request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, name: str = OWN) -> Request:
-    """The request for sample number `sample` of a problem in the set `name`.
-
-    Sample 0 of the task's own problems has the stream that it had when there were no other samples and no other sets.
-    """
-    what = (prompt.uid, *((sample,) if sample else ())) if name == OWN else (name, prompt.uid, sample)
+def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, name: str = OWN_SET) -> Request:
+    """Return the request for sample number `sample` of a problem in the evaluation set `name`, without top-k capture."""
+    # Sample 0 of the task's own set is keyed by its problem alone, so more samples or sets leave it unchanged.
+    key = (prompt.uid, *((sample,) if sample else ())) if name == OWN_SET else (name, prompt.uid, sample)
     return Request(
-        uid="/".join(map(str, ("eval", *what))),
+        uid="/".join(map(str, ("eval", *key))),
         prompt=prompt,
-        seed=stream_key(seed, "eval", *what),
+        seed=stream_key(seed, "eval", *key),
         sampling=sampling.model_copy(update={"num_top_log_probs": 0}),
     )
 
@@ -110,72 +110,77 @@ def evaluate(
     seed: int,
     *,
     k: int,
-    name: str = OWN,
+    name: str = OWN_SET,
 ) -> Evaluation:
-    """Sample k answers to each prompt as in training. The same seed draws the same uniforms every time, so that two
-    evaluations of a run differ by the model alone."""
-    requests = [request(prompt, sample, sampling, seed, name) for prompt in prompts for sample in range(k)]
-    rollouts = write(engine, task, tokenizer, requests)
-    responses, scores = judge(rollouts, task, tokenizer)
+    """Sample k responses to each prompt and score them.
+
+    The same seed draws the same uniforms in every call, so two evaluations of a run differ by the model alone.
+    """
+    requests = [eval_request(prompt, sample, sampling, seed, name) for prompt in prompts for sample in range(k)]
+    rollouts = generate_rollouts(engine, task, tokenizer, requests)
+    responses, scores = score_rollouts(rollouts, task, tokenizer)
     return Evaluation(k=k, rollouts=tuple(rollouts), responses=tuple(responses), scores=tuple(scores))
 
 
-def answer(
-    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterable[Request], at_once: int
-) -> Iterator[list[Answered]]:
-    """Judged answers to requests, a few at a time, as they end and in any order; each exactly once.
+def generate_and_score(
+    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterable[Request], concurrency: int
+) -> Iterator[list[ScoredResponse]]:
+    """Yield the scored response to every request exactly once, a few at a time as they end, in any order.
 
-    At most `2 * at_once` are under way, and nothing is kept of what was handed out, so their number does not matter to
-    memory.
+    At most `2 * concurrency` requests are in flight, and yielded responses are not kept, so memory does not grow with
+    the number of requests.
 
     Raises:
-        EngineError: as `conversation.stream`. What has been handed out stays good.
+        EngineError: as `stream_rollouts`. Responses that were already yielded stay valid.
     """
 
-    def judged() -> list[Answered]:
-        responses, scores = judge(ended, task, tokenizer)
-        return [Answered(*one) for one in zip(ended, responses, scores, strict=True)]
+    def scored() -> list[ScoredResponse]:
+        responses, scores = score_rollouts(ended, task, tokenizer)
+        return [ScoredResponse(*one) for one in zip(ended, responses, scores, strict=True)]
 
     ended: list[Rollout] = []
     since = time.monotonic()
-    for rollout in _as_they_end(engine, task, tokenizer, iter(requests), at_once):
+    for rollout in _as_completed(engine, task, tokenizer, iter(requests), concurrency):
         ended.append(rollout)
-        if len(ended) >= _JUDGED_AT_ONCE or time.monotonic() - since > _JUDGED_EVERY:
-            yield judged()
+        if len(ended) >= _SCORE_BATCH or time.monotonic() - since > _SCORE_INTERVAL:
+            yield scored()
             ended, since = [], time.monotonic()
     if ended:
-        yield judged()
+        yield scored()
 
 
-def _as_they_end(
-    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterator[Request], at_once: int
+def _as_completed(
+    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterator[Request], concurrency: int
 ) -> Iterator[Rollout]:
-    """The next requests are submitted before the last of those before them have ended: no engine waits for them."""
+    """Yield rollouts as they end. Each chunk of requests is submitted before the one before it has ended, so that the
+    engine never idles."""
 
-    def begin() -> Iterator[Rollout] | None:
-        following = list(islice(requests, at_once))
-        return stream(engine, task, tokenizer, following) if following else None
+    def submit() -> Iterator[Rollout] | None:
+        chunk = list(islice(requests, concurrency))
+        return stream_rollouts(engine, task, tokenizer, chunk) if chunk else None
 
-    writing = begin()
-    while writing is not None:
-        ahead = begin()
-        yield from writing
-        writing = ahead
+    current = submit()
+    while current is not None:
+        following = submit()
+        yield from current
+        current = following
 
 
-def judge(rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[Score]]:
-    """Decode every response and ask the task about all of them at once.
+def score_rollouts(
+    rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[Score]]:
+    """Decode every rollout and score all of them in one call of the task.
 
-    What the engine gave up is wrong and gives 0, whatever stands in it. A response that was cut at its limit is as the
-    task says: one that had closed its answer by then can be right.
+    An aborted response is wrong and has reward 0. For a response that was cut at its limit the task's score counts: its
+    answer may have been complete by then.
     """
-    responses = [decode(tokenizer, rollout.token_ids) for rollout in rollouts]
-    answers = [
-        Answer(rollout.prompt, response, rollout.finish == "stop")
-        for rollout, response in zip(rollouts, responses, strict=True)
+    texts = [decode(tokenizer, rollout.token_ids) for rollout in rollouts]
+    responses = [
+        DecodedResponse(rollout.prompt, text, rollout.finish == "stop")
+        for rollout, text in zip(rollouts, texts, strict=True)
     ]
     scores = [
         Score(reward=0.0, correct=False) if rollout.finish == "aborted" else score
-        for rollout, score in zip(rollouts, task.scores(answers), strict=True)
+        for rollout, score in zip(rollouts, task.scores(responses), strict=True)
     ]
-    return responses, scores
+    return texts, scores

@@ -1,9 +1,9 @@
-"""Responses that the model and a task's tool write by turns. An engine knows one turn, a task only text.
+"""Responses of several turns: the engine generates the model's turns, the task's environment replies between them.
 
-The first turn is the request itself. Every later one is a request of its own, whose prompt ids are all that was said
-before it, and whose uid and seed follow from those of the request and the number of the turn. So a response depends
-neither on its batch nor on how long others take. No turn waits for another conversation, and each samples at least one
-token, so that the limit on tokens also bounds the turns.
+The first turn is the request itself. Every later turn is a request of its own: its prompt is the whole response so far,
+and its uid and seed are derived from the first request and the number of the turn. So a response depends neither on its
+batch nor on how long others take. Responses advance independently, and each turn samples at least one token, so the
+limit on tokens also bounds the number of turns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,103 +21,105 @@ from jackpot.rollout.tasks.base import Task, decode
 _COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
 
 
-def stream(
+def stream_rollouts(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]
 ) -> Iterator[Rollout]:
-    """The response to every request as it ends, in any order; of a task without `turn_ends`, what the engine writes.
+    """Yield the rollout of every request as it ends, in any order. Without `turn_end_token_ids` it is the engine's own.
 
-    The first turns are submitted by the call itself: an engine that writes by itself goes on while nobody asks for the
-    next response. Later turns are submitted while somebody does.
+    The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
+    are submitted while the caller waits for the next rollout.
 
-    `sampling.max_new_tokens` counts all tokens of a response, the tool's too. A reply that leaves no room for one more
-    token, there or in the context, is not written and ends the response as `length`. Where the task has no reply the
-    response ends as `stop`. An aborted turn aborts its response.
+    `sampling.max_new_tokens` counts all tokens of a response, the environment's too. A reply that leaves no room for one
+    more token, there or in the context, is dropped and ends the response as `length`. No reply ends the response as
+    `stop`. An aborted turn aborts its response.
 
     Raises:
         EngineError: a uid already in flight, a prompt that the engine refuses, or a turn that it does not return.
     """
-    conversations = [_Conversation(engine, task, tokenizer, request) for request in requests]
-    first = [conversation.next_turn() for conversation in conversations]
+    episodes = [_Episode(engine, task, tokenizer, request) for request in requests]
+    first = [episode.next_turn() for episode in episodes]
     engine.submit(first)
-    waiting = {turn.uid: conversation for turn, conversation in zip(first, conversations, strict=True)}
-    return _as_they_end(engine, waiting, has_tool=bool(task.turn_ends))
+    pending = {turn.uid: episode for turn, episode in zip(first, episodes, strict=True)}
+    return _as_completed(engine, pending, has_steps=bool(task.turn_end_token_ids))
 
 
-def write(engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]) -> list[Rollout]:
-    """As `stream`, when all have ended and in the order of the requests."""
-    rollouts = {rollout.uid: rollout for rollout in stream(engine, task, tokenizer, requests)}
+def generate_rollouts(
+    engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]
+) -> list[Rollout]:
+    """Return the rollouts of `stream_rollouts` when all have ended, in the order of the requests."""
+    rollouts = {rollout.uid: rollout for rollout in stream_rollouts(engine, task, tokenizer, requests)}
     return [rollouts[request.uid] for request in requests]
 
 
-def _as_they_end(engine: Engine, waiting: dict[str, "_Conversation"], has_tool: bool) -> Iterator[Rollout]:
-    """Collect the turns of `waiting`, by uid, and answer them until every conversation has ended."""
-    while waiting:
-        turns = engine.collect(1, uids=waiting)
+def _as_completed(engine: Engine, pending: dict[str, "_Episode"], has_steps: bool) -> Iterator[Rollout]:
+    """Collect turns and submit the next ones until every episode of `pending`, keyed by turn uid, has ended."""
+    while pending:
+        turns = engine.collect(1, uids=pending)
         if not turns:
-            raise EngineError(f"the engine has nothing left to return; missing: {', '.join([*waiting][:5])}")
-        if not has_tool:  # with one, its reply has to be in the queue before the engine makes up its next batch
-            turns += engine.collect(len(waiting), timeout=0.0, uids=waiting)
+            raise EngineError(f"the engine has nothing left to return; missing: {', '.join([*pending][:5])}")
+        if not has_steps:  # with steps, the reply must be in the queue before the engine composes its next batch
+            turns += engine.collect(len(pending), timeout=0.0, uids=pending)
         for turn in turns:
-            conversation = waiting.pop(turn.uid)
-            conversation.take_in(turn)
-            if conversation.finish is None:
-                following = conversation.next_turn()
-                waiting[following.uid] = conversation
+            episode = pending.pop(turn.uid)
+            episode.add_turn(turn)
+            if episode.finish is None:
+                following = episode.next_turn()
+                pending[following.uid] = episode
                 engine.submit([following])
             else:
-                yield conversation.response()
+                yield episode.rollout()
 
 
-class _Conversation:
-    """One response under way: parts that the model and the tool wrote in turn, each with the columns of a rollout."""
+class _Episode:
+    """One response in progress: segments of the model and the environment in turn, each with a rollout's columns."""
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
         self._task, self._tokenizer, self._request = task, tokenizer, request
         context = engine.capabilities.context_length - len(request.prompt.token_ids)
         self._limit = min(request.sampling.max_new_tokens, context)
-        self._parts: list[Rollout] = []
+        self._segments: list[Rollout] = []
         self.finish: Finish | None = None  # why the response has ended, None while it goes on
 
     def next_turn(self) -> Request:
-        """The request for what the model says next."""
-        request, number, said = self._request, len(self._parts) // 2, self._said()
+        """Return the request for the model's next turn."""
+        request, number, response = self._request, len(self._segments) // 2, self._token_ids()
         sampling = request.sampling
         settings = {
-            "max_new_tokens": sampling.max_new_tokens - len(said),
-            "stop_token_ids": sampling.stop_token_ids + self._task.turn_ends,
+            "max_new_tokens": sampling.max_new_tokens - len(response),
+            "stop_token_ids": sampling.stop_token_ids + self._task.turn_end_token_ids,
         }
         return Request(
             uid=f"{request.uid}/turn {number}" if number else request.uid,
-            prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *said.tolist())),
+            prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *response.tolist())),
             seed=stream_key("turn", request.seed, number) if number else request.seed,
             sampling=sampling.model_copy(update=settings),
         )
 
-    def take_in(self, turn: Rollout) -> None:
-        """Append what the model said and what the tool replies, or end."""
-        self._parts.append(turn)
-        said = self._said()
-        if turn.finish != "stop" or int(said[-1]) not in self._task.turn_ends:
+    def add_turn(self, turn: Rollout) -> None:
+        """Append the model's turn and the environment's reply to it, or set `finish`."""
+        self._segments.append(turn)
+        response = self._token_ids()
+        if turn.finish != "stop" or int(response[-1]) not in self._task.turn_end_token_ids:
             self.finish = turn.finish
-        elif (reply := self._task.reply(self._request.prompt, decode(self._tokenizer, said))) is None:
+        elif (reply := self._task.step(self._request.prompt, decode(self._tokenizer, response))) is None:
             self.finish = "stop"
-        elif len(said) + len(tokens := self._tokenizer.encode(reply, add_special_tokens=False)) >= self._limit:
+        elif len(response) + len(tokens := self._tokenizer.encode(reply, add_special_tokens=False)) >= self._limit:
             self.finish = "length"
         else:
-            self._parts.append(_unsampled(tokens, turn))
+            self._segments.append(_reply_segment(tokens, turn))
 
-    def response(self) -> Rollout:
-        """All parts as one rollout of the request."""
-        columns = {name: torch.cat([getattr(part, name) for part in self._parts]) for name in _COLUMNS}
+    def rollout(self) -> Rollout:
+        """Return all segments as one rollout of the request."""
+        columns = {name: torch.cat([getattr(segment, name) for segment in self._segments]) for name in _COLUMNS}
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=self.finish, **columns)
 
-    def _said(self) -> torch.Tensor:
-        """All tokens so far, [T] int64."""
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(part.token_ids for part in self._parts)])
+    def _token_ids(self) -> torch.Tensor:
+        """Return all tokens of the response so far, [T] int64."""
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(segment.token_ids for segment in self._segments)])
 
 
-def _unsampled(token_ids: list[int], turn: Rollout) -> Rollout:
-    """What the tool said after `turn`: no distribution gave these tokens, so none has a probability."""
+def _reply_segment(token_ids: list[int], turn: Rollout) -> Rollout:
+    """Return the environment's reply to `turn` as a rollout: no model sampled it, so it has no log-probs."""
     length, top = len(token_ids), turn.top_ids.shape[1]
     return replace(
         turn,

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from helpers.made_up_rollouts import noise, records, write
+from helpers.synthetic_rollouts import noise, records, write
 from helpers.paths import ROOT
 from jackpot.analysis import scoring
 from jackpot.analysis.replay.formats import FORMATS, find_format

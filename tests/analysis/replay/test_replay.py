@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.made_up_rollouts import discovered, noise, records, write
+from helpers.synthetic_rollouts import discovered, noise, records, write
 from jackpot.analysis.replay.recommend import Judged, choose
 from jackpot.analysis.replay.replay import Replay, replay
 from jackpot.analysis.replay.settings import settings_of

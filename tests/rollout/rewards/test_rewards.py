@@ -15,9 +15,9 @@ import pytest
 
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.errors import ConfigError, TrainingError
-from jackpot.core.types import Answer, JudgeProblem, Prompt, Score
-from jackpot.rollout.rewards.pool import JudgePool
-from jackpot.rollout.rewards.rewards import Judge
+from jackpot.core.types import DecodedResponse, RewardError, Prompt, Score
+from jackpot.rollout.rewards.pool import RewardWorkerPool
+from jackpot.rollout.rewards.rewards import RewardFn
 
 PATIENCE = 60.0  # seconds until something that must happen counts as not happening
 SECONDS = 3.0  # for one verdict
@@ -26,16 +26,16 @@ FINE, WRONG = r"\boxed{9 \cdot 2}", r"\boxed{9 \cdot 3}"  # algebra
 
 
 def answer(response: str, reference: str = "18", finished: bool = True) -> Answer:
-    return Answer(Prompt(uid="p", text="What is it?", answer=reference, token_ids=(1,)), response, finished)
+    return DecodedResponse(Prompt(uid="p", text="What is it?", answer=reference, token_ids=(1,)), response, finished)
 
 
-def score(reward: float, correct: bool, problem: JudgeProblem | None = None) -> Score:
+def score(reward: float, correct: bool, problem: RewardError | None = None) -> Score:
     return Score(reward=reward, correct=correct, problem=problem)
 
 
-def judge_of(*rewards: str | RewardConfig, workers: int = 1, seconds: float = SECONDS) -> Judge:
+def judge_of(*rewards: str | RewardConfig, workers: int = 1, seconds: float = SECONDS) -> RewardFn:
     named = [RewardConfig(name=one) if isinstance(one, str) else one for one in rewards]
-    return Judge(named, workers=workers, seconds=seconds)
+    return RewardFn(named, workers=workers, seconds=seconds)
 
 
 def is_alive(process: int) -> bool:
@@ -59,13 +59,13 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
+def judge() -> Iterator[RewardFn]:
     with closing(judge_of("correct", workers=2)) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def says() -> Iterator[Judge]:
+def says() -> Iterator[RewardFn]:
     """Rewards what is right with 10 and everything with 1, unless the response has it do something else."""
     with closing(judge_of(RewardConfig(name="correct", weight=10.0), "helpers.reward_functions:says")) as one:
         yield one
@@ -252,7 +252,7 @@ def test_a_closed_judge_has_no_processes_and_says_so():
 
 
 def test_a_forgotten_pool_ends_its_processes():
-    pool = JudgePool([], workers=1, seconds=SECONDS)
+    pool = RewardWorkerPool([], workers=1, seconds=SECONDS)
     (process,) = pool.process_ids
     del pool
     assert not is_alive(process)
@@ -260,11 +260,11 @@ def test_a_forgotten_pool_ends_its_processes():
 
 PARENT = """
 import sys
-from jackpot.rollout.rewards.pool import Job, JudgePool
-pool = JudgePool(["helpers.reward_functions:says"], workers=2, seconds=1.0)
+from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
+pool = RewardWorkerPool(["helpers.reward_functions:says"], workers=2, seconds=1.0)
 print(*pool.process_ids, flush=True)
 for word in sys.stdin:
-    pool.run([Job("helpers.reward_functions:says", dict(problem="", response=word, answer="", finished=True))] * 2)
+    pool.run([RewardJob("helpers.reward_functions:says", dict(problem="", response=word, answer="", finished=True))] * 2)
     print(*pool.process_ids, flush=True)
 """
 
@@ -296,7 +296,7 @@ def test_judge_processes_end_with_a_parent_that_is_killed_busy_ones_when_their_t
 def test_a_judge_process_whose_import_never_ends_ends_by_itself(tmp_path):
     (tmp_path / "endless.py").write_text("while True:\n    pass\n")
     path = [str(tmp_path), *filter(None, sys.path)]
-    command = f"import sys; sys.path[:] = {path!r}; from jackpot.rollout.rewards.verifier.worker import main; main()"
+    command = f"import sys; sys.path[:] = {path!r}; from jackpot.rollout.rewards.worker import main; main()"
     orders = {"functions": ["endless:f"], "seconds": 1.0, "start_seconds": 0.5}
     with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
         process.stdin.write(json.dumps(orders).encode() + b"\n")

@@ -10,7 +10,7 @@ from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks import filters
 from jackpot.rollout.tasks.data import locate
-from jackpot.rollout.tasks.filters import Problems, StreamedProblems, Tally
+from jackpot.rollout.tasks.filters import Problems, StreamedProblems, RowCounts
 
 ANSWERS = [None if number % 10 == 3 else number for number in range(1000)]  # every tenth has none
 
@@ -28,7 +28,7 @@ def without_sevens(rows):
 
 
 KEPT = [str(number) for number in range(1000) if number % 10 != 3 and "7" not in str(number)]
-TALLY = Tally(rows=1000, without_answer=100, too_long=900 - len(KEPT))
+TALLY = RowCounts(rows=1000, without_answer=100, too_long=900 - len(KEPT))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_rows_whose_answer_is_too_long_to_judge_are_left_out_and_counted(tmp_pat
     path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
     found = Problems(source(path), all_fit)
     assert [len(found[n].answer) for n in range(found.size)] == [1, 2_000]
-    assert found.tally == Tally(rows=5, without_answer=1, long_answer=2) and found.tally.kept == 2
+    assert found.tally == RowCounts(rows=5, without_answer=1, long_answer=2) and found.tally.kept == 2
     with pytest.raises(DataError, match="1 have an answer of more than 2,000 characters"):
         Problems(source(write_problems(tmp_path / "none.jsonl", ["x" * 2_001])), all_fit)
 

@@ -10,7 +10,7 @@ from helpers.published import data_folder
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.tasks import INSTRUCTION, DataConfig, MathConfig
 from jackpot.core.errors import ConfigError, DataError, TrainingError
-from jackpot.core.types import Answer
+from jackpot.core.types import DecodedResponse
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math, make_benchmark
@@ -144,8 +144,8 @@ def test_problems_of_real_sets_are_asked_and_judged(monkeypatch):
             prompts = [one.prompt(split, index) for index in range(30)]
             assert all(INSTRUCTION in prompt.text and "####" not in prompt.text for prompt in prompts)
             for form in ("so it is \\boxed{{{}}}.", "so\n#### {}"):
-                right = one.scores([Answer(prompt, form.format(prompt.answer), True) for prompt in prompts])
-                wrong = one.scores([Answer(prompt, form.format("-987654321"), True) for prompt in prompts])
+                right = one.scores([DecodedResponse(prompt, form.format(prompt.answer), True) for prompt in prompts])
+                wrong = one.scores([DecodedResponse(prompt, form.format("-987654321"), True) for prompt in prompts])
                 assert all(score.correct and score.reward == 1.0 for score in right)
                 assert not any(score.correct or score.reward for score in wrong)
             if one is not task:

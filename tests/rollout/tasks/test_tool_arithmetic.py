@@ -18,14 +18,14 @@ def task() -> ToolArithmetic:
 
 def test_the_model_calls_with_every_equals_sign_and_with_nothing_else(task):
     assert isinstance(task, ToolArithmetic)
-    assert make_tokenizer().convert_ids_to_tokens(list(task.turn_ends)) == ["="]
-    assert Arithmetic(make_tokenizer(), ArithmeticConfig()).turn_ends == ()
+    assert make_tokenizer().convert_ids_to_tokens(list(task.turn_end_token_ids)) == ["="]
+    assert Arithmetic(make_tokenizer(), ArithmeticConfig()).turn_end_token_ids == ()
 
 
 def test_a_token_that_ends_with_an_equals_sign_is_a_call_too():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["+1=", "=+"])
-    ends = ToolArithmetic(tokenizer, ToolArithmeticConfig()).turn_ends
+    ends = ToolArithmetic(tokenizer, ToolArithmeticConfig()).turn_end_token_ids
     assert tokenizer.convert_ids_to_tokens(list(ends)) == ["=", "+1="]
 
 
@@ -58,7 +58,7 @@ def test_a_token_that_ends_with_an_equals_sign_is_a_call_too():
     ],
 )
 def test_it_adds_two_numbers_written_since_the_last_separator(task, response, answer):
-    assert task.reply(PROMPT, response) == answer
+    assert task.step(PROMPT, response) == answer
 
 
 def test_problems_and_rewards_are_those_of_arithmetic(task):

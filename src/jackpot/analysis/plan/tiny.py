@@ -39,9 +39,9 @@ from jackpot.models.families import FAMILIES, Known, known_model
 from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, Source, locate
+from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, locate
 from jackpot.rollout.tasks.files import SUFFIXES
-from jackpot.rollout.tasks.synthetic import made_up_rows
+from jackpot.rollout.tasks.synthetic import synthetic_rows
 
 ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4
 NEW_TOKENS, TOP_LOG_PROBS = 32, 128  # tokens of a response, and captured for each: the small vocabularies have few more
@@ -263,9 +263,9 @@ def _write_data(config: Config, folder: Path) -> list[str]:
     return said
 
 
-def _sources(config: Config) -> dict[str, Source]:
+def _sources(config: Config) -> dict[str, DataSource]:
     """What the run reads, by the name of the file that stands for it; both splits of a benchmark."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, DataSource] = {}
     names = [name for name in config.evaluation.benchmarks if name in BENCHMARKS]
     if isinstance(config.task, MathConfig):
         for split in get_args(Split):
@@ -280,7 +280,7 @@ def _sources(config: Config) -> dict[str, Source]:
     return sources
 
 
-def _source(data: DataConfig, split: Split) -> Source:
+def _source(data: DataConfig, split: Split) -> DataSource:
     """Where the rows are; of a file that is not here, one that stands for the hub."""
     path = Path(data.source).expanduser()
     if not path.exists() and (path.suffix in SUFFIXES or "/" in data.source) and not data.source.startswith(HUB):
@@ -288,10 +288,10 @@ def _source(data: DataConfig, split: Split) -> Source:
     return locate(data, split)
 
 
-def _rows(source: Source, number: int) -> list[dict[str, Any]]:
+def _rows(source: DataSource, number: int) -> list[dict[str, Any]]:
     """A few rows of a set with the columns that it has, their problems cut; made up where its rows are on the hub."""
     if not source.is_local:
-        return made_up_rows(source, number * PROBLEMS, PROBLEMS)
+        return synthetic_rows(source, number * PROBLEMS, PROBLEMS)
     columns = (source.settings.columns.problem, *source.benchmark.problem)
     return [
         {name: _cut(value) if name in columns else value for name, value in record.values.items()}

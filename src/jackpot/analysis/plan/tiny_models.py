@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from jackpot.config.tasks import INSTRUCTION
 from jackpot.models.families import Family, Known
-from jackpot.rollout.tasks.synthetic import made_up
+from jackpot.rollout.tasks.synthetic import synthetic_problem
 
 PLAIN_TOKENS = 512  # of the vocabulary, before the special ones
 CONTEXT = 4096  # tokens
@@ -122,5 +122,5 @@ def _plain_text() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=PLAIN_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator([INSTRUCTION, *(made_up(number).problem for number in range(_TEXTS))], trainer)
+    backend.train_from_iterator([INSTRUCTION, *(synthetic_problem(number).problem for number in range(_TEXTS))], trainer)
     return backend.to_str()

@@ -1,8 +1,8 @@
-"""Processes that judge, each with a hard limit of time for every job. What they run is `verifier/worker.py`.
+"""A pool of reward worker processes with a hard time limit for every job. Each process runs `worker.py`.
 
-A job that takes too long, or ends its process, costs its own result: the process is killed with all that it started,
-and another takes its place. A job that ended its process is tried once more, as the first in a fresh one, so that
-nobody pays for what another job left behind.
+A job that exceeds its limit, or ends its process, costs only its own result: the pool kills the process with all its
+children and starts another. A job that ended its process is tried once more as the first job of a fresh process, so
+that no job fails because of what an earlier one left behind.
 """
 
 import json
@@ -20,98 +20,102 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jackpot.core.errors import ConfigError, TrainingError
-from jackpot.core.types import JudgeProblem
+from jackpot.core.types import RewardError
 
 _ENTRY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jackpot.rollout.rewards.verifier.worker import main; main()"
+    "from jackpot.rollout.rewards.worker import main; main()"
 )
-START_SECONDS = 120.0  # until a process must be ready
-_LONGEST_LINE = 2**20  # bytes of a result
-_CHUNK = 2**16
-_LONGEST_WAIT = 1e6  # seconds; the operating system takes no endless ones
+START_TIMEOUT = 120.0  # seconds until a process must be ready
+_MAX_RESULT_BYTES = 2**20  # longest line that a worker may send
+_CHUNK = 2**16  # bytes of one read or write
+_MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 
 
-class Job(NamedTuple):
-    """A call: `worker.VERDICT` or a reward function, with arguments that JSON can carry."""
+class RewardJob(NamedTuple):
+    """One call for a worker: `VERIFY` of `verifier/compare.py` or a reward function, with JSON arguments."""
 
     function: str
     arguments: dict[str, Any]
 
 
-class Outcome(NamedTuple):
-    value: float  # 0 where there is a problem
-    problem: JudgeProblem | None
+class RewardResult(NamedTuple):
+    """The number that a job returned, or why it returned none."""
+
+    value: float  # 0 where there is an error
+    error: RewardError | None
 
 
 @dataclass
-class _Place:
-    """One process at a time, and what it is doing."""
+class _Worker:
+    """One worker process and the state of its current job."""
 
     process: subprocess.Popen[bytes]
-    deadline: float  # of the start or of the job
-    outgoing: memoryview
-    incoming: bytearray = field(default_factory=bytearray)
+    deadline: float  # time.monotonic() by which it must be ready, or its job done
+    outgoing: memoryview  # bytes still to be sent
+    incoming: bytearray = field(default_factory=bytearray)  # bytes received of an unfinished line
     is_ready: bool = False
-    job: int | None = None  # its number
-    again: int | None = None  # the job that this fresh process begins with
-    is_second_try: bool = False
+    job: int | None = None  # index of the current job
+    retry: int | None = None  # index of the job that this fresh process begins with
+    is_second_try: bool = False  # whether the current job already ended another process
 
 
-class JudgePool:
-    """Starts its processes at once, and waits for them where there are functions to import or jobs to do.
+class RewardWorkerPool:
+    """Runs jobs in worker processes. The processes start at once; imports of reward functions are waited for.
 
     Args:
         functions: `package.module:function`, importable from `sys.path` or the current folder.
-        seconds: for one job; infinity is eleven days.
+        workers: number of processes.
+        timeout: seconds for one job; infinity becomes eleven days.
 
     Raises:
-        ConfigError: a function that cannot be imported.
-        TrainingError: a process that cannot be started.
+        ConfigError: a function cannot be imported.
+        TrainingError: a process cannot be started.
     """
 
-    def __init__(self, functions: Sequence[str], *, workers: int, seconds: float) -> None:
-        self._seconds = min(seconds, _LONGEST_WAIT)
-        orders = {"functions": list(functions), "seconds": self._seconds, "start_seconds": START_SECONDS}
-        self._orders = json.dumps(orders).encode() + b"\n"
-        self._places: list[_Place] = []
-        self._end = weakref.finalize(self, _end_all, self._places)
+    def __init__(self, functions: Sequence[str], *, workers: int, timeout: float) -> None:
+        self._timeout = min(timeout, _MAX_TIMEOUT)
+        setup = {"functions": list(functions), "timeout": self._timeout, "start_timeout": START_TIMEOUT}
+        self._setup = json.dumps(setup).encode() + b"\n"
+        self._workers: list[_Worker] = []
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
         for _ in range(workers):
-            self._places.append(self._start())
+            self._workers.append(self._start())
         try:
-            while functions and not all(place.is_ready for place in self._places):
-                self._turn([], {}, deque())
+            while functions and not all(worker.is_ready for worker in self._workers):
+                self._poll([], {}, deque())
         except BaseException:
             self.close()
             raise
 
     @property
     def process_ids(self) -> list[int]:
-        return [place.process.pid for place in self._places]
+        """The process ids of the current workers."""
+        return [worker.process.pid for worker in self._workers]
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """One outcome for each job, in their order.
+    def run(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
+        """Run all jobs and return one result for each, in the order of the jobs.
 
         Raises:
             TrainingError: the pool is closed, or a process cannot be started again.
         """
-        if not self._places:
-            raise TrainingError("the judge was closed and cannot judge any more; make another one")
-        outcomes: dict[int, Outcome] = {}
+        if not self._workers:
+            raise TrainingError("the reward workers were closed and can score nothing more; make another task")
+        results: dict[int, RewardResult] = {}
         waiting = deque(range(len(jobs)))
         try:
-            while len(outcomes) < len(jobs):
-                self._turn(jobs, outcomes, waiting)
+            while len(results) < len(jobs):
+                self._poll(jobs, results, waiting)
         except BaseException:
-            self.close()  # nobody knows what the processes are doing
+            self.close()  # the state of the processes is unknown
             raise
-        return [outcomes[number] for number in range(len(jobs))]
+        return [results[index] for index in range(len(jobs))]
 
     def close(self) -> None:
-        """Kill the processes and wait until they are gone; a second time does nothing."""
-        _end_all(self._places)
+        """Kill the processes and wait until they are gone; a second call does nothing."""
+        _kill_all(self._workers)
 
-    def _start(self, again: int | None = None) -> _Place:
+    def _start(self, retry: int | None = None) -> _Worker:
         paths = [path for path in sys.path if path]
         process = subprocess.Popen(
             [sys.executable, "-c", _ENTRY, json.dumps([*paths, os.getcwd()])],
@@ -122,109 +126,110 @@ class JudgePool:
         )
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
-        deadline = time.monotonic() + START_SECONDS
-        return _Place(process, deadline, memoryview(self._orders), again=again)
+        deadline = time.monotonic() + START_TIMEOUT
+        return _Worker(process, deadline, memoryview(self._setup), retry=retry)
 
-    def _turn(self, jobs: Sequence[Job], outcomes: dict[int, Outcome], waiting: deque[int]) -> None:
-        """Give work to those without, wait for the next thing to happen, and see to it."""
-        for place in self._places:
-            if place.is_ready and place.job is None:
-                self._give(place, jobs, waiting)
+    def _poll(self, jobs: Sequence[RewardJob], results: dict[int, RewardResult], waiting: deque[int]) -> None:
+        """Give jobs to idle workers, wait for the next message, exit or timeout, and handle it."""
+        for worker in self._workers:
+            if worker.is_ready and worker.job is None:
+                self._assign(worker, jobs, waiting)
         with selectors.DefaultSelector() as selector:
-            busy = [place for place in self._places if place.job is not None or not place.is_ready]
-            for place in busy:
-                selector.register(place.process.stdout, selectors.EVENT_READ, place)
-                if place.outgoing:
-                    selector.register(place.process.stdin, selectors.EVENT_WRITE, place)
-            ready = selector.select(max(0.0, min(place.deadline for place in busy) - time.monotonic()))
+            busy = [worker for worker in self._workers if worker.job is not None or not worker.is_ready]
+            for worker in busy:
+                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+                if worker.outgoing:
+                    selector.register(worker.process.stdin, selectors.EVENT_WRITE, worker)
+            ready = selector.select(max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
         for key, mask in ready:
             if mask & selectors.EVENT_WRITE:
                 _send(key.data)
         for key, mask in ready:
             if mask & selectors.EVENT_READ:
-                self._receive(key.data, outcomes)
-        answered = {id(key.data) for key, _ in ready}
-        for place in busy:
-            if id(place) not in answered and time.monotonic() >= place.deadline:
-                self._out_of_time(place, outcomes)
+                self._receive(key.data, results)
+        active = {id(key.data) for key, _ in ready}
+        for worker in busy:
+            if id(worker) not in active and time.monotonic() >= worker.deadline:
+                self._handle_timeout(worker, results)
 
-    def _give(self, place: _Place, jobs: Sequence[Job], waiting: deque[int]) -> None:
-        place.is_second_try = place.again is not None
-        if place.is_second_try:
-            place.job, place.again = place.again, None
+    def _assign(self, worker: _Worker, jobs: Sequence[RewardJob], waiting: deque[int]) -> None:
+        worker.is_second_try = worker.retry is not None
+        if worker.is_second_try:
+            worker.job, worker.retry = worker.retry, None
         elif waiting:
-            place.job = waiting.popleft()
+            worker.job = waiting.popleft()
         else:
             return
-        place.outgoing = memoryview(json.dumps(jobs[place.job]._asdict()).encode() + b"\n")
-        place.deadline = time.monotonic() + self._seconds
+        worker.outgoing = memoryview(json.dumps(jobs[worker.job]._asdict()).encode() + b"\n")
+        worker.deadline = time.monotonic() + self._timeout
 
-    def _receive(self, place: _Place, outcomes: dict[int, Outcome]) -> None:
-        data = os.read(place.process.stdout.fileno(), _CHUNK)
-        place.incoming += data
-        if not data or len(place.incoming) > _LONGEST_LINE:
-            self._lost(place, outcomes)
-        elif b"\n" in place.incoming:
-            message = json.loads(bytes(place.incoming))
-            place.incoming.clear()
-            self._see(place, message, outcomes)
+    def _receive(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
+        data = os.read(worker.process.stdout.fileno(), _CHUNK)
+        worker.incoming += data
+        if not data or len(worker.incoming) > _MAX_RESULT_BYTES:
+            self._handle_exit(worker, results)
+        elif b"\n" in worker.incoming:
+            message = json.loads(bytes(worker.incoming))
+            worker.incoming.clear()
+            self._handle_message(worker, message, results)
 
-    def _see(self, place: _Place, message: dict[str, Any], outcomes: dict[int, Outcome]) -> None:
+    def _handle_message(self, worker: _Worker, message: dict[str, Any], results: dict[int, RewardResult]) -> None:
         if "refused" in message:
             raise ConfigError(
                 f"the reward {message['refused']!r} cannot be imported: {message['why']}. A reward function is named "
                 f"package.module:function and must be importable from the folder {os.getcwd()} or an installed package"
             )
         if "ready" in message:
-            place.is_ready = True
+            worker.is_ready = True
             return
-        outcomes[place.job] = Outcome(message.get("value", 0.0), message.get("problem"))
-        place.job = None
+        results[worker.job] = RewardResult(message.get("value", 0.0), message.get("error"))
+        worker.job = None
         if message["worn"]:
-            self._replace(place)
+            self._replace(worker)
 
-    def _lost(self, place: _Place, outcomes: dict[int, Outcome]) -> None:
-        """A process ended by itself."""
-        if not place.is_ready:
-            status = place.process.wait()
+    def _handle_exit(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
+        """Replace a process that ended by itself; its job is tried again once and is then a crash."""
+        if not worker.is_ready:
+            status = worker.process.wait()
             raise TrainingError(
-                f"a judge process ended with status {status} before it was ready; what it said stands above. It needs "
+                f"a reward worker ended with status {status} before it was ready; its own error stands above. It needs "
                 f"math-verify: pip install 'jackpot-rl[train]'"
             )
-        if not place.is_second_try:
-            self._replace(place, again=place.job)
+        if not worker.is_second_try:
+            self._replace(worker, retry=worker.job)
         else:
-            outcomes[place.job] = Outcome(0.0, "crash")
-            self._replace(place)
+            results[worker.job] = RewardResult(0.0, "crash")
+            self._replace(worker)
 
-    def _out_of_time(self, place: _Place, outcomes: dict[int, Outcome]) -> None:
-        if not place.is_ready:
-            raise TrainingError(f"a judge process was not ready after {START_SECONDS:.0f} s; is the machine busy?")
-        outcomes[place.job] = Outcome(0.0, "timeout")
-        self._replace(place)
+    def _handle_timeout(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
+        """Replace a process whose time is up; its job is a timeout."""
+        if not worker.is_ready:
+            raise TrainingError(f"a reward worker was not ready after {START_TIMEOUT:.0f} s; is the machine busy?")
+        results[worker.job] = RewardResult(0.0, "timeout")
+        self._replace(worker)
 
-    def _replace(self, place: _Place, again: int | None = None) -> None:
-        _end(place)
-        self._places[self._places.index(place)] = self._start(again)
+    def _replace(self, worker: _Worker, retry: int | None = None) -> None:
+        _kill(worker)
+        self._workers[self._workers.index(worker)] = self._start(retry)
 
 
-def _send(place: _Place) -> None:
+def _send(worker: _Worker) -> None:
     try:
-        sent = os.write(place.process.stdin.fileno(), place.outgoing[:_CHUNK])
-        place.outgoing = place.outgoing[sent:]
+        sent = os.write(worker.process.stdin.fileno(), worker.outgoing[:_CHUNK])
+        worker.outgoing = worker.outgoing[sent:]
     except BrokenPipeError:
-        place.outgoing = memoryview(b"")  # its end is seen where it is read from
+        worker.outgoing = memoryview(b"")  # `_receive` sees the end of the process
 
 
-def _end(place: _Place) -> None:
-    """Kill a process, with those that it started, and forget it."""
+def _kill(worker: _Worker) -> None:
+    """Kill a process and all that it started, and close its pipes."""
     with suppress(ProcessLookupError):
-        os.killpg(place.process.pid, signal.SIGKILL)
-    place.process.wait()
-    for pipe in (place.process.stdin, place.process.stdout):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    for pipe in (worker.process.stdin, worker.process.stdout):
         pipe.close()
 
 
-def _end_all(places: list[_Place]) -> None:
-    while places:
-        _end(places.pop())
+def _kill_all(workers: list[_Worker]) -> None:
+    while workers:
+        _kill(workers.pop())

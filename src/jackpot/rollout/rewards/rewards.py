@@ -1,95 +1,98 @@
-"""Is an answer right, and what is it worth? See docs/rewards.md."""
+"""Rewards of a task: built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.core.types import Answer, Score
-from jackpot.rollout.rewards.pool import Job, JudgePool, Outcome
-from jackpot.rollout.rewards.verifier.compare import compare_plainly
+from jackpot.core.types import DecodedResponse, Score
+from jackpot.rollout.rewards.pool import RewardJob, RewardResult, RewardWorkerPool
+from jackpot.rollout.rewards.verifier.compare import VERIFY, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import final_answer, is_well_formed
 
-VERDICT = "verdict"  # of rollout/rewards/verifier/worker.py
-NAMED: Mapping[str, Callable[[Answer, bool], float]] = {
-    "correct": lambda answer, correct: float(correct),
-    "format": lambda answer, correct: float(is_well_formed(answer.response, answer.finished)),
+BUILT_IN: Mapping[str, Callable[[DecodedResponse, bool], float]] = {
+    "correct": lambda response, correct: float(correct),
+    "format": lambda response, correct: float(is_well_formed(response.text, response.finished)),
 }
 _FUNCTION = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
-_KNOWN = {True: Outcome(1.0, None), False: Outcome(0.0, None)}
+_DECIDED = {True: RewardResult(1.0, None), False: RewardResult(0.0, None)}
 
 
-class Judge:
-    """Scores answers against `Prompt.answer`: plain ones here, everything else in processes of its own.
+class RewardFn:
+    """The reward of a task: verifies final answers and sums the rewards by their weights.
+
+    Comparisons without algebra run in this process, all others and reward functions of the user in worker processes.
 
     Args:
-        rewards: summed by their weights. `Score.correct` is the verdict whatever the rewards are.
-        workers: processes, at least 1.
-        seconds: for one verdict, or one call of a reward function; after that it counts as wrong, with `Score.problem`.
+        rewards: names and weights. `Score.correct` is the verifier's result and does not depend on them.
+        workers: number of worker processes, at least 1.
+        timeout: seconds for one comparison or one call of a reward function; a response that takes longer is wrong, and
+            `Score.reward_error` says so.
 
     Raises:
         ConfigError: a reward that does not exist or cannot be imported.
     """
 
-    def __init__(self, rewards: Sequence[RewardConfig], *, workers: int, seconds: float) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], *, workers: int, timeout: float) -> None:
         if workers < 1:
-            raise ConfigError(f"{workers} judge processes were asked for; at least 1 is needed")
+            raise ConfigError(f"{workers} reward workers were asked for; at least 1 is needed")
         self._rewards = tuple(rewards)
-        self._functions = tuple(dict.fromkeys(one.name for one in rewards if one.name not in NAMED))
+        self._functions = tuple(dict.fromkeys(one.name for one in rewards if one.name not in BUILT_IN))
         for name in self._functions:
             if _FUNCTION.fullmatch(name) is None:
-                raise ConfigError(unknown_name("reward", name, [*NAMED, "package.module:function"]))
-        self._pool = JudgePool(self._functions, workers=workers, seconds=seconds)
+                raise ConfigError(unknown_name("reward", name, [*BUILT_IN, "package.module:function"]))
+        self._pool = RewardWorkerPool(self._functions, workers=workers, timeout=timeout)
 
-    def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """One for each answer, in their order. Equal questions to the judge are asked once."""
-        questions = [_question(answer) for answer in answers]
-        known = {one: compare_plainly(*one) if one[0] else False for one in set(questions)}
-        hard = [one for one in dict.fromkeys(questions) if known[one] is None]
-        jobs = [Job(VERDICT, {"answer": given, "reference": reference}) for given, reference in hard]
-        jobs += [Job(name, _arguments(answer)) for answer in answers for name in self._functions]
-        outcomes = self._pool.run(jobs)
-        verdicts = {one: _KNOWN[verdict] for one, verdict in known.items() if verdict is not None}
-        verdicts |= dict(zip(hard, outcomes, strict=False))
-        rest, width = outcomes[len(hard) :], len(self._functions)
+    def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
+        """Return one score for each response, in their order. Equal pairs of answer and reference are compared once."""
+        pairs = [_pair(response) for response in responses]
+        known = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in set(pairs)}
+        undecided = [pair for pair in dict.fromkeys(pairs) if known[pair] is None]
+        jobs = [RewardJob(VERIFY, {"answer": answer, "reference": reference}) for answer, reference in undecided]
+        jobs += [RewardJob(name, _arguments(response)) for response in responses for name in self._functions]
+        results = self._pool.run(jobs)
+        verified = {pair: _DECIDED[equal] for pair, equal in known.items() if equal is not None}
+        verified |= dict(zip(undecided, results, strict=False))
+        rest, width = results[len(undecided) :], len(self._functions)
         return [
-            self._score(answer, verdicts[question], rest[number * width : (number + 1) * width])
-            for number, (answer, question) in enumerate(zip(answers, questions, strict=True))
+            self._score(response, verified[pair], rest[number * width : (number + 1) * width])
+            for number, (response, pair) in enumerate(zip(responses, pairs, strict=True))
         ]
 
     def close(self) -> None:
-        """End the processes; a second time does nothing."""
+        """End the worker processes; a second call does nothing."""
         self._pool.close()
 
-    def _score(self, answer: Answer, verdict: Outcome, own: Sequence[Outcome]) -> Score:
-        """What could not be judged gives 0; the first problem is told, the verdict's before a function's."""
-        correct, of = verdict.value == 1.0, dict(zip(self._functions, own, strict=True))
+    def _score(self, response: DecodedResponse, verified: RewardResult, own: Sequence[RewardResult]) -> Score:
+        """Sum the rewards. A part that failed gives 0, and the first error is kept, the verifier's before a function's."""
+        correct, of = verified.value == 1.0, dict(zip(self._functions, own, strict=True))
         reward = sum(
-            one.weight * (of[one.name].value if one.name in of else NAMED[one.name](answer, correct))
+            one.weight * (of[one.name].value if one.name in of else BUILT_IN[one.name](response, correct))
             for one in self._rewards
         )
-        problem = next((outcome.problem for outcome in (verdict, *own) if outcome.problem), None)
-        return Score(reward=reward, correct=correct, problem=problem)
+        error = next((result.error for result in (verified, *own) if result.error), None)
+        return Score(reward=reward, correct=correct, reward_error=error)
 
 
-def _question(answer: Answer) -> tuple[str, str]:
-    """The final answer, empty where there is none, and the reference."""
-    return final_answer(answer.response, answer.finished) or "", answer.prompt.answer
+def _pair(response: DecodedResponse) -> tuple[str, str]:
+    """Return the final answer, empty where there is none, and the reference."""
+    return final_answer(response.text, response.finished) or "", response.prompt.answer
 
 
-def _arguments(answer: Answer) -> dict[str, str | bool]:
-    """What a reward function is called with, by name."""
+def _arguments(response: DecodedResponse) -> dict[str, str | bool]:
+    """Return the keyword arguments of a reward function."""
     return {
-        "problem": answer.prompt.text,
-        "response": answer.response,
-        "answer": answer.prompt.answer,
-        "finished": answer.finished,
+        "problem": response.prompt.text,
+        "response": response.text,
+        "answer": response.prompt.answer,
+        "finished": response.finished,
     }
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to a reward; between -penalty and 0.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), a number to add to the reward.
 
-    0 up to limit - buffer response tokens, then falling evenly, and -penalty at `limit`, where a response is cut.
+    It is 0 up to `limit - buffer` response tokens, falls linearly from there, and is `-penalty` at `limit` tokens, where
+    a response is cut.
     """
     return -penalty * max(0, length - (limit - buffer)) / buffer

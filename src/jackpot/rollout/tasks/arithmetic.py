@@ -93,9 +93,9 @@ class ToolArithmetic(Arithmetic):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)
         ids = sorted(tokenizer.get_vocab().values())
-        self.turn_ends = tuple(index for index in ids if tokenizer.decode([index]).endswith("="))
+        self.turn_end_token_ids = tuple(index for index in ids if tokenizer.decode([index]).endswith("="))
 
-    def reply(self, prompt: Prompt, response: str) -> str:
+    def step(self, prompt: Prompt, response: str) -> str:
         """The sum of the two numbers since the last `=` or `#`, or `?`."""
         addition = _ADDITION.fullmatch(response)
         return str(int(addition[1]) + int(addition[2])) if addition else "?"

@@ -1,4 +1,4 @@
-"""What every task promises: prompts to answer, a score for each response, what its tool says if it has one."""
+"""The interface of a task: prompts, the score of a response, and for several turns the step of its environment."""
 
 import random
 from abc import ABC, abstractmethod
@@ -12,65 +12,72 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import DataError
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Answer, Prompt, Score
+from jackpot.core.types import DecodedResponse, Prompt, Score
 
 Split = Literal["train", "test"]
 
 
 class Task(ABC):
-    """A source of problems with a verifiable reward. Problems are drawn by index, so a stream can be resumed.
+    """A source of prompts with a verifiable reward. Prompts are drawn by index, so that a run can be resumed.
 
-    A task with a tool names the tokens at which the model stops and hands the word to `reply`.
+    `size`, `prompt` and `score` make a task. One with several turns, such as tool calls, also sets
+    `turn_end_token_ids` and implements `step`.
     """
 
-    turn_ends: tuple[int, ...] = ()  # token ids
+    turn_end_token_ids: tuple[int, ...] = ()  # tokens that end the model's turn and call `step`
 
     @abstractmethod
     def size(self, split: Split) -> int | None:
-        """How many problems the split has; None where it is endless."""
+        """Return the number of problems in the split, or None where it is endless."""
 
     def first_index(self, split: Split, seed: int) -> int:
-        """The index at which a run with this seed enters an endless split: a place of its own for each seed."""
+        """Return the index at which a run with this seed starts in an endless split; seeds start far apart."""
         return stream_key(seed, "prompts") % 2**40
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Problem number `index` of a split, tokenized; the same index always gives the same problem."""
+        """Return problem number `index` of a split, tokenized; the same index always gives the same problem."""
 
     @abstractmethod
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Judge one decoded response. `finished` is False where it was cut at the limit."""
+        """Score one decoded response. `finished` is False where it was cut at the length limit."""
 
-    def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """Judge many, in their order. A task whose judge works elsewhere, or on several at once, has its own."""
-        return [self.score(*answer) for answer in answers]
+    def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
+        """Score many responses, in their order. Override it to score them in parallel or elsewhere."""
+        return [self.score(*response) for response in responses]
 
-    def take_events(self) -> list[dict[str, Any]]:
-        """What happened since the last call and a person should know of, such as data that was left out: an `event`
-        each, with its details."""
-        return []
+    def step(self, prompt: Prompt, response: str) -> str | None:
+        """Return the environment's reply, such as a tool's result, or None to end the response.
 
-    def close(self) -> None:  # noqa: B027 - most tasks hold nothing
-        """Free what judging holds, such as processes; nothing is judged afterwards. A second time does nothing."""
+        The reply is tokenized by itself; special tokens that are written out in it become special tokens.
 
-    def reply(self, prompt: Prompt, response: str) -> str | None:
-        """What the tool appends to the decoded response so far, which ends with a token of `turn_ends`; None ends it.
-
-        The text is tokenized by itself, and special tokens that are written out in it become special tokens.
+        Args:
+            response: all turns so far, decoded; the last token is one of `turn_end_token_ids`.
         """
         return None
 
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return what happened since the last call and belongs in events.jsonl, such as problems that were left out.
+        Each has an `event` and its details."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 - most tasks hold nothing
+        """Free what scoring holds, such as processes; nothing is scored afterwards. A second call does nothing."""
+
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
-    """A response as a task reads it: special tokens removed, spaces left as they are."""
+    """Decode a response for a task: special tokens removed, spaces left as they are."""
     return tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class PromptStream:
-    """An endless, resumable source of prompts from one split.
+    """Draws prompts from one split without end, resumable from a saved state.
 
-    A finite split is walked in a new order in each epoch; an endless one by increasing index from `Task.first_index`.
-    The state is one number and a resumed stream goes on with the next prompt, none twice and none left out.
+    A finite split is walked in a new order in each epoch, an endless one by increasing index from `Task.first_index`.
+    The state is the number of prompts drawn; a resumed stream goes on with the next prompt.
+
+    Raises:
+        DataError: the split has no problems.
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
@@ -82,15 +89,17 @@ class PromptStream:
         self._position = 0
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; a prompt that comes again in a later epoch has that epoch in its uid."""
+        """Return the next `n` prompts; in a finite split the uid of each ends with its epoch."""
         prompts = [self._at(position) for position in range(self._position, self._position + n)]
         self._position += n
         return prompts
 
     def state_dict(self) -> dict[str, int]:
+        """Return the number of prompts drawn, as `position`."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the prompts of a saved state."""
         self._position = state["position"]
 
     def _at(self, position: int) -> Prompt:
@@ -103,6 +112,7 @@ class PromptStream:
 
 @lru_cache(maxsize=2)
 def _order(size: int, seed: int, epoch: int) -> list[int]:
+    """Return the shuffled indices of a finite split in one epoch."""
     order = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Answers = Literal["plain", "hashes", "boxed"]
+AnswerFormat = Literal["plain", "hashes", "boxed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class BenchmarkSplit:
     """One split of a benchmark."""
 
     split: str  # on the hub
@@ -27,70 +27,70 @@ class Benchmark:
 
     hub: str
     subset: str | None = None
-    train: Part | None = None
-    test: Part | None = None
+    train: BenchmarkSplit | None = None
+    test: BenchmarkSplit | None = None
     problem: tuple[str, ...] = ("problem",)  # columns; the first that is there
-    answer: Mapping[str, Answers]  # columns and how the answer is read from them; the first that is there
+    answer: Mapping[str, AnswerFormat]  # columns and how the answer is read from them; the first that is there
     uid: tuple[str, ...] = ()  # columns; the first that is there, else the row's number
     note: str  # origin, licence, and what to know
 
 
-_PLAIN: dict[str, Answers] = {"answer": "plain"}
-_PLAIN_OR_SOLUTION: dict[str, Answers] = {"answer": "plain", "solution": "boxed"}
+_PLAIN: dict[str, AnswerFormat] = {"answer": "plain"}
+_PLAIN_OR_SOLUTION: dict[str, AnswerFormat] = {"answer": "plain", "solution": "boxed"}
 
 BENCHMARKS: dict[str, Benchmark] = {
     "gsm8k": Benchmark(
         hub="openai/gsm8k",
         subset="main",
-        train=Part(split="train", file="gsm8k_train.jsonl", size=7473),
-        test=Part(split="test", file="gsm8k_test.jsonl", size=1319),
+        train=BenchmarkSplit(split="train", file="gsm8k_train.jsonl", size=7473),
+        test=BenchmarkSplit(split="test", file="gsm8k_test.jsonl", size=1319),
         problem=("question",),
         answer={"answer": "hashes"},
         note="grade-school word problems (arXiv 2110.14168), MIT",
     ),
     "math": Benchmark(
         hub="DigitalLearningGmbH/MATH-lighteval",
-        train=Part(split="train", file="math_train.jsonl", size=7500),
-        test=Part(split="test", file="math_test.jsonl", size=5000),
+        train=BenchmarkSplit(split="train", file="math_train.jsonl", size=7500),
+        test=BenchmarkSplit(split="test", file="math_test.jsonl", size=5000),
         answer=_PLAIN_OR_SOLUTION,
         note="competition problems (arXiv 2103.03874), MIT; a copy of hendrycks/competition_math, which was withdrawn",
     ),
     "math500": Benchmark(
         hub="HuggingFaceH4/MATH-500",
-        test=Part(split="test", file="math500.jsonl", size=500),
+        test=BenchmarkSplit(split="test", file="math500.jsonl", size=500),
         answer=_PLAIN_OR_SOLUTION,
         uid=("unique_id",),
         note="500 problems of MATH's test split (arXiv 2305.20050), MIT",
     ),
     "amc22_23": Benchmark(
         hub="AI-MO/aimo-validation-amc",
-        test=Part(split="train", file="amc22_23.jsonl", size=83),
+        test=BenchmarkSplit(split="train", file="amc22_23.jsonl", size=83),
         answer=_PLAIN,
         uid=("url",),
         note="AMC 12 of 2022 and 2023, made to be answered with integers, which stand there as 142.0; Apache 2.0",
     ),
     "amc12_2024": Benchmark(
         hub="rawsh/2024_AMC12",
-        test=Part(split="train", file="amc12_2024.jsonl", size=45),
+        test=BenchmarkSplit(split="train", file="amc12_2024.jsonl", size=45),
         answer=_PLAIN,
         note="AMC 12A and 12B of 2024 without the 5 problems that need a figure; no licence is stated, the problems "
         "are the MAA's. The papers do not say which copy they used",
     ),
     "aime24": Benchmark(
         hub="HuggingFaceH4/aime_2024",
-        test=Part(split="train", file="aime24.jsonl", size=30),
+        test=BenchmarkSplit(split="train", file="aime24.jsonl", size=30),
         answer=_PLAIN_OR_SOLUTION,
         note="AIME I and II of 2024; no licence is stated, the problems are the MAA's",
     ),
     "aime25": Benchmark(
         hub="math-ai/aime25",
-        test=Part(split="test", file="aime25.jsonl", size=30),
+        test=BenchmarkSplit(split="test", file="aime25.jsonl", size=30),
         answer=_PLAIN,
         note="AIME I and II of 2025; Apache 2.0 as its card says (not checked), the problems are the MAA's",
     ),
     "deepscaler": Benchmark(
         hub="agentica-org/DeepScaleR-Preview-Dataset",
-        train=Part(split="train", file="deepscaler.jsonl", size=40315),
+        train=BenchmarkSplit(split="train", file="deepscaler.jsonl", size=40315),
         answer=_PLAIN,
         note="AIME and AMC before 2023, Omni-MATH and STILL; MIT as its card says (not checked)",
     ),

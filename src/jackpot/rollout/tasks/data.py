@@ -14,7 +14,7 @@ from jackpot.config.tasks import ROW_NUMBER, DataConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.tasks.base import Split
-from jackpot.rollout.tasks.benchmarks import BENCHMARKS, Answers, Benchmark
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS, AnswerFormat, Benchmark
 from jackpot.rollout.tasks.files import SUFFIXES, Record, find_files, read_files, read_hub
 
 DATA_FOLDER = "JACKPOT_DATA"  # the variable of the environment that names a folder with local copies of benchmarks
@@ -22,7 +22,7 @@ HUB = "hub:"
 LOOKED_AT = 100  # rows from which the columns are known: a row of JSON may leave some out
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     uid: str
     problem: str
     answer: str | None  # None where the row has none
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """Rows that can be read again and again, always the same ones in the same order."""
 
     name: str  # in uids and messages
@@ -39,7 +39,7 @@ class Source:
     settings: DataConfig
     is_local: bool  # False: on the hub, which is asked when the rows are
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[DataRow]:
         """Every row up to `limit`.
 
         Raises:
@@ -54,7 +54,7 @@ class Source:
             yield read(number, record)
 
 
-def locate(settings: DataConfig, split: Split) -> Source:
+def locate(settings: DataConfig, split: Split) -> DataSource:
     """Where the rows are that the setting `task.train` or `task.test` names. Nothing is read yet.
 
     A benchmark is read from the folder JACKPOT_DATA where its file is there, else from the hub.
@@ -82,7 +82,7 @@ def locate(settings: DataConfig, split: Split) -> Source:
 _OTHER = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="what a user's own data looks like")
 
 
-def _benchmark(name: str, settings: DataConfig, split: Split) -> Source:
+def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     """A named one. The only part of a benchmark that has one serves for training and for testing."""
     benchmark = BENCHMARKS[name]
     parts = [one for one in (benchmark.train, benchmark.test) if one]
@@ -100,19 +100,19 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> Source:
     return _on_hub(name, benchmark.hub, part.split, benchmark, settings, instead)
 
 
-def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig) -> Source:
+def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig) -> DataSource:
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
     files = find_files(path, part, split)
-    return Source(name, lambda: read_files(files), benchmark, settings, is_local=True)
+    return DataSource(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
-def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: DataConfig, instead: str) -> Source:
+def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: DataConfig, instead: str) -> DataSource:
     subset, streaming = settings.subset or benchmark.subset, settings.streaming
-    return Source(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False)
+    return DataSource(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False)
 
 
-def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], Row]:
+def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], DataRow]:
     """How a row is read, decided by the columns of the first ones."""
     columns, place = {name for record in first for name in record.values}, first[0].place
     chosen = settings.columns
@@ -121,10 +121,10 @@ def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig)
     uid = _uid_column(benchmark, settings, columns, place)
     extract = ANSWERS[settings.answers or benchmark.answer.get(answer, "plain")]
 
-    def read(number: int, record: Record) -> Row:
+    def read(number: int, record: Record) -> DataRow:
         values, place = record.values, record.place
         text = _text(values.get(answer), answer, place)
-        return Row(
+        return DataRow(
             uid=str(number) if uid is None else _needed(values, uid, place),
             problem=_needed(values, problem, place),
             answer=None if text is None else extract(text),
@@ -206,7 +206,7 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-ANSWERS: dict[Answers, Callable[[str], str | None]] = {
+ANSWERS: dict[AnswerFormat, Callable[[str], str | None]] = {
     "plain": lambda text: text,
     "hashes": hashed_answer,
     "boxed": _last_boxed,

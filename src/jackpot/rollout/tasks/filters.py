@@ -10,15 +10,15 @@ from itertools import islice
 
 from jackpot.core.errors import DataError
 from jackpot.rollout.rewards.verifier.extract import LONGEST
-from jackpot.rollout.tasks.data import Row, Source
+from jackpot.rollout.tasks.data import DataRow, DataSource
 
-Fits = Callable[[list[Row]], list[bool]]
+Fits = Callable[[list[DataRow]], list[bool]]
 REMEMBERED = 4096  # problems of a stream that can be had again without reading it anew
 _AT_ONCE = 256  # rows
 
 
 @dataclass(slots=True)
-class Tally:
+class RowCounts:
     """What became of the rows that were read."""
 
     rows: int = 0
@@ -39,11 +39,11 @@ class Problems:
     """All problems of a split.
 
     Raises:
-        DataError: as `Source.rows`, no problem is left, or two rows have one id (names both).
+        DataError: as `DataSource.rows`, no problem is left, or two rows have one id (names both).
     """
 
-    def __init__(self, source: Source, fits: Fits) -> None:
-        self.tally = Tally()
+    def __init__(self, source: DataSource, fits: Fits) -> None:
+        self.tally = RowCounts()
         self._rows = list(_kept(source, fits, self.tally))
         _check_unique(self._rows)
 
@@ -51,7 +51,7 @@ class Problems:
     def size(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         return self._rows[index]
 
 
@@ -63,22 +63,22 @@ class StreamedProblems:
     time that the source is read, ids have `+1` behind them, then `+2`.
 
     Raises:
-        DataError: as `Source.rows` when the row is reached; or the source holds no problem that is kept.
+        DataError: as `DataSource.rows` when the row is reached; or the source holds no problem that is kept.
     """
 
     size = None
 
-    def __init__(self, source: Source, fits: Fits) -> None:
+    def __init__(self, source: DataSource, fits: Fits) -> None:
         self._source, self._fits = source, fits
-        self._tally = self._fullest = Tally()  # of this reading, and of the one before it that came furthest
+        self._tally = self._fullest = RowCounts()  # of this reading, and of the one before it that came furthest
         self._begin()
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> RowCounts:
         """Of the rows that were read so far, each counted once."""
         return max(self._fullest, self._tally, key=lambda tally: tally.rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         if index < self._next - len(self._remembered):
             self._begin()
         while index >= self._next:
@@ -88,13 +88,13 @@ class StreamedProblems:
 
     def _begin(self) -> None:
         self._reading, self._pass, self._next = self._open(), 0, 0
-        self._remembered: deque[Row] = deque(maxlen=REMEMBERED)
+        self._remembered: deque[DataRow] = deque(maxlen=REMEMBERED)
 
-    def _open(self) -> Iterator[Row]:
-        self._fullest, self._tally = self.tally, Tally()
+    def _open(self) -> Iterator[DataRow]:
+        self._fullest, self._tally = self.tally, RowCounts()
         return _kept(self._source, self._fits, self._tally)
 
-    def _read(self) -> Row:
+    def _read(self) -> DataRow:
         row = next(self._reading, None)
         if row is None:
             self._pass, self._reading = self._pass + 1, self._open()
@@ -102,7 +102,7 @@ class StreamedProblems:
         return row._replace(uid=f"{row.uid}+{self._pass}") if self._pass else row
 
 
-def _kept(source: Source, fits: Fits, tally: Tally) -> Iterator[Row]:
+def _kept(source: DataSource, fits: Fits, tally: RowCounts) -> Iterator[DataRow]:
     """The rows that can be used.
 
     Raises:
@@ -125,13 +125,13 @@ def _kept(source: Source, fits: Fits, tally: Tally) -> Iterator[Row]:
         )
 
 
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _batches(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
     rows = iter(rows)
     while batch := list(islice(rows, _AT_ONCE)):
         yield batch
 
 
-def _check_unique(rows: Iterable[Row]) -> None:
+def _check_unique(rows: Iterable[DataRow]) -> None:
     places: dict[str, str] = {}
     for row in rows:
         if row.uid in places:

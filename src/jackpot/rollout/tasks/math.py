@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.tasks import DataConfig, MathConfig, QuestionConfig
 from jackpot.core.errors import DataError, unknown_name
-from jackpot.core.types import Answer, Prompt, Score
-from jackpot.rollout.rewards.rewards import NAMED, Judge
+from jackpot.core.types import DecodedResponse, Prompt, Score
+from jackpot.rollout.rewards.rewards import NAMED, RewardFn
 from jackpot.rollout.rewards.verifier.extract import LONGEST
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import Row, Source, locate
-from jackpot.rollout.tasks.filters import Problems, StreamedProblems, Tally
+from jackpot.rollout.tasks.data import DataRow, DataSource, locate
+from jackpot.rollout.tasks.filters import Problems, StreamedProblems, RowCounts
 from jackpot.rollout.tasks.templates import Template
 
 _log = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ class Math(Task):
         ConfigError: a reward that does not exist or cannot be imported.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, judge: Judge | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, judge: RewardFn | None = None) -> None:
         self._settings, self._shared_judge = settings, judge
-        self._sources: dict[Split, Source] = {
+        self._sources: dict[Split, DataSource] = {
             split: locate(getattr(settings, split), split) for split in get_args(Split)
         }
         self._template = Template(
@@ -76,9 +76,9 @@ class Math(Task):
         )
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        return self.scores([Answer(prompt, response, finished)])[0]
+        return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
-    def scores(self, answers: Sequence[Answer]) -> list[Score]:
+    def scores(self, answers: Sequence[DecodedResponse]) -> list[Score]:
         return self.judge.scores(answers)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -107,10 +107,10 @@ class Math(Task):
             self.judge.close()
 
     @cached_property
-    def judge(self) -> Judge:
+    def judge(self) -> RewardFn:
         """To share with other tasks that have the same rewards."""
         settings = self._settings
-        return self._shared_judge or Judge(settings.rewards, workers=settings.workers, seconds=settings.seconds)
+        return self._shared_judge or RewardFn(settings.rewards, workers=settings.workers, seconds=settings.seconds)
 
     def _of(self, split: Split) -> Problems | StreamedProblems:
         """The problems of a split, read when they are first asked for."""
@@ -122,7 +122,7 @@ class Math(Task):
             _warn(self._sources[split].name, split, self._problems[split].tally, self._settings.max_prompt_tokens)
         return self._problems[split]
 
-    def _fit(self, rows: list[Row]) -> list[bool]:
+    def _fit(self, rows: list[DataRow]) -> list[bool]:
         limit = self._settings.max_prompt_tokens
         if limit is None or not rows:
             return [True] * len(rows)
@@ -131,7 +131,7 @@ class Math(Task):
 
 
 def make_benchmark(
-    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, judge: Judge | None = None
+    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, judge: RewardFn | None = None
 ) -> Math:
     """A named data set as a task's test split; `judge` as in `Math`.
 
@@ -147,7 +147,7 @@ def make_benchmark(
     return Math(tokenizer, MathConfig(train=data, test=data, **asked), judge)
 
 
-def _warn(name: str, split: Split, tally: Tally, limit: int | None) -> None:
+def _warn(name: str, split: Split, tally: RowCounts, limit: int | None) -> None:
     """Say on standard error what was left out; a stream says it in events.jsonl as it goes on."""
     if not tally.left_out:
         return

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.tasks import TaskConfig
 from jackpot.config.tools import SetsConfig
 from jackpot.core.errors import DataError, unknown_name
-from jackpot.rollout.rewards.rewards import Judge
+from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
@@ -21,8 +21,8 @@ def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     return TASKS[config.name](tokenizer, config)
 
 
-MADE_UP = ("arithmetic", "tool_arithmetic")  # offline
-SETS = (*sorted(BENCHMARKS), *MADE_UP)
+SYNTHETIC = ("arithmetic", "tool_arithmetic")  # offline
+SETS = (*sorted(BENCHMARKS), *SYNTHETIC)
 
 
 def check_sets(names: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def check_sets(names: Sequence[str]) -> None:
 
 
 def make_sets(
-    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, judge: Judge | None = None
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, judge: RewardFn | None = None
 ) -> dict[str, Task]:
     """A task for each set, whose test split it is.
 

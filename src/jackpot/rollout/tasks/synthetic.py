@@ -6,8 +6,8 @@ A stranger without data gets a run with them; they are for trying out whether ev
 import random
 from typing import NamedTuple
 
-from jackpot.rollout.tasks.benchmarks import Answers
-from jackpot.rollout.tasks.data import Source
+from jackpot.rollout.tasks.benchmarks import AnswerFormat
+from jackpot.rollout.tasks.data import DataSource
 
 _NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatima", "George", "Hanna", "Ivan", "Julia")
 _THINGS = ("apples", "books", "clips", "coins", "eggs", "marbles", "pages", "stamps", "tickets", "toys")
@@ -19,21 +19,21 @@ _STORIES = (
 )
 
 
-class MadeUp(NamedTuple):
+class SyntheticProblem(NamedTuple):
     problem: str
     answer: str
 
 
-def made_up(number: int) -> MadeUp:
+def synthetic_problem(number: int) -> SyntheticProblem:
     """Problem `number`; the same number always gives the same problem."""
     draw = random.Random(f"made up/{number}")
     story = number % len(_STORIES)
     a, b = draw.randint(1, 50), draw.randint(1, 50)
     values = {"name": draw.choice(_NAMES), "things": draw.choice(_THINGS), "a": a, "b": b, "sum": a + b}
-    return MadeUp(_STORIES[story].format(**values), str(b if story == 1 else a + b))
+    return SyntheticProblem(_STORIES[story].format(**values), str(b if story == 1 else a + b))
 
 
-def made_up_rows(source: Source, first: int, count: int) -> list[dict[str, str]]:
+def synthetic_rows(source: DataSource, first: int, count: int) -> list[dict[str, str]]:
     """Problems `first` and on as rows of this source, with the columns that are read from it."""
     columns, benchmark = source.settings.columns, source.benchmark
     problem, answer = columns.problem or benchmark.problem[0], columns.answer or next(iter(benchmark.answer))
@@ -42,13 +42,13 @@ def made_up_rows(source: Source, first: int, count: int) -> list[dict[str, str]]
     return [
         {uid: f"made-up-{number}", problem: one.problem, answer: _written(one.answer, how)}
         for number in range(first, first + count)
-        for one in [made_up(number)]
+        for one in [synthetic_problem(number)]
     ]
 
 
-def _written(answer: str, how: Answers) -> str:
+def _written(answer: str, how: AnswerFormat) -> str:
     """A column from which this answer is read in this way."""
-    forms: dict[Answers, str] = {
+    forms: dict[AnswerFormat, str] = {
         "plain": answer,
         "hashes": f"It is {answer}.\n#### {answer}",
         "boxed": rf"The answer is $\boxed{{{answer}}}$.",

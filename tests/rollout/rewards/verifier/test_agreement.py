@@ -10,9 +10,9 @@ import pytest
 from helpers.paths import ROOT
 from helpers.published import SETS, data_folder, rows
 from jackpot.config.tasks import RewardConfig
-from jackpot.core.types import Answer, Prompt
-from jackpot.rollout.rewards.rewards import Judge
-from jackpot.rollout.rewards.verifier.compare import compare_plainly
+from jackpot.core.types import DecodedResponse, Prompt
+from jackpot.rollout.rewards.rewards import RewardFn
+from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.expressions import equal_expressions
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 
@@ -39,13 +39,13 @@ def agreement() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def judge():
-    one = Judge([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=20.0)
+    one = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=20.0)
     yield one
     one.close()
 
 
 def boxed(gold: str) -> Answer:
-    return Answer(Prompt(uid="", text="", answer=gold, token_ids=(1,)), rf"So it is \boxed{{{gold}}}.", True)
+    return DecodedResponse(Prompt(uid="", text="", answer=gold, token_ids=(1,)), rf"So it is \boxed{{{gold}}}.", True)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -64,23 +64,23 @@ def test_every_worked_solution_of_gsm8k_is_right_as_a_response_and_wrong_for_ano
     solutions = [row["answer"] for row in rows(name)]
     golds = [hashed_answer(solution) for solution in solutions]
     prompts = [Prompt(uid="", text="", answer=gold, token_ids=(1,)) for gold in golds]
-    own = judge.scores([Answer(*pair, True) for pair in zip(prompts, solutions, strict=True)])
+    own = judge.scores([DecodedResponse(*pair, True) for pair in zip(prompts, solutions, strict=True)])
     assert all(score.correct and score.reward == 2.0 for score in own)
-    shifted = judge.scores([Answer(*pair, True) for pair in zip(prompts[1:], solutions, strict=False)])
+    shifted = judge.scores([DecodedResponse(*pair, True) for pair in zip(prompts[1:], solutions, strict=False)])
     values = [gold.replace(",", "") for gold in golds]
     assert [score.correct for score in shifted] == [a == b for a, b in zip(values[1:], values, strict=False)]
 
 
 def test_near_misses_of_gold_answers_are_wrong_and_equal_forms_right_without_algebra(agreement):
     wanted = [case for gold in agreement.chosen(data_folder()) for case in agreement.cases(gold)]
-    decided = [(case, verdict) for case in wanted if (verdict := compare_plainly(case.answer, case.gold)) is not None]
+    decided = [(case, verdict) for case in wanted if (verdict := compare_without_algebra(case.answer, case.gold)) is not None]
     assert len(decided) > 5000
     assert [case for case, verdict in decided if verdict is not (case.kind in agreement.EQUAL)] == []
 
 
 def test_algebra_agrees_on_some_of_the_gold_answers_that_need_it(agreement):
     wanted = [case for gold in agreement.chosen(data_folder()) for case in agreement.cases(gold)]
-    hard = [case for case in wanted if len(case.gold) < 25 and compare_plainly(case.answer, case.gold) is None][::40]
+    hard = [case for case in wanted if len(case.gold) < 25 and compare_without_algebra(case.answer, case.gold) is None][::40]
     assert len(hard) > 40
     from_algebra = [agreement.compare(case.answer, case.gold, equal_expressions) for case in hard]
     assert [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackpot.rollout.rewards.verifier.compare import compare, compare_plainly
+from jackpot.rollout.rewards.verifier.compare import compare, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import LONGEST
 
 RIGHT = [
@@ -159,17 +159,17 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("answer", "reference"), RIGHT)
 def test_right_answers_are_right_without_algebra(answer, reference):
-    assert compare_plainly(answer, reference) is True
+    assert compare_without_algebra(answer, reference) is True
 
 
 @pytest.mark.parametrize(("answer", "reference"), WRONG)
 def test_near_misses_are_wrong_without_algebra(answer, reference):
-    assert compare_plainly(answer, reference) is False
+    assert compare_without_algebra(answer, reference) is False
 
 
 @pytest.mark.parametrize(("answer", "reference"), UNKNOWN)
 def test_only_expressions_are_left_to_algebra(answer, reference):
-    assert compare_plainly(answer, reference) is None
+    assert compare_without_algebra(answer, reference) is None
 
 
 def test_algebra_is_asked_about_members_and_its_verdicts_are_put_together():
@@ -192,20 +192,20 @@ def test_what_cannot_be_right_is_wrong_whatever_algebra_would_say():
 
 def test_an_answer_that_is_too_long_is_wrong_unless_it_is_the_reference_to_the_letter():
     text = "+".join("x" * LONGEST)
-    assert compare_plainly(text, "x") is False
-    assert compare_plainly(text, text) is True
+    assert compare_without_algebra(text, "x") is False
+    assert compare_without_algebra(text, text) is True
 
 
 @pytest.mark.parametrize("answer", ["x", "9" * 10_000_000], ids=["another answer", "itself"])
 def test_a_reference_of_ten_megabytes_takes_no_time(answer):
     before = time.process_time()
     reference = "9" * 10_000_000
-    assert compare_plainly(answer, reference) is (answer == reference)
+    assert compare_without_algebra(answer, reference) is (answer == reference)
     assert time.process_time() - before < 1.0
 
 
 def test_an_empty_reference_is_never_answered():
-    assert compare_plainly("", "") is False
+    assert compare_without_algebra("", "") is False
 
 
 numbers = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=10**4)
@@ -214,12 +214,12 @@ numbers = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=10**
 @given(numbers, numbers)
 def test_two_numbers_are_right_exactly_where_they_are_equal(one, other):
     for answer in (one, other, other + Fraction(1, 10**40)):
-        assert compare_plainly(str(answer), str(one)) is (answer == one)
+        assert compare_without_algebra(str(answer), str(one)) is (answer == one)
 
 
 @given(st.lists(numbers, min_size=2, max_size=5), st.randoms())
 def test_order_counts_in_tuples_and_not_in_lists(members, random):
     shuffled = random.sample(members, len(members))
     mine, theirs = ", ".join(map(str, shuffled)), ", ".join(map(str, members))
-    assert compare_plainly(mine, theirs) is True
-    assert compare_plainly(f"({mine})", f"({theirs})") is (shuffled == members)
+    assert compare_without_algebra(mine, theirs) is True
+    assert compare_without_algebra(f"({mine})", f"({theirs})") is (shuffled == members)

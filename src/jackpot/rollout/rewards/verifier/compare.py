@@ -40,7 +40,7 @@ _TWO_NUMBERS = re.compile(r"(?<![_^\d.,])\d[\d.,]* \d")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
 
 
-def compare_plainly(answer: str, reference: str) -> Verdict:
+def compare_without_algebra(answer: str, reference: str) -> Verdict:
     """What can be said without algebra; None for the rest."""
     return compare(answer, reference, lambda one, other: None)
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jackpot.rollout.rewards.pool import Job, JudgePool
-from jackpot.rollout.rewards.rewards import VERDICT
-from jackpot.rollout.rewards.verifier.compare import compare, compare_plainly
+from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
+from jackpot.rollout.rewards.rewards import VERIFY
+from jackpot.rollout.rewards.verifier.compare import compare, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.rewards.verifier.latex import clean
 from jackpot.rollout.rewards.verifier.numbers import read_quantity
@@ -144,13 +144,13 @@ def joined(structure: Structure, members: Sequence[str]) -> str:
     return opening + ", ".join(members) + closing
 
 
-def verdicts(pool: JudgePool, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
+def verdicts(pool: RewardWorkerPool, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
     """The judge's, or math-verify's; None where the time was up or the process ended."""
-    found = [None if alone else compare_plainly(case.answer, case.gold) for case in wanted]
+    found = [None if alone else compare_without_algebra(case.answer, case.gold) for case in wanted]
     asked = [number for number, verdict in enumerate(found) if verdict is None]
     print(f"{len(wanted)} cases, {len(asked)} of them for the processes", file=sys.stderr)
     jobs = [
-        Job(ALONE if alone else VERDICT, {"answer": wanted[number].answer, "reference": wanted[number].gold})
+        RewardJob(ALONE if alone else VERIFY, {"answer": wanted[number].answer, "reference": wanted[number].gold})
         for number in asked
     ]
     for number, outcome in zip(asked, pool.run(jobs), strict=True):
@@ -179,14 +179,14 @@ def table(wanted: Sequence[Case], found: Sequence[bool | None]) -> list[str]:
     return lines + head + [line.replace("||", r"\|\|") for line in others]
 
 
-def unparsable(pool: JudgePool, unique: Sequence[str], wanted: Sequence[Case]) -> list[str]:
+def unparsable(pool: RewardWorkerPool, unique: Sequence[str], wanted: Sequence[Case]) -> list[str]:
     """Gold answers with a part that is left to math-verify and that it cannot parse."""
     parts: dict[str, str] = {}
     for case in wanted:
         compare(
             case.answer, case.gold, lambda answer, reference, gold=case.gold: parts.setdefault(reference, gold) and None
         )
-    outcomes = pool.run([Job(PARSES, {"text": part}) for part in parts])
+    outcomes = pool.run([RewardJob(PARSES, {"text": part}) for part in parts])
     bad = {gold for (_, gold), outcome in zip(parts.items(), outcomes, strict=True) if outcome.value != 1.0}
     return [gold for gold in unique if gold in bad]
 
@@ -205,7 +205,7 @@ def report(folder: Path, workers: int, alone: bool = False) -> list[str]:
     sys.path.append(str(Path(__file__).parent))  # where the processes find math-verify alone
     unique = chosen(folder)
     wanted = [case for gold in unique for case in cases(gold)]
-    pool = JudgePool([ALONE, PARSES], workers=workers, seconds=SECONDS)
+    pool = RewardWorkerPool([ALONE, PARSES], workers=workers, seconds=SECONDS)
     lines = table(wanted, verdicts(pool, wanted, alone))
     if not alone:
         listed = ", ".join(f"`{gold}`" for gold in unparsable(pool, unique, wanted))

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jackpot.config.tasks import RewardConfig
-from jackpot.core.types import Answer, Prompt
-from jackpot.rollout.rewards.pool import Job, JudgePool
-from jackpot.rollout.rewards.rewards import VERDICT, Judge
-from jackpot.rollout.rewards.verifier.compare import compare_plainly
+from jackpot.core.types import DecodedResponse, Prompt
+from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
+from jackpot.rollout.rewards.rewards import VERIFY, RewardFn
+from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 
 GROUP = 8  # answers that are judged together, as the sampler does; equal questions among them are asked once
@@ -30,7 +30,7 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def plain_answers(folder: Path, long: bool) -> list[Answer]:
+def plain_answers(folder: Path, long: bool) -> list[DecodedResponse]:
     """Solutions of GSM8K; every second one is judged against the answer of the problem after it."""
     solutions = [row["answer"] for name in ("gsm8k_test", "gsm8k_train") for row in rows(folder / f"{name}.jsonl")]
     golds = [hashed_answer(solution) or "" for solution in solutions]
@@ -40,17 +40,17 @@ def plain_answers(folder: Path, long: bool) -> list[Answer]:
         reference = gold if number % 2 else golds[(number + 1) % len(golds)]
         response = f"{text}\\boxed{{{gold}}}" if long else solution
         prompt = Prompt(uid=str(number), text="", answer=reference, token_ids=(0,))
-        answers.append(Answer(prompt, response, True))
+        answers.append(DecodedResponse(prompt, response, True))
     return answers
 
 
-def algebra_jobs(folder: Path) -> list[Job]:
+def algebra_jobs(folder: Path) -> list[RewardJob]:
     golds = [str(row["answer"]) for row in rows(folder / "math500.jsonl")]
     pairs = [(f"{gold}+{number % 2}", gold) for number, gold in enumerate(golds)]
     return [
-        Job(VERDICT, {"answer": answer, "reference": gold})
+        RewardJob(VERIFY, {"answer": answer, "reference": gold})
         for answer, gold in pairs
-        if compare_plainly(answer, gold) is None and compare_plainly(gold, f"{gold}0") is None
+        if compare_without_algebra(answer, gold) is None and compare_without_algebra(gold, f"{gold}0") is None
     ]
 
 
@@ -71,12 +71,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--repetitions", type=int, default=5)
     given = parser.parse_args()
-    judge = Judge([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=5.0)
+    judge = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=5.0)
     print("| answers | how many | judged in a CPU second, median (smallest to largest) |\n|---|---|---|")
     for name, long in (("plain", False), ("plain, long", True)):
         answers = plain_answers(given.data, long)
 
-        def spend(answers: list[Answer] = answers) -> float:
+        def spend(answers: list[DecodedResponse] = answers) -> float:
             start = time.process_time()
             scores = [
                 score
@@ -90,7 +90,7 @@ def main() -> None:
         told(name, len(answers), given.repetitions, spend)
     judge.close()
     jobs = algebra_jobs(given.data)
-    pool = JudgePool([], workers=1, seconds=20.0)
+    pool = RewardWorkerPool([], workers=1, seconds=20.0)
 
     def spend_there() -> float:
         start = processor_seconds(pool.process_ids[0])
