@@ -1,16 +1,16 @@
-"""math-verify as its README calls it, and what it cannot parse: for benchmarks/agreement.py, in judge processes."""
+"""math-verify as its README calls it, and what it cannot parse. Run by benchmarks/verifier_agreement.py in workers."""
 
 from math_verify import parse, verify
 
 from jackpot.rollout.rewards.verifier import expressions
 
 
-def verdict(answer: str, reference: str) -> bool:
-    """Both between dollar signs, as answers in LaTeX."""
+def equal(answer: str, reference: str) -> bool:
+    """Compare both sides between dollar signs, as answers in LaTeX."""
     gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
     return verify(gold, given, timeout_seconds=None)
 
 
 def parses(text: str) -> bool:
-    """A cleaned expression, as our judge hands it over."""
+    """Whether math-verify parses a normalized expression, as our verifier passes it on."""
     return expressions.parse(text) is not None

@@ -1,12 +1,12 @@
-r"""How the judge agrees with the gold answers of the published sets: the tables of docs/rewards.md, printed.
+r"""How the verifier agrees with the gold answers of the published sets: the tables of docs/rewards.md, printed.
 
-    python benchmarks/agreement.py --data ../shared/data          what the judge says
-    python benchmarks/agreement.py --data ../shared/data --alone  what math-verify alone says of the same
+    python benchmarks/verifier_agreement.py --data ../shared/data          what the verifier says
+    python benchmarks/verifier_agreement.py --data ../shared/data --alone  what math-verify alone says of the same
 
-Every gold answer that is not a number, and 300 that are, is judged against itself, against an equal answer in another
-form and against near misses, as in training: plainly or in processes.
-`tests/rollout/rewards/verifier/test_agreement.py` holds the page to what the first command prints, and judges all gold
-answers against themselves.
+Every gold answer that is not a number, and 300 that are, is compared with itself, with an equal answer in another
+form and with near misses, as in training: without algebra or in workers.
+`tests/rollout/rewards/verifier/test_agreement.py` holds the page to what the first command prints, and compares all
+gold answers with themselves.
 """
 
 import argparse
@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
-from jackpot.rollout.rewards.rewards import VERIFY
-from jackpot.rollout.rewards.verifier.compare import compare, compare_without_algebra
+from jackpot.rollout.rewards.verifier.compare import VERIFY, compare, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.rewards.verifier.latex import clean
 from jackpot.rollout.rewards.verifier.numbers import read_quantity
 from jackpot.rollout.rewards.verifier.structure import Structure, read_structure
 
 SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
-ALONE, PARSES = "agreement_alone:verdict", "agreement_alone:parses"
+ALONE, PARSES = "math_verify_alone:equal", "math_verify_alone:parses"
 MOST_NUMBERS = 300
-SECONDS = 20.0  # for one verdict: MATH's longest matrices take a few
+TIMEOUT = 20.0  # for one equal: MATH's longest matrices take a few
 EQUAL = ("itself", "in another form")
 UNITS = {
     r"\text{cm}": r"\text{m}",
@@ -42,7 +41,7 @@ _NO_ALGEBRA = re.compile(r"\\(?:text|circ|triangle)(?![a-z])|%|_|(?<![\\A-Za-z])
 
 
 class Case(NamedTuple):
-    """An answer to judge against a gold answer."""
+    """An answer to compare with a gold answer."""
 
     kind: str
     answer: str
@@ -144,37 +143,37 @@ def joined(structure: Structure, members: Sequence[str]) -> str:
     return opening + ", ".join(members) + closing
 
 
-def verdicts(pool: RewardWorkerPool, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
-    """The judge's, or math-verify's; None where the time was up or the process ended."""
+def compare_all(pool: RewardWorkerPool, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
+    """What the verifier, or math-verify alone, says of each case; None for a timeout or crash."""
     found = [None if alone else compare_without_algebra(case.answer, case.gold) for case in wanted]
-    asked = [number for number, verdict in enumerate(found) if verdict is None]
+    asked = [number for number, equal in enumerate(found) if equal is None]
     print(f"{len(wanted)} cases, {len(asked)} of them for the processes", file=sys.stderr)
     jobs = [
         RewardJob(ALONE if alone else VERIFY, {"answer": wanted[number].answer, "reference": wanted[number].gold})
         for number in asked
     ]
     for number, outcome in zip(asked, pool.run(jobs), strict=True):
-        found[number] = None if outcome.problem else outcome.value == 1.0
+        found[number] = None if outcome.error else outcome.value == 1.0
     return found
 
 
 def table(wanted: Sequence[Case], found: Sequence[bool | None]) -> list[str]:
-    """How many of each kind were judged as they should be, and each that was not."""
+    """The number of cases of each kind decided as they should be, and each case that was not."""
     count, right, others = Counter(), Counter(), []
-    for case, verdict in zip(wanted, found, strict=True):
+    for case, equal in zip(wanted, found, strict=True):
         count[case.kind] += 1
-        right[case.kind] += verdict is (case.kind in EQUAL)
-        if verdict is not (case.kind in EQUAL):
-            said = {True: "right", False: "wrong", None: "no verdict"}[verdict]
+        right[case.kind] += equal is (case.kind in EQUAL)
+        if equal is not (case.kind in EQUAL):
+            said = {True: "right", False: "wrong", None: "undecided"}[equal]
             others.append(f"| `{case.gold}` | {case.kind} | `{case.answer}` | {said} |")
     lines = ["| answer | should be | how many | are |", "|---|---|---|---|"]
     lines += [
         f"| {kind} | {'right' if kind in EQUAL else 'wrong'} | {n} | {right[kind]} |" for kind, n in count.items()
     ]
     head = (
-        ["", "| gold answer | case | answer | judged |", "|---|---|---|---|"]
+        ["", "| gold answer | case | answer | decided |", "|---|---|---|---|"]
         if others
-        else ["", "Judged otherwise: none."]
+        else ["", "Decided otherwise: none."]
     )
     return lines + head + [line.replace("||", r"\|\|") for line in others]
 
@@ -205,8 +204,8 @@ def report(folder: Path, workers: int, alone: bool = False) -> list[str]:
     sys.path.append(str(Path(__file__).parent))  # where the processes find math-verify alone
     unique = chosen(folder)
     wanted = [case for gold in unique for case in cases(gold)]
-    pool = RewardWorkerPool([ALONE, PARSES], workers=workers, seconds=SECONDS)
-    lines = table(wanted, verdicts(pool, wanted, alone))
+    pool = RewardWorkerPool([ALONE, PARSES], workers=workers, timeout=TIMEOUT)
+    lines = table(wanted, compare_all(pool, wanted, alone))
     if not alone:
         listed = ", ".join(f"`{gold}`" for gold in unparsable(pool, unique, wanted))
         lines += ["", f"Left to math-verify, which cannot parse them: {listed or 'none'}."]

@@ -1,10 +1,10 @@
-"""How many answers the judge takes in a second of one core: CPU seconds, so that a busy machine does not matter.
+"""How many responses the verifier scores in a CPU second, which does not depend on how busy the machine is.
 
-    OMP_NUM_THREADS=1 python benchmarks/judging.py --data ../shared/data --repetitions 5
+    OMP_NUM_THREADS=1 python benchmarks/verifier_speed.py --data ../shared/data --repetitions 5
 
-Every second answer is wrong. `plain` are GSM8K's own solutions, judged in this process; `plain, long` the same with the
+Every second answer is wrong. `plain` are GSM8K's own solutions, scored in this process; `plain, long` the same with the
 answer in a box after 4,000 characters of text; `algebra` are MATH's gold answers e, written as e + 0, of those that are
-neither numbers nor words: judged in one judge process, whose CPU seconds count.
+neither numbers nor words: compared in one reward worker, whose CPU seconds count.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from pathlib import Path
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.types import DecodedResponse, Prompt
 from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
-from jackpot.rollout.rewards.rewards import VERIFY, RewardFn
-from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
+from jackpot.rollout.rewards.rewards import RewardFn
+from jackpot.rollout.rewards.verifier.compare import VERIFY, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 
-GROUP = 8  # answers that are judged together, as the sampler does; equal questions among them are asked once
+GROUP = 8  # responses scored together, as the sampler does; equal pairs among them are compared once
 FILLER = "We add 3 and 4 to get $3 + 4 = 7$, and then {carefully} go on. "
 
 
@@ -31,7 +31,7 @@ def rows(path: Path) -> list[dict]:
 
 
 def plain_answers(folder: Path, long: bool) -> list[DecodedResponse]:
-    """Solutions of GSM8K; every second one is judged against the answer of the problem after it."""
+    """Solutions of GSM8K; every second one is compared with the answer of the problem after it."""
     solutions = [row["answer"] for name in ("gsm8k_test", "gsm8k_train") for row in rows(folder / f"{name}.jsonl")]
     golds = [hashed_answer(solution) or "" for solution in solutions]
     text = FILLER * (4_000 // len(FILLER))
@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--repetitions", type=int, default=5)
     given = parser.parse_args()
-    judge = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=5.0)
-    print("| answers | how many | judged in a CPU second, median (smallest to largest) |\n|---|---|---|")
+    reward_fn = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, timeout=5.0)
+    print("| answers | how many | scored in a CPU second, median (smallest to largest) |\n|---|---|---|")
     for name, long in (("plain", False), ("plain, long", True)):
         answers = plain_answers(given.data, long)
 
@@ -81,16 +81,16 @@ def main() -> None:
             scores = [
                 score
                 for first in range(0, len(answers), GROUP)
-                for score in judge.scores(answers[first : first + GROUP])
+                for score in reward_fn.scores(answers[first : first + GROUP])
             ]
             spent = time.process_time() - start
             assert 0.5 <= sum(score.correct for score in scores) / len(scores) < 0.6
             return spent
 
         told(name, len(answers), given.repetitions, spend)
-    judge.close()
+    reward_fn.close()
     jobs = algebra_jobs(given.data)
-    pool = RewardWorkerPool([], workers=1, seconds=20.0)
+    pool = RewardWorkerPool([], workers=1, timeout=20.0)
 
     def spend_there() -> float:
         start = processor_seconds(pool.process_ids[0])

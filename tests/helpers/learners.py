@@ -19,7 +19,7 @@ from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
-from jackpot.rollout.multi_turn import write as write_turns
+from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.training.batching import optimizer_steps
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import StepResult
@@ -47,7 +47,7 @@ def write(
     turn_end_token_ids: Sequence[int] = (),
     **sampling,
 ) -> list[ScoredRollout]:
-    """Sampled responses of the model to random prompts, with random advantages; a tool answers to `turn_end_token_ids`."""
+    """Sampled responses of the model to random prompts, with random advantages, and a tool between turns."""
     draw = np.random.default_rng(seed)
     engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_num_seqs=64)
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
@@ -59,7 +59,7 @@ def write(
         requests += [
             Request(uid=f"{prompt.uid}#{n}", prompt=prompt, seed=s, sampling=settings) for n, s in enumerate(seeds)
         ]
-    rollouts = write_turns(engine, Tool(turn_end_token_ids, VOCAB), Numbers(), requests)
+    rollouts = generate_rollouts(engine, Tool(turn_end_token_ids, VOCAB), Numbers(), requests)
     engine.close()
     return [scored(rollout, draw.normal()) for rollout in rollouts]
 

@@ -1,4 +1,4 @@
-"""Reward functions, good ones and bad ones, for the judge's tests: judge processes import them from here."""
+"""Reward functions, good ones and bad ones, that the reward workers of the tests import."""
 
 import os
 import signal

@@ -32,7 +32,7 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout import evaluate as evaluating
 from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.evaluate import answer, evaluate, request
+from jackpot.rollout.evaluate import eval_request, evaluate, generate_and_score
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
@@ -53,7 +53,7 @@ def evaluation(folder: Path, *changes: dict, model: str = "starter:policy", kill
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "_JUDGED_AT_ONCE", 4)
+    monkeypatch.setattr(evaluating, "_SCORE_BATCH", 4)
 
 
 @pytest.fixture(scope="module")
@@ -227,10 +227,8 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: 
     assert rows(tmp_path) == rows(whole[0])
 
 
-def test_a_signal_that_nobody_can_catch_costs_what_was_not_judged(whole, tmp_path: Path) -> None:
-    command = (
-        "from jackpot.rollout import evaluate; evaluate._JUDGED_AT_ONCE = 4; from jackpot.ui.cli import main; main()"
-    )
+def test_a_signal_that_nobody_can_catch_costs_what_was_not_scored(whole, tmp_path: Path) -> None:
+    command = "from jackpot.rollout import evaluate; evaluate._SCORE_BATCH = 4; from jackpot.ui.cli import main; main()"
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]
     settings = ["problems=20", "threads=1", "sampling.max_new_tokens=24"]
     process = subprocess.Popen([sys.executable, "-c", command, *arguments, *settings], stdout=subprocess.DEVNULL)
@@ -294,7 +292,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_benchmarks_are_read_put_and_judged_as_the_settings_say(text_model, tmp_path: Path, monkeypatch) -> None:
+def test_benchmarks_are_read_put_and_scored_as_the_settings_say(text_model, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     write_problems(tmp_path / "aime24.jsonl", [7, 8, 9])
     write_problems(tmp_path / "math500.jsonl", ["1/2", "\\sqrt{2}"])
@@ -305,11 +303,13 @@ def test_benchmarks_are_read_put_and_judged_as_the_settings_say(text_model, tmp_
     assert [row["uid"] for row in found] == [f"aime24/test/{number}" for number in (0, 0, 1, 1, 2, 2)]
     assert found[2]["prompt"] == "<|system|>Hi.<|end|><|user|>what is 1?<|end|><|assistant|>"
     assert (found[2]["answer"], result.summary.problems) == ("8", 3)
-    judge = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format", weight=0.5)], workers=1, seconds=5.0)
-    with closing(judge):
+    reward_fn = RewardFn(
+        [RewardConfig(name="correct"), RewardConfig(name="format", weight=0.5)], workers=1, timeout=5.0
+    )
+    with closing(reward_fn):
         for row in found + rows(tmp_path / "out", "math500"):
             prompt = Prompt(uid="", text="", answer=row["answer"], token_ids=())
-            [score] = judge.scores([DecodedResponse(prompt, row["response"], row["finish"] == "stop")])
+            [score] = reward_fn.scores([DecodedResponse(prompt, row["response"], row["finish"] == "stop")])
             assert (row["correct"], row["reward"]) == (score.correct, score.reward)
     assert {row["tokens"] for row in found} <= set(range(1, 13)) and any(row["finish"] == "length" for row in found)
 
@@ -366,11 +366,11 @@ def test_answers_come_once_each_with_few_under_way(name: str) -> None:
         nonlocal drawn
         for prompt in prompts:
             drawn += 1
-            yield request(prompt, 0, Sampling(max_new_tokens=24), seed=0)
+            yield eval_request(prompt, 0, Sampling(max_new_tokens=24), seed=0)
 
     with starter_engine() as plain:
         engine = Watched(plain)
-        groups = answer(engine, task, tokenizer, requests(), at_once=5)
+        groups = generate_and_score(engine, task, tokenizer, requests(), concurrency=5)
         first = next(groups)
         assert len(first) == 4 and drawn <= 10
         found = {item.rollout.uid: item for group in [first, *groups] for item in group}
@@ -386,7 +386,7 @@ def test_every_sample_of_every_set_has_a_stream_of_its_own() -> None:
     task = make_task(small_config().task, load_tokenizer("starter:policy"))
     prompts = [task.prompt("test", index) for index in range(5)]
     seeds = [
-        request(prompt, sample, Sampling(), seed, name).seed
+        eval_request(prompt, sample, Sampling(), seed, name).seed
         for prompt in prompts
         for sample in range(4)
         for seed in (0, 1)

@@ -18,7 +18,7 @@ from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.evaluate import evaluate
-from jackpot.rollout.multi_turn import write
+from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.rollout.tasks.registry import make_task
 
 TOKENIZER = load_tokenizer("starter:policy")
@@ -44,7 +44,7 @@ def problems(count, max_new_tokens=32, **sampling):
 
 
 def talk(engine, requests, turn_end_token_ids=range(2, 10)):
-    return write(engine, Tool(turn_end_token_ids, VOCAB_SIZE), Numbers(), requests)
+    return generate_rollouts(engine, Tool(turn_end_token_ids, VOCAB_SIZE), Numbers(), requests)
 
 
 def assert_equal(first: Rollout, second: Rollout) -> None:
@@ -58,14 +58,14 @@ def assert_equal(first: Rollout, second: Rollout) -> None:
 
 def test_a_task_without_a_tool_gets_what_the_engine_writes_bit_for_bit():
     requests = problems(40)
-    found = write(starter_engine(), SINGLE, TOKENIZER, requests)
+    found = generate_rollouts(starter_engine(), SINGLE, TOKENIZER, requests)
     for mine, engines in zip(found, starter_engine().generate(requests), strict=True):
         assert_equal(mine, engines)
 
 
 def test_the_model_and_the_calculator_write_in_turn():
     """Every `=` that the model wrote is followed by the sum of the two numbers before it, and by nothing else."""
-    rollouts = write(starter_engine(), TOOL, TOKENIZER, problems(80))
+    rollouts = generate_rollouts(starter_engine(), TOOL, TOKENIZER, problems(80))
     calls = 0
     for rollout in rollouts:
         tokens, model = TOKENIZER.convert_ids_to_tokens(rollout.token_ids), rollout.sampled_mask.tolist()
@@ -85,14 +85,14 @@ def test_the_model_and_the_calculator_write_in_turn():
 
 def test_a_whole_response_is_scored_as_its_turns_were_sampled():
     engine = starter_engine()
-    rollouts = write(engine, TOOL, TOKENIZER, problems(60, temperature=0.8))
+    rollouts = generate_rollouts(engine, TOOL, TOKENIZER, problems(60, temperature=0.8))
     for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
         sampled = rollout.sampled_mask
         torch.testing.assert_close(rollout.rollout_log_probs[sampled], score[sampled], rtol=0, atol=1e-5)
 
 
 def test_a_token_of_the_tool_has_no_distribution():
-    rollouts = write(starter_engine(), TOOL, TOKENIZER, problems(40, num_top_log_probs=5))
+    rollouts = generate_rollouts(starter_engine(), TOOL, TOKENIZER, problems(40, num_top_log_probs=5))
     assert not all(rollout.sampled_mask.all() for rollout in rollouts)
     for request, rollout in zip(problems(40), rollouts, strict=True):
         length, tool = len(rollout.token_ids), ~rollout.sampled_mask
@@ -218,7 +218,7 @@ class Lines(Tool):
 
 def play(turns, lines, **sampling):
     engine, task = Scripted({"a": turns}), Lines(lines)
-    [rollout] = write(engine, task, Numbers(), [tiny_request("a", 3, seed=8, **sampling)])
+    [rollout] = generate_rollouts(engine, task, Numbers(), [tiny_request("a", 3, seed=8, **sampling)])
     assert rollout.uid == "a" and rollout.prompt == tiny_prompt(3)
     return rollout, engine.requests[1:], task
 
@@ -264,12 +264,12 @@ def test_how_a_response_ends(turns, lines, finish, tokens):
 def test_conversations_keep_apart_and_come_in_the_order_of_their_requests():
     turns = {uid: [("stop", 6 + n, 5), ("stop", 6 + n, 5), ("stop", 6 + n)] for n, uid in enumerate("abc")}
     engine = Scripted(turns)
-    found = write(engine, Tool([5], VOCAB_SIZE), Numbers(), [tiny_request(uid) for uid in turns])
+    found = generate_rollouts(engine, Tool([5], VOCAB_SIZE), Numbers(), [tiny_request(uid) for uid in turns])
     assert [rollout.uid for rollout in found] == ["a", "b", "c"]
     for n, rollout in enumerate(found):
         assert rollout.token_ids[rollout.sampled_mask].tolist() == [6 + n, 5, 6 + n, 5, 6 + n]
     assert [request.uid for request, _ in engine.waiting] == ["other"]
-    assert write(engine, Tool([5], VOCAB_SIZE), Numbers(), []) == []
+    assert generate_rollouts(engine, Tool([5], VOCAB_SIZE), Numbers(), []) == []
 
 
 def test_a_turn_that_the_engine_does_not_return_is_named():

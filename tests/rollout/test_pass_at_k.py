@@ -9,12 +9,12 @@ import pytest
 from jackpot.core.errors import DataError
 from jackpot.rollout.pass_at_k import (
     RESAMPLES,
-    Outcomes,
-    estimate,
+    ResponseOutcomes,
+    bootstrap_mean,
     mean_at_k,
     pass_at_k,
-    pass_chances,
-    powers_up_to,
+    pass_probabilities,
+    reported_ks,
     summarize,
 )
 
@@ -30,14 +30,14 @@ def by_subsets(samples: int, right: int, k: int) -> float:
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(samples: int) -> None:
     for k in range(1, samples + 1):
         expected = [by_subsets(samples, right, k) for right in range(samples + 1)]
-        assert pass_chances(samples, k) == pytest.approx(expected, abs=1e-15)
+        assert pass_probabilities(samples, k) == pytest.approx(expected, abs=1e-15)
 
 
 def test_pass_at_k_is_unbiased() -> None:
     """Its expectation over the answers of a model that is right with chance p is 1 - (1 - p)^k, for every n."""
     for samples, k, p in itertools.product((4, 7, 16), (1, 3, 4), (0.0, 0.03, 0.4, 0.95, 1.0)):
         chances = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
-        assert np.dot(chances, pass_chances(samples, k)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+        assert np.dot(chances, pass_probabilities(samples, k)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
 
 
 def test_pass_at_k_agrees_with_the_product_form_where_the_binomials_are_huge() -> None:
@@ -46,7 +46,7 @@ def test_pass_at_k_agrees_with_the_product_form_where_the_binomials_are_huge() -
     for right in (0, 1, 5, 40, 2047, 2048, 4096):
         left = [math.log1p(-k / i) for i in range(samples - right + 1, samples + 1) if i > k]
         expected = 1.0 if samples - right < k else -math.expm1(math.fsum(left))
-        assert pass_chances(samples, k)[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
+        assert pass_probabilities(samples, k)[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
 def test_pass_at_one_is_mean_at_k_and_pass_at_n_is_whether_any_is_right() -> None:
@@ -61,20 +61,20 @@ def test_pass_at_one_is_mean_at_k_and_pass_at_n_is_whether_any_is_right() -> Non
     ("samples", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (17, [1, 2, 4, 8, 16, 17])]
 )
 def test_k_goes_up_by_powers_of_two_and_ends_at_all_answers(samples: int, ks: list[int]) -> None:
-    assert powers_up_to(samples) == ks
+    assert reported_ks(samples) == ks
 
 
 @pytest.mark.parametrize("k", [0, -1, 5])
 def test_a_k_beyond_the_answers_is_refused_and_says_how_many_there_are(k: int) -> None:
     with pytest.raises(DataError, match=rf"pass@{k} was asked for, but there are 4 answers .* 1 to 4"):
-        pass_chances(4, k)
+        pass_probabilities(4, k)
 
 
 def test_the_interval_is_that_of_all_resamples() -> None:
     """Five problems have 3125 resamples; their percentiles are the bootstrap's, without chance."""
     right, values = np.array([0, 1, 2, 3, 3]), np.array([0.0, 0.25, 0.55, 1.0])
     means = sorted(np.mean(one) for one in itertools.product(values[right], repeat=5))
-    found = estimate(right, values, seed=0)
+    found = bootstrap_mean(right, values, seed=0)
     assert found.value == pytest.approx(np.mean(values[right]))
     slack = int(4 * math.sqrt(0.025 * 0.975 / RESAMPLES) * len(means))  # four standard errors of a share
     for value, share in ((found.low, 0.025), (found.high, 0.975)):
@@ -115,7 +115,7 @@ def test_a_single_problem_has_no_interval_and_none_is_refused() -> None:
 
 
 def test_a_summary_counts_what_went_wrong() -> None:
-    outcomes = Outcomes(
+    outcomes = ResponseOutcomes(
         correct=np.array([[True, False], [False, False]]),
         rewards=np.array([[1.0, 0.1], [0.0, 0.0]]),
         tokens=np.array([[10, 20], [30, 100]]),

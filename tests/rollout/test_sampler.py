@@ -258,13 +258,13 @@ def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled()
     assert batch.scored[0].advantages.tolist() == pytest.approx([wanted] * LENGTH, rel=1e-6)
 
 
-def test_what_could_not_be_judged_is_counted_by_its_cause_and_told():
+def test_what_could_not_be_scored_is_counted_by_its_cause_and_reported():
     class Failing(Numbered):
         def scores(self, answers):
             scores = super().scores(answers)
             if answers[0].prompt.uid == "1":
-                scores[2], scores[3] = (replace(scores[2], problem=why) for why in ("timeout", "crash"))
-            return [replace(one, problem="timeout") if answers[0].prompt.uid == "3" else one for one in scores]
+                scores[2], scores[3] = (replace(scores[2], reward_error=why) for why in ("timeout", "crash"))
+            return [replace(one, reward_error="timeout") if answers[0].prompt.uid == "3" else one for one in scores]
 
     sampler, _, told, _ = sampler_of(lambda number: MIXED, task_class=Failing)
     batch = sampler.next_batch(5)
@@ -276,7 +276,7 @@ def test_what_could_not_be_judged_is_counted_by_its_cause_and_told():
     assert told == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
 
 
-def test_a_group_is_judged_at_once_with_what_a_task_needs_to_know():
+def test_a_group_is_scored_at_once_with_what_a_task_needs_to_know():
     asked = []
 
     class Asked(Numbered):

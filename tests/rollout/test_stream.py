@@ -1,4 +1,4 @@
-"""What runs side by side when the engine writes by itself: judging, training. A real engine on a thread of its own."""
+"""Scoring and training while the engine generates in the background. A real engine on a thread of its own."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from jackpot.launch import local
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Request
-from jackpot.rollout.multi_turn import stream, write
+from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 from jackpot.rollout.tasks.base import PromptStream
@@ -60,7 +60,7 @@ class Watched(Arithmetic):
 
 @pytest.fixture
 def watched() -> Iterator[tuple[Watched, Sampler, Clock]]:
-    """A sampler of 4 groups of 4, whose writer goes on to the second group when the first response is being judged."""
+    """A sampler of 4 groups of 4, whose engine goes on to the second group while the first response is scored."""
     config = small_config(ONE_GROUP)
     task, clock = Watched(TOKENIZER, config.task), Clock()
 
@@ -74,14 +74,14 @@ def watched() -> Iterator[tuple[Watched, Sampler, Clock]]:
         yield task, Sampler(config, engine, task, TOKENIZER, COST, prompts, clock, lambda number, event: None), clock
 
 
-def test_a_group_is_judged_while_the_engine_writes_the_others(watched) -> None:
+def test_a_group_is_scored_while_the_engine_generates_the_others(watched) -> None:
     task, sampler, _ = watched
     batch = sampler.next_batch(1)
     assert len(batch.scored) == len(task.written) == 16
-    assert task.written[0] == 4 < task.written[1] <= 16  # one group was there, and more came while it was judged
+    assert task.written[0] == 4 < task.written[1] <= 16  # one group was there, and more came while it was scored
 
 
-def test_waiting_and_judging_are_timed_apart(watched) -> None:
+def test_waiting_and_scoring_are_timed_apart(watched) -> None:
     task, sampler, clock = watched
     started = time.perf_counter()
     sampler.next_batch(1)
@@ -99,11 +99,11 @@ def test_responses_come_as_they_end_and_nobody_has_to_ask_for_them() -> None:
     ]
     uids = [request.uid for request in requests]
     with closing(threaded(config)) as engine:
-        coming = stream(engine, task, TOKENIZER, requests)
+        coming = stream_rollouts(engine, task, TOKENIZER, requests)
         assert engine.wait_for_more(15, PATIENCE)  # all are written, and not one was asked for
         came = [rollout.uid for rollout in coming]
         assert came != uids and sorted(came, key=int) == uids
-        assert [rollout.uid for rollout in write(engine, task, TOKENIZER, requests)] == uids
+        assert [rollout.uid for rollout in generate_rollouts(engine, task, TOKENIZER, requests)] == uids
 
 
 @pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.filter_groups.max_num_gen_batches=2",)])

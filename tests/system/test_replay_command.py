@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from helpers.commands import jackpot
-from helpers.synthetic_rollouts import noise, records, write
 from helpers.runs import run, small_config
+from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.replay import replay
 
 WHOLE_VOCABULARY = "sampling.num_top_log_probs=32"

@@ -56,11 +56,11 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What a task says of one response."""
+    """A task's score of one response."""
 
     reward: float
     correct: bool
-    problem: RewardError | None = None  # judging failed: what could not be judged counts as wrong and gives 0
+    reward_error: RewardError | None = None  # why scoring failed; the response then counts as wrong, with reward 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +90,8 @@ class TokenBatch:
 
 
 class DecodedResponse(NamedTuple):
-    """One decoded response to a prompt. `finished` is False where it was cut at the limit."""
+    """One response as text, as a task scores it."""
 
     prompt: Prompt
-    response: str
-    finished: bool
+    text: str  # without special tokens
+    finished: bool  # False where it was cut at the length limit or aborted

@@ -34,13 +34,13 @@ class Evaluation:
     scores: tuple[Score, ...]
 
     @property
-    def mean_at_k(self) -> float:
-        """The share of all responses that are correct."""
+    def accuracy(self) -> float:
+        """mean@k: the share of all responses that are correct."""
         return sum(score.correct for score in self.scores) / len(self.scores)
 
     @property
     def pass_at_k(self) -> float:
-        """The share of problems with a correct response among the k."""
+        """pass@k: the share of problems with a correct response among the k."""
         problems = [self.scores[first : first + self.k] for first in range(0, len(self.scores), self.k)]
         return sum(any(score.correct for score in problem) for problem in problems) / len(problems)
 
@@ -66,14 +66,14 @@ class Evaluation:
 
     def role_metrics(self) -> dict[str, float]:
         """Return the metrics of the task's own problems, logged as `eval/ROLE_...`."""
-        numbers = {"accuracy": self.mean_at_k, "reward": self.reward}
+        numbers = {"accuracy": self.accuracy, "reward": self.reward}
         numbers |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
         return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
         """Return the metrics of another evaluation set, logged as `eval/NAME/...`."""
         return {
-            "mean_at_k": self.mean_at_k,
+            "mean_at_k": self.accuracy,
             "pass_at_k": self.pass_at_k,
             "tokens": self.mean_tokens,
             "truncated": self.truncated,
@@ -90,7 +90,7 @@ class ScoredResponse(NamedTuple):
 
 
 def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, name: str = OWN_SET) -> Request:
-    """Return the request for sample number `sample` of a problem in the evaluation set `name`, without top-k capture."""
+    """Return the request for sample number `sample` of a problem in the set `name`; it captures no top-k."""
     # Sample 0 of the task's own set is keyed by its problem alone, so more samples or sets leave it unchanged.
     key = (prompt.uid, *((sample,) if sample else ())) if name == OWN_SET else (name, prompt.uid, sample)
     return Request(

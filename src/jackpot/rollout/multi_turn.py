@@ -29,9 +29,9 @@ def stream_rollouts(
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.
 
-    `sampling.max_new_tokens` counts all tokens of a response, the environment's too. A reply that leaves no room for one
-    more token, there or in the context, is dropped and ends the response as `length`. No reply ends the response as
-    `stop`. An aborted turn aborts its response.
+    `sampling.max_new_tokens` counts all tokens of a response, the environment's too. A reply that leaves no room for
+    one more token, there or in the context, is dropped and ends the response as `length`. Without a reply the response
+    ends as `stop`. An aborted turn aborts its response.
 
     Raises:
         EngineError: a uid already in flight, a prompt that the engine refuses, or a turn that it does not return.

@@ -16,8 +16,8 @@ from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request
-from jackpot.rollout.evaluate import judge
-from jackpot.rollout.multi_turn import stream
+from jackpot.rollout.evaluate import score_rollouts
+from jackpot.rollout.multi_turn import stream_rollouts
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import PromptStream, Task
 
@@ -90,8 +90,8 @@ class Sampler:
         for uid, why in (item for one in rounds for item in one.unusable.items()):
             self._event(iteration, {"event": f"{why}_rollout", "uid": uid})
         groups, wanted = [group for one in rounds for group in one.groups], config.batch.prompts
-        for item in (item for group in groups for item in group if item.score.problem):
-            self._event(iteration, {"event": f"reward_{item.score.problem}", "uid": item.rollout.uid})
+        for item in (item for group in groups for item in group if item.score.reward_error):
+            self._event(iteration, {"event": f"reward_{item.score.reward_error}", "uid": item.rollout.uid})
         if config.batch.filter_groups:
             groups.sort(key=_is_equal)
         first = next((one.groups for one in rounds if one.groups), [])
@@ -138,7 +138,9 @@ class Sampler:
         """Give the engine one round of prompts."""
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
-            return _Begun(requests=requests, stream=stream(self._engine, self._task, self._tokenizer, requests))
+            return _Begun(
+                requests=requests, stream=stream_rollouts(self._engine, self._task, self._tokenizer, requests)
+            )
 
     def _written(self, begun: _Begun) -> Round:
         """Wait for a round. Groups are judged as they are complete, while the engine goes on with the others."""
@@ -179,7 +181,7 @@ class Sampler:
 
     def _judge(self, group: Sequence[Rollout]) -> list[Judged]:
         """What the task says of each response to a prompt."""
-        _, scores = judge(group, self._task, self._tokenizer)
+        _, scores = score_rollouts(group, self._task, self._tokenizer)
         return [
             Judged(rollout=rollout, task_reward=score.reward, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(group, scores, strict=True)
@@ -247,8 +249,8 @@ def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: For
     return {
         "reward/mean": mean([item.score.reward for item in judged]),
         "reward/correct": mean([item.score.correct for item in judged]),
-        "reward/timeouts": mean([item.score.problem == "timeout" for item in judged]),
-        "reward/errors": mean([item.score.problem == "crash" for item in judged]),
+        "reward/timeouts": mean([item.score.reward_error == "timeout" for item in judged]),
+        "reward/errors": mean([item.score.reward_error == "crash" for item in judged]),
         "reward/all_right": mean([all(item.score.correct for item in group) for group in groups]),
         "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
         "response/tokens": mean(lengths),

@@ -19,7 +19,7 @@ from jackpot.core.metrics import Sums, Total, add_sums
 from jackpot.core.prng import stream_key
 from jackpot.core.types import Role, Rollout, Score, ScoredRollout, TokenBatch
 from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.evaluate import OWN, Evaluation, evaluate
+from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
 from jackpot.rollout.sampler import Sampler, mean, tokens_read, useless
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import micro_batches, optimizer_steps
@@ -179,18 +179,18 @@ class Trainer:
         if not shared:
             self._send_weights(parts.policy_engine, "policy")
         engines = {"policy": parts.policy_engine} | ({} if shared else {"rollout_model": parts.engine})
-        results = {role: self._answered(engine, OWN) for role, engine in engines.items()}
+        results = {role: self._answered(engine, OWN_SET) for role, engine in engines.items()}
         values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
         for role, result in results.items():
             self._folder.save_evaluation(self.iteration, role, result)
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])  # the policy is its own rollout model where it writes itself
-            values |= {f"eval/{role}_{name}": value for name, value in result.of_role().items()}
+            values |= {f"eval/{role}_{name}": value for name, value in result.role_metrics().items()}
             values[f"eval/{role}_engine_gap"] = self._engine_gap(role, engines.get(role, parts.engine), result.rollouts)
         for benchmark in parts.benchmarks:
             result = self._answered(parts.policy_engine, benchmark)
             self._folder.save_evaluation(self.iteration, benchmark, result)
-            values |= {f"eval/{benchmark}/{name}": value for name, value in result.of_set().items()}
+            values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
             values["tokens/evaluate"] += result.tokens
         if not shared:
             parts.policy_engine.rest()
@@ -199,9 +199,9 @@ class Trainer:
     def _answered(self, engine: Engine, name: str) -> Evaluation:
         """The task's own held-out problems, or all of a benchmark's."""
         config, parts = self._config, self._parts
-        task = parts.task if name == OWN else parts.benchmarks[name]
+        task = parts.task if name == OWN_SET else parts.benchmarks[name]
         size, wanted = task.size("test"), config.evaluation.problems
-        count = wanted if size is None else size if name != OWN else min(wanted, size)
+        count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
         prompts = [task.prompt("test", index) for index in range(count)]
         k = config.evaluation.k
         return evaluate(engine, task, parts.tokenizer, prompts, config.sampling, config.seed, k=k, name=name)

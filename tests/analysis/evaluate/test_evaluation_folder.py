@@ -16,7 +16,7 @@ from jackpot.analysis.evaluate.run import Result, evaluate_model, evaluation_con
 from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.types import Rollout
-from jackpot.rollout.evaluate import judge
+from jackpot.rollout.evaluate import score_rollouts
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import make_sets
 
@@ -101,7 +101,7 @@ def test_a_cut_answer_may_stand_in_a_closed_box_and_one_that_was_given_up_is_wro
             )
         )
     try:
-        responses, scores = judge(rollouts, task, tokenizer)
+        responses, scores = score_rollouts(rollouts, task, tokenizer)
     finally:
         task.close()
     assert responses == [text for text, _ in ended.values()]

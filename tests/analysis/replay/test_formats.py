@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from helpers.synthetic_rollouts import noise, records, write
 from helpers.paths import ROOT
+from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis import scoring
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files, torch_file

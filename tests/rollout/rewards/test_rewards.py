@@ -1,4 +1,4 @@
-"""The judge in its processes: rewards, limits, and what a hostile answer or a bad reward function costs."""
+"""The reward_fn in its processes: rewards, limits, and what a hostile answer or a bad reward function costs."""
 
 import json
 import math
@@ -15,27 +15,27 @@ import pytest
 
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.errors import ConfigError, TrainingError
-from jackpot.core.types import DecodedResponse, RewardError, Prompt, Score
+from jackpot.core.types import DecodedResponse, Prompt, RewardError, Score
 from jackpot.rollout.rewards.pool import RewardWorkerPool
 from jackpot.rollout.rewards.rewards import RewardFn
 
 PATIENCE = 60.0  # seconds until something that must happen counts as not happening
-SECONDS = 3.0  # for one verdict
+TIMEOUT = 3.0  # for one verdict
 BOMB = r"\boxed{9^{9^{9^9}}}"  # C code that holds the interpreter's lock for ever
 FINE, WRONG = r"\boxed{9 \cdot 2}", r"\boxed{9 \cdot 3}"  # algebra
 
 
-def answer(response: str, reference: str = "18", finished: bool = True) -> Answer:
+def answer(response: str, reference: str = "18", finished: bool = True) -> DecodedResponse:
     return DecodedResponse(Prompt(uid="p", text="What is it?", answer=reference, token_ids=(1,)), response, finished)
 
 
-def score(reward: float, correct: bool, problem: RewardError | None = None) -> Score:
-    return Score(reward=reward, correct=correct, problem=problem)
+def score(reward: float, correct: bool, error: RewardError | None = None) -> Score:
+    return Score(reward=reward, correct=correct, reward_error=error)
 
 
-def judge_of(*rewards: str | RewardConfig, workers: int = 1, seconds: float = SECONDS) -> RewardFn:
+def reward_fn_of(*rewards: str | RewardConfig, workers: int = 1, timeout: float = TIMEOUT) -> RewardFn:
     named = [RewardConfig(name=one) if isinstance(one, str) else one for one in rewards]
-    return RewardFn(named, workers=workers, seconds=seconds)
+    return RewardFn(named, workers=workers, timeout=timeout)
 
 
 def is_alive(process: int) -> bool:
@@ -59,37 +59,37 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[RewardFn]:
-    with closing(judge_of("correct", workers=2)) as one:
+def reward_fn() -> Iterator[RewardFn]:
+    with closing(reward_fn_of("correct", workers=2)) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def says() -> Iterator[RewardFn]:
     """Rewards what is right with 10 and everything with 1, unless the response has it do something else."""
-    with closing(judge_of(RewardConfig(name="correct", weight=10.0), "helpers.reward_functions:says")) as one:
+    with closing(reward_fn_of(RewardConfig(name="correct", weight=10.0), "helpers.reward_functions:says")) as one:
         yield one
 
 
-def test_plain_answers_and_algebra_are_judged_and_the_order_of_results_is_that_of_answers(judge):
+def test_plain_answers_and_algebra_are_scored_and_the_order_of_results_is_that_of_answers(reward_fn):
     right = [r"\boxed{18}", FINE, "#### 18", r"\boxed{\sqrt{324}}"]
     wrong = [r"\boxed{19}", WRONG, "18", r"\boxed{}", r"\boxed{\sqrt{325}}"]
     responses = [*right, *wrong] * 5
-    scores = judge.scores([answer(response) for response in responses])
+    scores = reward_fn.scores([answer(response) for response in responses])
     assert scores == [score(float(one in right), one in right) for one in responses]
 
 
-def test_no_answers_have_no_scores(judge):
-    assert judge.scores([]) == []
+def test_no_answers_have_no_scores(reward_fn):
+    assert reward_fn.scores([]) == []
 
 
-def test_a_bomb_costs_its_own_reward_and_nothing_else_and_is_told(judge):
+def test_a_bomb_costs_its_own_reward_and_nothing_else_and_is_told(reward_fn):
     before = time.monotonic()
-    scores = judge.scores([answer(one) for one in (FINE, BOMB, WRONG, FINE, BOMB, r"\boxed{x}")])
-    assert [score.problem for score in scores] == [None, "timeout", None, None, "timeout", None]
+    scores = reward_fn.scores([answer(one) for one in (FINE, BOMB, WRONG, FINE, BOMB, r"\boxed{x}")])
+    assert [score.reward_error for score in scores] == [None, "timeout", None, None, "timeout", None]
     assert [score.correct for score in scores] == [True, False, False, True, False, False]
-    assert time.monotonic() - before < 2 * SECONDS + PATIENCE  # equal bombs are one question
-    assert judge.scores([answer(FINE)]) == [score(1.0, True)]
+    assert time.monotonic() - before < 2 * TIMEOUT + PATIENCE  # equal bombs are one question
+    assert reward_fn.scores([answer(FINE)]) == [score(1.0, True)]
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_a_bomb_costs_its_own_reward_and_nothing_else_and_is_told(judge):
         "surrogate",
     ],
 )
-def test_hostile_answers_are_wrong_and_harm_nobody(judge, response):
-    hostile, fine = judge.scores([answer(response), answer(FINE)])
+def test_hostile_answers_are_wrong_and_harm_nobody(reward_fn, response):
+    hostile, fine = reward_fn.scores([answer(response), answer(FINE)])
     assert not hostile.correct and hostile.reward == 0.0
     assert fine == score(1.0, True)
 
 
 @pytest.mark.parametrize(
-    ("word", "problem"),
+    ("word", "error"),
     [
         ("exit", "crash"),
         ("killed", "crash"),
@@ -139,11 +139,11 @@ def test_hostile_answers_are_wrong_and_harm_nobody(judge, response):
         ("spin", "timeout"),
     ],
 )
-def test_a_reward_function_that_fails_costs_its_own_part_only(says, word, problem):
+def test_a_reward_function_that_fails_costs_its_own_part_only(says, word, error):
     rest = r" and \boxed{18}"
     scores = says.scores([answer("fine" + rest), answer(word + rest), answer("fine" + rest)])
     assert scores[0] == scores[2] == score(11.0, True)
-    assert scores[1] == score(10.0, True, problem)
+    assert scores[1] == score(10.0, True, error)
 
 
 def test_what_a_reward_function_prints_is_no_answer(says):
@@ -157,24 +157,24 @@ def test_a_reward_function_that_keeps_memory_does_not_make_others_fail(says):
 
 def test_what_a_reward_function_started_ends_with_it(says, tmp_path):
     note = tmp_path / "child"
-    assert says.scores([answer(f"child {note}")])[0].problem == "timeout"
+    assert says.scores([answer(f"child {note}")])[0].reward_error == "timeout"
     wait_until(lambda: not is_alive(int(note.read_text())))
 
 
 def test_a_process_that_ended_between_two_calls_is_replaced_and_nobody_pays():
-    with closing(judge_of("correct")) as one:
+    with closing(reward_fn_of("correct")) as one:
         assert one.scores([answer(FINE)])[0].correct
         os.kill(one._pool.process_ids[0], signal.SIGKILL)
         assert one.scores([answer(FINE), answer(WRONG)]) == [score(1.0, True), score(0.0, False)]
 
 
 def test_a_reward_function_is_given_a_response_of_ten_megabytes():
-    with closing(judge_of("helpers.reward_functions:length", seconds=PATIENCE)) as one:
+    with closing(reward_fn_of("helpers.reward_functions:length", timeout=PATIENCE)) as one:
         assert one.scores([answer("x" * 10_000_000), answer("é")]) == [score(1e7, False), score(1.0, False)]
 
 
 def test_a_limit_of_infinity_is_none():
-    with closing(judge_of("correct", seconds=math.inf)) as one:
+    with closing(reward_fn_of("correct", timeout=math.inf)) as one:
         assert one.scores([answer(FINE)]) == [score(1.0, True)]
 
 
@@ -183,20 +183,20 @@ def test_rewards_are_summed_by_their_weights_and_correct_is_the_verdict_whatever
         RewardConfig(name="format", weight=0.25),
         RewardConfig(name="helpers.reward_functions:length", weight=2.0),
     ]
-    with closing(judge_of(*rewards)) as one:
+    with closing(reward_fn_of(*rewards)) as one:
         scores = one.scores([answer(r"\boxed{18}"), answer(r"\boxed{1}\boxed{18}"), answer("18")])
     assert scores == [score(0.25 + 20.0, True), score(38.0, True), score(4.0, False)]
 
 
 def test_a_reward_function_is_given_the_problem_the_response_the_answer_and_whether_it_ended():
-    with closing(judge_of("helpers.reward_functions:arguments")) as one:
+    with closing(reward_fn_of("helpers.reward_functions:arguments")) as one:
         given = [answer("Say \\boxed{5}", "5", finished=False), answer("Say \\boxed{5}", "5", finished=True)]
         assert [score.reward for score in one.scores(given)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("function", ["infinite", "words", "nothing"])
 def test_a_reward_that_is_no_finite_number_is_a_crash(function, capfd):
-    with closing(judge_of(f"helpers.reward_functions:{function}")) as one:
+    with closing(reward_fn_of(f"helpers.reward_functions:{function}")) as one:
         assert one.scores([answer("")] * 2) == [score(0.0, False, "crash")] * 2
     told = capfd.readouterr().err
     assert told.count("Traceback") == 1 and "a reward is a finite number" in told  # once, and not for each answer
@@ -215,33 +215,33 @@ def test_a_reward_that_is_no_finite_number_is_a_crash(function, capfd):
 )
 def test_a_reward_that_does_not_exist_is_refused_at_the_start(name, message):
     with pytest.raises(ConfigError, match=message):
-        judge_of("correct", name)
+        reward_fn_of("correct", name)
 
 
-def test_a_judge_without_processes_is_refused():
-    with pytest.raises(ConfigError, match="0 judge processes were asked for; at least 1"):
-        judge_of("correct", workers=0)
+def test_a_reward_fn_without_processes_is_refused():
+    with pytest.raises(ConfigError, match="0 reward workers were asked for; at least 1"):
+        reward_fn_of("correct", workers=0)
 
 
 def test_the_order_of_rewards_is_that_of_answers_though_a_later_one_ends_first():
     seconds = [0.5, 0.01, 0.02, 0.03, 0.04]
-    with closing(judge_of("helpers.reward_functions:waits", workers=2)) as one:
+    with closing(reward_fn_of("helpers.reward_functions:waits", workers=2)) as one:
         assert [score.reward for score in one.scores([answer(str(wait)) for wait in seconds])] == seconds
 
 
 def test_several_processes_share_the_load():
-    with closing(judge_of("helpers.reward_functions:process", workers=2)) as one:
+    with closing(reward_fn_of("helpers.reward_functions:process", workers=2)) as one:
         wait_until(lambda: len({score.reward for score in one.scores([answer("")] * 20)}) == 2)
         assert {score.reward for score in one.scores([answer("")] * 40)} == set(map(float, one._pool.process_ids))
 
 
-def test_a_judge_process_does_not_import_torch():
-    with closing(judge_of("helpers.reward_functions:has_torch")) as one:
+def test_a_reward_worker_does_not_import_torch():
+    with closing(reward_fn_of("helpers.reward_functions:has_torch")) as one:
         assert one.scores([answer(FINE)]) == [score(0.0, True)]
 
 
-def test_a_closed_judge_has_no_processes_and_says_so():
-    one = judge_of("helpers.reward_functions:length", workers=2)
+def test_a_closed_reward_fn_has_no_processes_and_says_so():
+    one = reward_fn_of("helpers.reward_functions:length", workers=2)
     processes = one._pool.process_ids
     assert len(processes) == 2 and all(map(is_alive, processes))
     one.close()
@@ -252,7 +252,7 @@ def test_a_closed_judge_has_no_processes_and_says_so():
 
 
 def test_a_forgotten_pool_ends_its_processes():
-    pool = RewardWorkerPool([], workers=1, seconds=SECONDS)
+    pool = RewardWorkerPool([], workers=1, timeout=TIMEOUT)
     (process,) = pool.process_ids
     del pool
     assert not is_alive(process)
@@ -261,17 +261,18 @@ def test_a_forgotten_pool_ends_its_processes():
 PARENT = """
 import sys
 from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
-pool = RewardWorkerPool(["helpers.reward_functions:says"], workers=2, seconds=1.0)
+pool = RewardWorkerPool(["helpers.reward_functions:says"], workers=2, timeout=1.0)
 print(*pool.process_ids, flush=True)
 for word in sys.stdin:
-    pool.run([RewardJob("helpers.reward_functions:says", dict(problem="", response=word, answer="", finished=True))] * 2)
+    arguments = dict(problem="", response=word, answer="", finished=True)
+    pool.run([RewardJob("helpers.reward_functions:says", arguments)] * 2)
     print(*pool.process_ids, flush=True)
 """
 
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen]:
-    """Runs the jobs that it reads, two of each, and prints the numbers of its judge processes."""
+    """Runs the jobs that it reads, two of each, and prints the numbers of its reward_fn processes."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with subprocess.Popen([sys.executable, "-c", PARENT], env=environment, **pipes) as one:
@@ -283,7 +284,7 @@ def processes_of(parent: subprocess.Popen) -> list[int]:
     return [int(number) for number in parent.stdout.readline().split()]
 
 
-def test_judge_processes_end_with_a_parent_that_is_killed_busy_ones_when_their_time_is_up(parent):
+def test_reward_workers_end_with_a_parent_that_is_killed_busy_ones_when_their_time_is_up(parent):
     processes = processes_of(parent)
     assert len(processes) == 2 and all(map(is_alive, processes))
     before = {process: seconds_of(process) for process in processes}
@@ -293,13 +294,13 @@ def test_judge_processes_end_with_a_parent_that_is_killed_busy_ones_when_their_t
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def test_a_judge_process_whose_import_never_ends_ends_by_itself(tmp_path):
+def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
     (tmp_path / "endless.py").write_text("while True:\n    pass\n")
     path = [str(tmp_path), *filter(None, sys.path)]
     command = f"import sys; sys.path[:] = {path!r}; from jackpot.rollout.rewards.worker import main; main()"
-    orders = {"functions": ["endless:f"], "seconds": 1.0, "start_seconds": 0.5}
+    setup = {"functions": ["endless:f"], "timeout": 1.0, "start_timeout": 0.5}
     with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
-        process.stdin.write(json.dumps(orders).encode() + b"\n")
+        process.stdin.write(json.dumps(setup).encode() + b"\n")
         process.stdin.flush()  # and left open: no end of the input ends it
         try:
             assert process.wait(PATIENCE) == -signal.SIGALRM
@@ -307,13 +308,13 @@ def test_a_judge_process_whose_import_never_ends_ends_by_itself(tmp_path):
             process.kill()
 
 
-def test_idle_judge_processes_end_with_a_parent_that_is_killed(parent):
+def test_idle_reward_workers_end_with_a_parent_that_is_killed(parent):
     processes = processes_of(parent)
     parent.kill()
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def test_ctrl_c_does_not_end_a_judge_process(parent):
+def test_ctrl_c_does_not_end_a_reward_worker(parent):
     processes = processes_of(parent)
     assert all(os.getpgid(process) == process for process in processes)  # a terminal's signal does not reach them
     for process in processes:

@@ -92,7 +92,7 @@ def test_both_splits_are_endless(task):
     [
         ("46+5=51#51", True, True),
         ("#51", True, True),
-        ("99+5=51#51", True, True),  # the way is not judged
+        ("99+5=51#51", True, True),  # the way is not scored
         ("46+5=51#51", False, False),  # cut at the limit, maybe in the middle of a number
         ("46+5=51#52", True, False),
         ("46+5=51#510", True, False),

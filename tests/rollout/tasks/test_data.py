@@ -311,7 +311,7 @@ def test_the_copies_of_the_benchmarks_are_read_whole(name, split, count, without
     found = rows(name, split)
     assert (len(found), sum(row.answer is None for row in found), found[0].answer) == (count, without, first)
     assert len({row.uid for row in found}) == count
-    if name == "amc22_23":  # floats in the file, integers for the judge
+    if name == "amc22_23":  # floats in the file, integers for the verifier
         assert all(row.answer.lstrip("-").isdigit() for row in found)
 
 

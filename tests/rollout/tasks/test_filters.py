@@ -10,7 +10,7 @@ from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks import filters
 from jackpot.rollout.tasks.data import locate
-from jackpot.rollout.tasks.filters import Problems, StreamedProblems, RowCounts
+from jackpot.rollout.tasks.filters import Problems, RowCounts, StreamedProblems
 
 ANSWERS = [None if number % 10 == 3 else number for number in range(1000)]  # every tenth has none
 
@@ -42,7 +42,7 @@ def test_rows_without_an_answer_and_rows_that_do_not_fit_are_left_out_and_counte
     assert found.tally == TALLY and found.tally.kept == len(KEPT)
 
 
-def test_rows_whose_answer_is_too_long_to_judge_are_left_out_and_counted(tmp_path):
+def test_rows_whose_answer_is_too_long_to_verify_are_left_out_and_counted(tmp_path):
     path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
     found = Problems(source(path), all_fit)
     assert [len(found[n].answer) for n in range(found.size)] == [1, 2_000]

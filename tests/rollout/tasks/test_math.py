@@ -133,13 +133,13 @@ def test_a_benchmark_by_name_has_the_tasks_template_and_all_its_problems(tmp_pat
         make_benchmark("aime2024", TOKENIZER, settings)
 
 
-def test_problems_of_real_sets_are_asked_and_judged(monkeypatch):
+def test_problems_of_real_sets_are_asked_and_scored(monkeypatch):
     """The published answer is right and another number wrong, in a box and in GSM8K's form."""
     monkeypatch.setenv(DATA_FOLDER, str(data_folder()))
     settings = MathConfig(train=DataConfig(source="gsm8k"), test=DataConfig(source="math500"))
     with closing(Math(TOKENIZER, settings)) as task:
         sets = [("train", task), ("test", task)]
-        sets += [("test", make_benchmark(name, TOKENIZER, settings, task.judge)) for name in ("amc22_23", "aime24")]
+        sets += [("test", make_benchmark(name, TOKENIZER, settings, task.reward_fn)) for name in ("amc22_23", "aime24")]
         for split, one in sets:
             prompts = [one.prompt(split, index) for index in range(30)]
             assert all(INSTRUCTION in prompt.text and "####" not in prompt.text for prompt in prompts)
@@ -151,10 +151,10 @@ def test_problems_of_real_sets_are_asked_and_judged(monkeypatch):
             if one is not task:
                 one.close()
         prompt = task.prompt("test", 0)
-        assert task.score(prompt, f"\\boxed{{{prompt.answer}}}", True).correct  # the others left its judge open
+        assert task.score(prompt, f"\\boxed{{{prompt.answer}}}", True).correct  # its workers still run
 
 
-def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_judges_no_more(ten):
+def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_scores_no_more(ten):
     for name, said in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
         with pytest.raises(ConfigError, match=said):
             make(ten, rewards=[name])

@@ -17,7 +17,8 @@ def test_the_answers_are_right() -> None:
         problem, answer = synthetic_problem(number)
         first, second = map(int, re.findall(r"\d+", problem))
         assert int(answer) == (first - second if "left in the box" in problem else first + second)
-    assert len({synthetic_problem(number) for number in range(200)}) == 200 and synthetic_problem(7) == synthetic_problem(7)
+    assert len({synthetic_problem(number) for number in range(200)}) == 200
+    assert synthetic_problem(7) == synthetic_problem(7)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

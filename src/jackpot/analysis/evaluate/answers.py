@@ -1,9 +1,9 @@
 """The answers of an evaluation on the disk.
 
-    NAME.jsonl      while it goes on: one line an answer, as soon as it is judged, in the order in which they ended
+    NAME.jsonl      while it goes on: one line an answer, as soon as it is scored, in the order in which they ended
     NAME.parquet    when all are there: one row an answer, ordered by problem and sample; the lines are then removed
 
-A kill costs what was not yet judged. It can tear the last line, which is then asked again, and never the table: that is
+A kill costs what was not yet scored. It can tear the last line, which is then asked again, and never the table: that is
 renamed into place when its last byte is on the disk. Neither is ever held in memory as a whole.
 """
 
@@ -25,8 +25,8 @@ from jackpot.core.errors import CheckpointError
 from jackpot.core.files import AppendedFile, whole_file
 from jackpot.core.types import Prompt
 from jackpot.models.load import load_config, resolve_path
-from jackpot.rollout.evaluate import Answered
-from jackpot.rollout.pass_at_k import Outcomes
+from jackpot.rollout.evaluate import ScoredResponse
+from jackpot.rollout.pass_at_k import ResponseOutcomes
 
 SCHEMA_VERSION = 1
 SCHEMA = pa.schema(
@@ -40,7 +40,7 @@ SCHEMA = pa.schema(
         "reward": pa.float64(),
         "tokens": pa.int32(),  # of the response
         "finish": pa.string(),  # stop, length (cut at the limit) or aborted (the engine gave it up)
-        "reward_error": pa.string(),  # timeout or crash; null where the judge came to a verdict
+        "reward_error": pa.string(),  # timeout or crash; null where scoring succeeded
     }
 )
 _FIELDS: dict[str, tuple[type, ...]] = {  # of a line
@@ -89,7 +89,7 @@ class AnswerFile:
         for number, sample in np.argwhere(self._missing):
             yield int(number), int(sample)
 
-    def add(self, answers: Iterable[tuple[int, int, Answered]]) -> None:
+    def add(self, answers: Iterable[tuple[int, int, ScoredResponse]]) -> None:
         """Append answers with their problem number and sample.
 
         Raises:
@@ -176,7 +176,7 @@ class AnswerFile:
             )
 
 
-def read_outcomes(path: Path) -> Outcomes:
+def read_outcomes(path: Path) -> ResponseOutcomes:
     """What became of the answers in a table.
 
     Raises:
@@ -193,16 +193,16 @@ def read_outcomes(path: Path) -> Outcomes:
     k = int(about[b"k"])
     found = {name: table[name].to_numpy().reshape(-1, k) for name in columns[:3]}
     words = {name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in columns[3:]}
-    return Outcomes(
+    return ResponseOutcomes(
         correct=found["correct"].astype(bool),
         rewards=found["reward"],
         tokens=found["tokens"].astype(np.int64),
         finishes=words["finish"],
-        problems=words["reward_error"],
+        reward_errors=words["reward_error"],
     )
 
 
-def _line(number: int, sample: int, answered: Answered) -> dict[str, Any]:
+def _line(number: int, sample: int, answered: ScoredResponse) -> dict[str, Any]:
     rollout, score = answered.rollout, answered.score
     return {
         "number": number,
@@ -212,7 +212,7 @@ def _line(number: int, sample: int, answered: Answered) -> dict[str, Any]:
         "reward": score.reward,
         "tokens": len(rollout.token_ids),
         "finish": rollout.finish,
-        "reward_error": score.problem,
+        "reward_error": score.reward_error,
     }
 
 

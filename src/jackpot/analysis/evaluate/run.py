@@ -34,8 +34,8 @@ from jackpot.launch.engines import make_engine
 from jackpot.launch.local import pick_device, threads
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
-from jackpot.rollout.evaluate import answer, request
-from jackpot.rollout.pass_at_k import LEVEL, RESAMPLES, Summary, summarize
+from jackpot.rollout.evaluate import eval_request, generate_and_score
+from jackpot.rollout.pass_at_k import CONFIDENCE, RESAMPLES, EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
 from jackpot.training.run.models import find_model, run_of
@@ -72,7 +72,7 @@ class Result:
     """One set that is done."""
 
     benchmark: str
-    summary: Summary
+    summary: EvaluationSummary
     table: Path
     was_done: bool  # before this start
 
@@ -199,12 +199,12 @@ def _ask(
         for number, sample in file.missing():
             if prompt is None or prompt[0] != number:
                 prompt = (number, one.prompt(number))
-            asked = request(prompt[1], sample, config.sampling, config.seed, one.name)
+            asked = eval_request(prompt[1], sample, config.sampling, config.seed, one.name)
             under_way[asked.uid] = (number, sample)
             yield asked
 
     servers = len(config.engine.urls) if isinstance(config.engine, VLLMServerEngineConfig) else 1
-    for ended in answer(engine, one.task, tokenizer, requests(), config.engine.max_num_seqs * servers):
+    for ended in generate_and_score(engine, one.task, tokenizer, requests(), config.engine.max_num_seqs * servers):
         file.add((*under_way.pop(item.rollout.uid), item) for item in ended)
         fresh += len(ended)
         tokens += sum(len(item.rollout.token_ids) for item in ended)
@@ -293,7 +293,7 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, Summary]:
+def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:
     """summary.json: every set of the folder that is done."""
     seed = record["asked"]["seed"]
     tables = {name: folder / f"{name}.parquet" for name in record["data"]}
@@ -302,7 +302,7 @@ def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, Summary
         for name, table in tables.items()
         if table.is_file()
     }
-    interval = {"level": LEVEL, "method": "percentile bootstrap over problems", "resamples": RESAMPLES}
+    interval = {"level": CONFIDENCE, "method": "percentile bootstrap over problems", "resamples": RESAMPLES}
     content = {
         "schema_version": SCHEMA_VERSION,
         "model": record["asked"]["model"],

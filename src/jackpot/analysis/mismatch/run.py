@@ -26,7 +26,7 @@ from jackpot.launch.engines import DTYPES, make_engine
 from jackpot.launch.local import check_vocabulary, load_tokenizers, pick_device, threads
 from jackpot.models.load import load_outline
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.multi_turn import write
+from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_sets, make_task
 
@@ -128,7 +128,9 @@ def _write(
         texts: list[list[Rollout]] = []
         for each in _samplings(config, sampling):
             asked = _requests(config, tasks, each)
-            texts.append([one for task, requests in asked for one in write(engine, task, tokenizer, requests)])
+            texts.append(
+                [one for task, requests in asked for one in generate_rollouts(engine, task, tokenizer, requests)]
+            )
     sides = [[written(rollout, vocabulary, sampling.truncated) for rollout in rollouts] for rollouts in texts]
     if config.reread:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)

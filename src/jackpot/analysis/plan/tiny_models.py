@@ -122,5 +122,7 @@ def _plain_text() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=PLAIN_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator([INSTRUCTION, *(synthetic_problem(number).problem for number in range(_TEXTS))], trainer)
+    backend.train_from_iterator(
+        [INSTRUCTION, *(synthetic_problem(number).problem for number in range(_TEXTS))], trainer
+    )
     return backend.to_str()

@@ -23,8 +23,7 @@ from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.types import RewardError
 
 _ENTRY = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jackpot.rollout.rewards.worker import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jackpot.rollout.rewards.worker import main; main()"
 )
 START_TIMEOUT = 120.0  # seconds until a process must be ready
 _MAX_RESULT_BYTES = 2**20  # longest line that a worker may send

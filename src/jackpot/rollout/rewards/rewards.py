@@ -64,7 +64,7 @@ class RewardFn:
         self._pool.close()
 
     def _score(self, response: DecodedResponse, verified: RewardResult, own: Sequence[RewardResult]) -> Score:
-        """Sum the rewards. A part that failed gives 0, and the first error is kept, the verifier's before a function's."""
+        """Sum the rewards. A part that failed gives 0; the first error is kept, the verifier's before a function's."""
         correct, of = verified.value == 1.0, dict(zip(self._functions, own, strict=True))
         reward = sum(
             one.weight * (of[one.name].value if one.name in of else BUILT_IN[one.name](response, correct))
@@ -92,7 +92,7 @@ def _arguments(response: DecodedResponse) -> dict[str, str | bool]:
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float) -> float:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), a number to add to the reward.
 
-    It is 0 up to `limit - buffer` response tokens, falls linearly from there, and is `-penalty` at `limit` tokens, where
-    a response is cut.
+    It is 0 up to `limit - buffer` response tokens, then falls linearly to `-penalty` at `limit` tokens, where responses
+    are cut.
     """
     return -penalty * max(0, length - (limit - buffer)) / buffer

@@ -100,7 +100,9 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     return _on_hub(name, benchmark.hub, part.split, benchmark, settings, instead)
 
 
-def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig) -> DataSource:
+def _local(
+    name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig
+) -> DataSource:
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
     files = find_files(path, part, split)
@@ -109,7 +111,9 @@ def _local(name: str, path: Path, part: str | None, split: Split, benchmark: Ben
 
 def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: DataConfig, instead: str) -> DataSource:
     subset, streaming = settings.subset or benchmark.subset, settings.streaming
-    return DataSource(name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False)
+    return DataSource(
+        name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False
+    )
 
 
 def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], DataRow]:

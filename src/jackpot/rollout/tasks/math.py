@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.tasks import DataConfig, MathConfig, QuestionConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.types import DecodedResponse, Prompt, Score
-from jackpot.rollout.rewards.rewards import NAMED, RewardFn
+from jackpot.rollout.rewards.rewards import BUILT_IN, RewardFn
 from jackpot.rollout.rewards.verifier.extract import LONGEST
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import DataRow, DataSource, locate
-from jackpot.rollout.tasks.filters import Problems, StreamedProblems, RowCounts
+from jackpot.rollout.tasks.filters import Problems, RowCounts, StreamedProblems
 from jackpot.rollout.tasks.templates import Template
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,10 @@ class Math(Task):
         ConfigError: a reward that does not exist or cannot be imported.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, judge: RewardFn | None = None) -> None:
-        self._settings, self._shared_judge = settings, judge
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, reward_fn: RewardFn | None = None
+    ) -> None:
+        self._settings, self._shared_reward_fn = settings, reward_fn
         self._sources: dict[Split, DataSource] = {
             split: locate(getattr(settings, split), split) for split in get_args(Split)
         }
@@ -45,8 +47,8 @@ class Math(Task):
         )
         self._problems: dict[Split, Problems | StreamedProblems] = {}
         self._told: dict[Split, int] = {}  # rows left out
-        if any(reward.name not in NAMED for reward in settings.rewards):
-            _ = self.judge
+        if any(reward.name not in BUILT_IN for reward in settings.rewards):
+            _ = self.reward_fn
 
     def size(self, split: Split) -> int | None:
         """How many problems are left of the split; None for a stream."""
@@ -78,8 +80,8 @@ class Math(Task):
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
-    def scores(self, answers: Sequence[DecodedResponse]) -> list[Score]:
-        return self.judge.scores(answers)
+    def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
+        return self.reward_fn.scores(responses)
 
     def take_events(self) -> list[dict[str, Any]]:
         """For each split, how many rows were read and why some were left out: once, and again when a stream has left
@@ -103,14 +105,14 @@ class Math(Task):
         return events
 
     def close(self) -> None:
-        if self._shared_judge is None and "judge" in self.__dict__:
-            self.judge.close()
+        if self._shared_reward_fn is None and "reward_fn" in self.__dict__:
+            self.reward_fn.close()
 
     @cached_property
-    def judge(self) -> RewardFn:
+    def reward_fn(self) -> RewardFn:
         """To share with other tasks that have the same rewards."""
         settings = self._settings
-        return self._shared_judge or RewardFn(settings.rewards, workers=settings.workers, seconds=settings.seconds)
+        return self._shared_reward_fn or RewardFn(settings.rewards, workers=settings.workers, timeout=settings.seconds)
 
     def _of(self, split: Split) -> Problems | StreamedProblems:
         """The problems of a split, read when they are first asked for."""
@@ -131,7 +133,7 @@ class Math(Task):
 
 
 def make_benchmark(
-    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, judge: RewardFn | None = None
+    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, reward_fn: RewardFn | None = None
 ) -> Math:
     """A named data set as a task's test split; `judge` as in `Math`.
 
@@ -144,7 +146,7 @@ def make_benchmark(
         raise DataError(unknown_name("benchmark", name, BENCHMARKS))
     data = DataConfig(source=name)
     asked = settings.model_dump(include=set(QuestionConfig.model_fields))
-    return Math(tokenizer, MathConfig(train=data, test=data, **asked), judge)
+    return Math(tokenizer, MathConfig(train=data, test=data, **asked), reward_fn)
 
 
 def _warn(name: str, split: Split, tally: RowCounts, limit: int | None) -> None:

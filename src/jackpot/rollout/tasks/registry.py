@@ -35,7 +35,7 @@ def check_sets(names: Sequence[str]) -> None:
 
 
 def make_sets(
-    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, judge: RewardFn | None = None
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, reward_fn: RewardFn | None = None
 ) -> dict[str, Task]:
     """A task for each set, whose test split it is.
 
@@ -49,8 +49,8 @@ def make_sets(
     tasks: dict[str, Task] = {}
     for name in names:
         if name in BENCHMARKS:
-            task = make_benchmark(name, tokenizer, settings.math, judge)
-            judge = task.judge
+            task = make_benchmark(name, tokenizer, settings.math, reward_fn)
+            reward_fn = task.reward_fn
         else:
             task = make_task(getattr(settings, name), tokenizer)
         tasks[name] = task

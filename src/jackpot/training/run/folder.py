@@ -201,7 +201,7 @@ class RunFolder:
                 "answer": rollout.prompt.answer,
                 "correct": score.correct,
                 "finish": rollout.finish,
-                "reward_error": score.problem,
+                "reward_error": score.reward_error,
             }
             for number, (rollout, response, score) in enumerate(rows)
         )

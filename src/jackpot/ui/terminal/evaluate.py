@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jackpot.analysis.evaluate.run import Listener, Progress, Result
-from jackpot.rollout.pass_at_k import LEVEL, Estimate, Summary
+from jackpot.rollout.pass_at_k import CONFIDENCE, BootstrapEstimate, EvaluationSummary
 
 _SECONDS = 5.0  # between two lines where there is no terminal
 
@@ -80,17 +80,17 @@ def show_evaluation(console: Console, results: Sequence[Result], folder: Path) -
         for sentence in _sentences(result.summary):
             console.print(Text(f"{result.benchmark}: {sentence}"), soft_wrap=True)
     console.print(
-        Text(f"In brackets: {100 * LEVEL:g} % intervals over problems. All answers: {folder}"), soft_wrap=True
+        Text(f"In brackets: {100 * CONFIDENCE:g} % intervals over problems. All answers: {folder}"), soft_wrap=True
     )
 
 
-def _percent(estimate: Estimate) -> str:
+def _percent(estimate: BootstrapEstimate) -> str:
     """The value, and its interval if it has one."""
     interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
     return f"{100 * estimate.value:.1f}{interval}"
 
 
-def _sentences(found: Summary) -> Iterator[str]:
+def _sentences(found: EvaluationSummary) -> Iterator[str]:
     """The other pass@k, and what counts as wrong without anybody having said so."""
     if found.k > 2:
         yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in found.pass_at_k.items())

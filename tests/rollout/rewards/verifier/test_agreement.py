@@ -29,62 +29,69 @@ COUNTS = {  # rows, and rows without an answer
 
 @pytest.fixture(scope="module")
 def agreement() -> ModuleType:
-    """benchmarks/agreement.py."""
-    specification = importlib.util.spec_from_file_location("agreement", ROOT / "benchmarks" / "agreement.py")
+    """benchmarks/verifier_agreement.py."""
+    path = ROOT / "benchmarks" / "verifier_agreement.py"
+    specification = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(specification)
-    sys.modules["agreement"] = module
+    sys.modules[path.stem] = module
     specification.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="module")
-def judge():
-    one = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, seconds=20.0)
+def reward_fn():
+    one = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, timeout=20.0)
     yield one
     one.close()
 
 
-def boxed(gold: str) -> Answer:
+def boxed(gold: str) -> DecodedResponse:
     return DecodedResponse(Prompt(uid="", text="", answer=gold, token_ids=(1,)), rf"So it is \boxed{{{gold}}}.", True)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_gold_answer_of_a_published_set_is_right_against_itself(name, agreement, judge):
+def test_every_gold_answer_of_a_published_set_is_right_against_itself(name, agreement, reward_fn):
     golds = agreement.golds(data_folder(), name)
     count, without = COUNTS[name]
     assert len(golds) == count - without
     wrong = [
-        gold for gold, score in zip(golds, judge.scores(list(map(boxed, golds))), strict=True) if score.reward != 2.0
+        gold
+        for gold, score in zip(golds, reward_fn.scores(list(map(boxed, golds))), strict=True)
+        if score.reward != 2.0
     ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
-def test_every_worked_solution_of_gsm8k_is_right_as_a_response_and_wrong_for_another_problem(name, judge):
+def test_every_worked_solution_of_gsm8k_is_right_as_a_response_and_wrong_for_another_problem(name, reward_fn):
     solutions = [row["answer"] for row in rows(name)]
     golds = [hashed_answer(solution) for solution in solutions]
     prompts = [Prompt(uid="", text="", answer=gold, token_ids=(1,)) for gold in golds]
-    own = judge.scores([DecodedResponse(*pair, True) for pair in zip(prompts, solutions, strict=True)])
+    own = reward_fn.scores([DecodedResponse(*pair, True) for pair in zip(prompts, solutions, strict=True)])
     assert all(score.correct and score.reward == 2.0 for score in own)
-    shifted = judge.scores([DecodedResponse(*pair, True) for pair in zip(prompts[1:], solutions, strict=False)])
+    shifted = reward_fn.scores([DecodedResponse(*pair, True) for pair in zip(prompts[1:], solutions, strict=False)])
     values = [gold.replace(",", "") for gold in golds]
     assert [score.correct for score in shifted] == [a == b for a, b in zip(values[1:], values, strict=False)]
 
 
 def test_near_misses_of_gold_answers_are_wrong_and_equal_forms_right_without_algebra(agreement):
     wanted = [case for gold in agreement.chosen(data_folder()) for case in agreement.cases(gold)]
-    decided = [(case, verdict) for case in wanted if (verdict := compare_without_algebra(case.answer, case.gold)) is not None]
+    decided = [
+        (case, equal) for case in wanted if (equal := compare_without_algebra(case.answer, case.gold)) is not None
+    ]
     assert len(decided) > 5000
-    assert [case for case, verdict in decided if verdict is not (case.kind in agreement.EQUAL)] == []
+    assert [case for case, equal in decided if equal is not (case.kind in agreement.EQUAL)] == []
 
 
 def test_algebra_agrees_on_some_of_the_gold_answers_that_need_it(agreement):
     wanted = [case for gold in agreement.chosen(data_folder()) for case in agreement.cases(gold)]
-    hard = [case for case in wanted if len(case.gold) < 25 and compare_without_algebra(case.answer, case.gold) is None][::40]
+    hard = [case for case in wanted if len(case.gold) < 25 and compare_without_algebra(case.answer, case.gold) is None][
+        ::40
+    ]
     assert len(hard) > 40
     from_algebra = [agreement.compare(case.answer, case.gold, equal_expressions) for case in hard]
     assert [
-        case for case, verdict in zip(hard, from_algebra, strict=True) if verdict is not (case.kind in agreement.EQUAL)
+        case for case, equal in zip(hard, from_algebra, strict=True) if equal is not (case.kind in agreement.EQUAL)
     ] == []
 
 
@@ -94,6 +101,6 @@ def test_the_page_is_of_the_math_verify_that_is_installed_here():
 
 
 @pytest.mark.slow
-def test_the_page_says_what_the_judge_says_of_every_gold_answer_and_near_miss(agreement):
+def test_the_page_says_what_the_verifier_says_of_every_gold_answer_and_near_miss(agreement):
     lines = "\n".join(agreement.report(data_folder(), workers=1))
     assert lines in PAGE

@@ -25,6 +25,7 @@ from jackpot.rollout.rewards.verifier.latex import clean
 from jackpot.rollout.rewards.verifier.numbers import Body, Quantity, read_quantity, split_unit, units_agree
 from jackpot.rollout.rewards.verifier.structure import Structure, read_structure
 
+VERIFY = "verify"  # the job of a reward worker that compares an answer with a reference
 Verdict = bool | None
 Ask = Callable[[str, str], Verdict]  # an answer and a reference, both cleaned, one expression each
 
