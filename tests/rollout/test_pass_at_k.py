@@ -120,7 +120,7 @@ def test_a_summary_counts_what_went_wrong() -> None:
         rewards=np.array([[1.0, 0.1], [0.0, 0.0]]),
         tokens=np.array([[10, 20], [30, 100]]),
         finishes=np.array([["stop", "length"], ["aborted", "length"]]),
-        problems=np.array([["", ""], ["", "timeout"]]),
+        reward_errors=np.array([["", ""], ["", "timeout"]]),
     )
     found = summarize(outcomes, seed=0)
     assert (found.problems, found.k) == (2, 2)
