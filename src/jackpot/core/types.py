@@ -32,10 +32,10 @@ class Prompt:
     token_ids: tuple[int, ...]  # [P]
 
 
-def unique_prompts(prompts: Sequence[Prompt]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The distinct prompts' token ids, and for every prompt the row where its ids stand."""
+def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Return the distinct rows of token ids in their first order, and for every given row the place of its equal."""
     rows: dict[tuple[int, ...], int] = {}
-    index = [rows.setdefault(prompt.token_ids, len(rows)) for prompt in prompts]
+    index = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
     return list(rows), index
 
 

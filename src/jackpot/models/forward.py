@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.core.errors import DataError, ModelError
-from jackpot.core.types import Rollout, TokenBatch, unique_prompts
+from jackpot.core.types import TokenBatch
 
 Side = Literal["left", "right"]
 
@@ -134,23 +134,6 @@ def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyn
         use_cache=cache is not None,
     )
     return output.last_hidden_state
-
-
-class ReadRollouts(NamedTuple):
-    """Some rollouts as a model has read them."""
-
-    hidden: Tensor  # [B, T, H], as in `predicting_hidden`
-    token_ids: Tensor  # [B, T] int64, padded on the right
-    mask: Tensor  # [B, T] bool, the tokens that exist
-
-
-def read_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ReadRollouts:
-    """`predicting_hidden` of rollouts that are in no batch yet."""
-    prompts, rows = unique_prompts([rollout.prompt for rollout in rollouts])
-    prompt_ids, prompt_mask = pad_tokens(prompts, "left", model.device)
-    ids, mask = pad_tokens([rollout.token_ids.tolist() for rollout in rollouts], "right", model.device)
-    index = torch.tensor(rows, device=model.device)
-    return ReadRollouts(predicting_hidden(model, prompt_ids, prompt_mask, index, ids, mask), ids, mask)
 
 
 def keeps_plain_keys(config: PreTrainedConfig) -> bool:

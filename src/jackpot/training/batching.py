@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import stream_key, uniform_row
-from jackpot.core.types import ScoredRollout, TokenBatch, unique_prompts
+from jackpot.core.types import ScoredRollout, TokenBatch, unique_rows
+from jackpot.models.packing import pack, rollout_lengths
 
 
 def optimizer_steps(
@@ -56,6 +57,12 @@ def micro_batches(
         ConfigError: one sequence alone is longer than the budget.
     """
     by_length = sorted(scored, key=_length)
+    for item in by_length:
+        if _length(item) > budget:
+            raise ConfigError(
+                f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
+                f"raise it to at least the longest prompt plus sampling.max_new_tokens"
+            )
     if not shares_prompts:
         return [collate(part, seed, epoch) for part in _cut(by_length, budget)]
     widest: dict[tuple[int, ...], int] = {}  # of each prompt, the last in the order of lengths
@@ -69,22 +76,7 @@ def micro_batches(
 
 
 def _cut(ordered: Sequence[ScoredRollout], budget: int) -> list[list[ScoredRollout]]:
-    """Runs of neighbours, as long as the budget allows."""
-    parts: list[list[ScoredRollout]] = []
-    prompt = response = 0
-    for item in ordered:
-        if _length(item) > budget:
-            raise ConfigError(
-                f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
-                f"raise it to at least the longest prompt plus sampling.max_new_tokens"
-            )
-        prompt = max(prompt, len(item.rollout.prompt.token_ids))
-        response = max(response, len(item.rollout.token_ids))
-        if not parts or (len(parts[-1]) + 1) * (prompt + response) > budget:
-            parts.append([])
-            prompt, response = len(item.rollout.prompt.token_ids), len(item.rollout.token_ids)
-        parts[-1].append(item)
-    return parts
+    return list(pack(ordered, budget, lambda item: rollout_lengths(item.rollout)))
 
 
 def _tokens_read(part: Sequence[ScoredRollout]) -> int:
@@ -99,7 +91,7 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
     An empty response is allowed: its row is all mask.
     """
     rollouts = [item.rollout for item in scored]
-    rows, index = unique_prompts([rollout.prompt for rollout in rollouts])
+    rows, index = unique_rows([rollout.prompt.token_ids for rollout in rollouts])
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
@@ -134,4 +126,4 @@ def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
 
 
 def _length(item: ScoredRollout) -> int:
-    return len(item.rollout.prompt.token_ids) + len(item.rollout.token_ids)
+    return sum(rollout_lengths(item.rollout))

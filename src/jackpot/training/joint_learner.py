@@ -21,9 +21,9 @@ from jackpot.config.run import Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sums, Total, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, Version
-from jackpot.models.forward import head_logits, logit_softcap, output_layer, response_hidden
+from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
-from jackpot.models.sampling import sampling_log_probs
+from jackpot.models.scoring import token_log_probs
 from jackpot.objectives.joint import (
     Anchor,
     PolicyObjective,
@@ -70,7 +70,6 @@ def anchor_from_rows(batch: TokenBatch, rows: dict[str, dict[str, Tensor]]) -> A
 
 
 NON_FINITE = "non-finite gradient"
-SCORE_LOGITS = 2**22  # in memory at once in `score`: 16 MiB in float32, several times that with filters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,16 +216,12 @@ class JointLearner(Learner):
     @torch.no_grad()
     def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
         model, scores = self._models[role], {}
-        rows = max(1, SCORE_LOGITS // output_layer(model).out_features)
         for batch in (batch_to(batch, self._device) for batch in batches):
             exists = batch.attention_mask
             with self._precision():
-                hidden = response_hidden(model, batch)[exists]
-                log_probs = [
-                    _sampled(head_logits(model, states), targets, sampling)
-                    for states, targets in zip(hidden.split(rows), batch.response_ids[exists].split(rows), strict=True)
-                ]
-            spread = torch.zeros(exists.shape, device=self._device).masked_scatter(exists, torch.cat(log_probs))
+                hidden, ids = response_hidden(model, batch)[exists], batch.response_ids[exists]
+                log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
+            spread = torch.zeros(exists.shape, device=self._device).masked_scatter(exists, log_probs)
             scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": spread.cpu()}).items()}
         return scores
 
@@ -419,9 +414,3 @@ class JointLearner(Learner):
 def _on_any_rank(happens: bool) -> bool:
     """The same answer on all ranks, which must take the same passes."""
     return bool(all_reduce_sums({"happens": Max.number(float(happens))})["happens"].value)
-
-
-def _sampled(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs of `targets` [N] in the distribution that is sampled from: logits [N, V] -> [N]."""
-    log_probs = sampling_log_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    return log_probs.gather(1, targets[:, None]).squeeze(1)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.analysis.mismatch.lengths import long_against_short
 from jackpot.analysis.mismatch.measure import Clustered, Measure, Numbers, mean_of, names_of
 from jackpot.analysis.mismatch.tokens import TokenNumbers, Written, token_numbers
-from jackpot.analysis.scoring import Reading
 from jackpot.core.errors import DataError, EngineError
 
 VOCABULARY = 12
@@ -22,7 +22,9 @@ def distributions(tokens: int, seed: int, spread: float = 1.5) -> np.ndarray:
     return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
 
 
-def both(p: np.ndarray, q: np.ndarray, ids: np.ndarray, k: int = VOCABULARY, **changes) -> tuple[Written, Reading]:
+def both(
+    p: np.ndarray, q: np.ndarray, ids: np.ndarray, k: int = VOCABULARY, **changes
+) -> tuple[Written, LearnerScores]:
     """One response in whose every state the sampler has p and the learner q, with the k most probable tokens of p."""
     log_p, log_q = np.log(p), np.log(q)
     top = np.argsort(-p, axis=1)[:, :k]
@@ -38,7 +40,7 @@ def both(p: np.ndarray, q: np.ndarray, ids: np.ndarray, k: int = VOCABULARY, **c
         "vocabulary": VOCABULARY,
         "truncated": False,
     }
-    reading = Reading(
+    reading = LearnerScores(
         log_probs=torch.from_numpy(log_q[rows, ids]),
         top_log_probs=torch.from_numpy(np.take_along_axis(log_q, top, 1)),
         lowest=torch.from_numpy(outside.min(1)),
@@ -133,7 +135,7 @@ def test_what_a_tool_wrote_is_not_compared_and_keeps_its_place():
     assert found.kl[0].equal(whole.kl[0][[0, 3, 4]]) and found.entropy.equal(whole.entropy[[0, 3, 4]])
 
 
-def truncated(k: int, top: int) -> tuple[Written, Reading, np.ndarray, np.ndarray]:
+def truncated(k: int, top: int) -> tuple[Written, LearnerScores, np.ndarray, np.ndarray]:
     """A sampler with top_k = `top` that reports k tokens; both distributions on its support."""
     p, q, _ = response(30, seed=11)
     support = np.argsort(-p, axis=1)[:, :top]
@@ -166,18 +168,18 @@ def test_a_truncated_sampler_whose_support_is_not_known_is_refused():
     with pytest.raises(EngineError, match=r"more than the 3 tokens.*raise top_log_probs"):
         token_numbers(by, reading)
     with pytest.raises(EngineError, match=r"single tokens.*name=transformers"):
-        token_numbers(by, Reading(log_probs=reading.log_probs))
+        token_numbers(by, LearnerScores(log_probs=reading.log_probs))
 
 
 def test_a_learner_that_only_scores_leaves_divergences_open_and_nan_is_refused():
     p, q, ids = response(5, seed=2)
     by, reading = both(p, q, ids)
-    found = token_numbers(by, Reading(log_probs=reading.log_probs))
+    found = token_numbers(by, LearnerScores(log_probs=reading.log_probs))
     assert found.kl is None and found.variation is None and not found.is_exact
     np.testing.assert_allclose(found.entropy, -(p * np.log(p)).sum(1))  # the sampler's, whose whole is known
     np.testing.assert_allclose(found.gap, np.abs(p - q)[np.arange(5), ids], atol=1e-15)
     with pytest.raises(EngineError, match="one has log-probs that are NaN"):
-        token_numbers(by, Reading(log_probs=reading.log_probs * torch.nan))
+        token_numbers(by, LearnerScores(log_probs=reading.log_probs * torch.nan))
 
 
 def test_errors_of_means_over_tokens_are_clustered_by_response():

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.learners import batches, make_learner, smallest_model, write
 from helpers.runs import run, small_config
-from jackpot.analysis import scoring
+from jackpot.analysis.mismatch import learner
+from jackpot.analysis.mismatch.learner import learner_model, learner_scores
 from jackpot.analysis.mismatch.run import Pair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config, side_name
-from jackpot.analysis.scoring import read, reading_model
 from jackpot.config.build import nest
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Sampling
@@ -24,6 +24,7 @@ from jackpot.config.tools import LearnerConfig
 from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
+from jackpot.models import scoring
 from jackpot.models.load import load_tokenizer, starter_path
 
 POLICY = "starter:policy"
@@ -51,14 +52,14 @@ def with_top(rollout: Rollout, ids: list[list[int]]) -> Rollout:
 
 def test_a_reading_is_the_models_own_softmax_at_every_token(monkeypatch):
     """In batches and chunks so small that responses and batches are cut."""
-    monkeypatch.setattr(scoring, "_FORWARD_TOKENS", 24)
-    monkeypatch.setattr(scoring, "_CHUNK_ELEMENTS", 3 * 24)
+    monkeypatch.setattr(learner, "FORWARD_TOKENS", 24)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * 24)
     model, draw = tiny_model(0).eval(), np.random.default_rng(0)
     rollouts = []
     for row, length in enumerate((5, 1, 9, 3)):
         plain = rollout_of(tiny_prompt(3 + row, row), draw.integers(2, 24, length).tolist())
         rollouts.append(with_top(plain, [draw.permutation(24)[:6].tolist() for _ in range(length)]))
-    found = list(read(model, rollouts, temperature=0.7))
+    found = list(learner_scores(model, rollouts, temperature=0.7))
     for one, rollout in zip(found, rollouts, strict=True):
         ids = [*rollout.prompt.token_ids, *rollout.token_ids.tolist()]
         with torch.no_grad():
@@ -83,12 +84,12 @@ def test_a_learner_reads_what_training_scores(autocast):
     [batch] = batches(items)[0]
     scores = learner.score("policy", [batch], Sampling())
     rollouts = [item.rollout for item in items]
-    readings = list(read(model, rollouts, 1.0, autocast))
+    readings = list(learner_scores(model, rollouts, 1.0, autocast))
     for rollout, one in zip(rollouts, readings, strict=True):
         near = 1e-5 if autocast is None else 2e-2  # other batches: bfloat16 rounds elsewhere
         torch.testing.assert_close(one.log_probs.float(), scores[rollout.uid], atol=near, rtol=0.0)
     if autocast is not None:
-        plain = list(read(model, rollouts, 1.0))
+        plain = list(learner_scores(model, rollouts, 1.0))
         assert any(not a.log_probs.equal(b.log_probs) for a, b in zip(plain, readings, strict=True))
 
 
@@ -105,8 +106,8 @@ def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
     with closing(make_engine(kinds[1], POLICY, device, Version(0, 0))) as engine:
         scores = [engine.score([one], 1.0)[0] for one in rollouts]
     plain, found = (
-        [next(read(model, [one], 1.0)).log_probs for one in rollouts]
-        for model in (reading_model(kind, POLICY, device) for kind in kinds)
+        [next(learner_scores(model, [one], 1.0)).log_probs for one in rollouts]
+        for model in (learner_model(kind, POLICY, device) for kind in kinds)
     )
     torch.testing.assert_close(torch.cat(found).float(), torch.cat(scores), atol=1e-6, rtol=1e-6)
     assert not torch.cat(found).equal(torch.cat(plain))

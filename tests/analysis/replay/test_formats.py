@@ -12,12 +12,12 @@ import torch
 
 from helpers.paths import ROOT
 from helpers.synthetic_rollouts import noise, records, write
-from jackpot.analysis import scoring
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files, torch_file
 from jackpot.analysis.replay.replay import replay
-from jackpot.analysis.responses import Response
+from jackpot.analysis.replay.responses import Response
 from jackpot.core.errors import DataError
+from jackpot.models import scoring
 
 PAD = 99
 PROMPTS = [[7, 8], [9]]
@@ -359,7 +359,7 @@ def test_long_prompts_are_read_a_few_at_a_time_and_the_same(tmp_path, monkeypatc
         return forward(model, prompts, prompt_mask, index, ids, mask)
 
     monkeypatch.setattr(scoring, "predicting_hidden", watched)
-    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 160)
+    monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 160)
     parts = replay(path, model="starter:policy", names=["none"])
     assert len(held) == 4 and max(held) <= 160  # and not 8 responses of 20 tokens at once, with prompts of 37
     assert float(parts.run["ratio"].value) == pytest.approx(float(whole.run["ratio"].value), rel=1e-4)

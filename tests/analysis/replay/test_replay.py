@@ -221,7 +221,7 @@ def test_wrong_log_probs_are_found_out_where_the_lists_hold_most_of_the_other_to
 
 def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, monkeypatch):
     """In half of the responses the policy had moved, and Z of the old policy is not known there."""
-    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 400)
+    monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     fresh = list(records(noise(0.3), responses=100))
     stale = list(records(noise(0.3), responses=100, seed=1))
     for line in stale:
@@ -268,7 +268,7 @@ def test_what_is_apart_between_the_old_policy_and_the_new_one_is_a_total_variati
 def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypatch):
     path = write(tmp_path / "made_up.jsonl", records(noise(0.3)))
     whole = replay(path, names=["tis", "icepop", "is"])
-    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 400)
+    monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     small = replay(path, names=["tis", "icepop", "is"])
     for one, other in zip(whole.answer.judged, small.answer.judged, strict=True):
         assert other.misplaced == pytest.approx(one.misplaced, abs=1e-9)
@@ -336,7 +336,7 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path)
 
 
 def test_halves_are_every_other_response_however_long_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("jackpot.analysis.responses.BATCH_TOKENS", 300)
+    monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 300)
     found = of(tmp_path, noise(0.3), responses=5, length=300)
     assert [int(half["responses"].value) for half in found.run_halves] == [3, 2]
     assert "Not checked" not in found.answer.sentence

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from jackpot.analysis.replay.responses import Batch, collate, response_of
 from jackpot.analysis.replay.states import lists_of, z_of
-from jackpot.analysis.responses import Batch, collate, response_of
 
 P_INF, P_NEW = [0.5, 0.3, 0.1, 0.1], [0.2, 0.3, 0.1, 0.4]
 

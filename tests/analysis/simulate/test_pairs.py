@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.runs import run, small_config
-from jackpot.analysis import scoring
 from jackpot.analysis.simulate import pairs
 from jackpot.analysis.simulate.pairs import Bench, advice, pair_states
 from jackpot.analysis.simulate.runs import simulate_candidates, simulate_run
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.models import scoring
 from jackpot.models.load import load_tokenizer, starter_path
 
 TEMPERATURE = 0.8
@@ -36,8 +36,8 @@ def log_probs(model, prompt: list[int], response: list[int], temperature: float)
 
 def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches and chunks so small that responses and batches are cut."""
-    monkeypatch.setattr(scoring, "_FORWARD_TOKENS", 24)
-    monkeypatch.setattr(pairs, "_CHUNK_ELEMENTS", 3 * 24)
+    monkeypatch.setattr(pairs, "FORWARD_TOKENS", 24)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * 24)
     policy, writer = tiny_model(0).eval(), tiny_model(1).eval()
     draw = np.random.default_rng(0)
     responses = [draw.integers(2, 24, length).tolist() for length in (5, 1, 9, 3)]

@@ -16,11 +16,12 @@ from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
-from jackpot.models.forward import head_logits, read_rollouts
+from jackpot.models.forward import head_logits
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.quantization.convert import quantise_linears
 from jackpot.models.quantization.linear import QuantisedLinear
 from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantise, quantise, with_scales
+from jackpot.models.scoring import forward_rollouts
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import use_attention
 from jackpot.rollout.tasks.registry import make_task
@@ -78,7 +79,7 @@ def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_co
         alone = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
     for rollout, score in zip(rollouts, alone, strict=True):
         with torch.no_grad():
-            hidden, ids, _ = read_rollouts(learner, [rollout])
+            hidden, ids, _ = forward_rollouts(learner, [rollout])
             log_probs = torch.log_softmax(head_logits(learner, hidden), dim=-1).gather(-1, ids[..., None])[0, :, 0]
         assert torch.equal(log_probs, score)
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from jackpot.analysis.mismatch.learner import LearnerScores, learner_model, learner_scores
 from jackpot.analysis.mismatch.lengths import LengthRow, long_against_short
 from jackpot.analysis.mismatch.measure import Measure, Numbers
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import Written, token_numbers, written
-from jackpot.analysis.scoring import Reading, read, reading_model
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
@@ -191,17 +191,17 @@ def _requests(
 
 def _readings(
     learner: LearnerConfig, texts: Sequence[Sequence[Rollout]], temperature: float, device: torch.device
-) -> list[list[Reading]]:
+) -> list[list[LearnerScores]]:
     """Transformers reads whole distributions, every other engine gives the probabilities of the tokens alone."""
     if isinstance(learner.engine, TransformersEngineConfig):
-        model = reading_model(learner.engine, learner.path, device)
+        model = learner_model(learner.engine, learner.path, device)
         cast = DTYPES[learner.autocast] if learner.autocast else None
-        return [list(read(model, rollouts, temperature, cast)) for rollouts in texts]
+        return [list(learner_scores(model, rollouts, temperature, cast)) for rollouts in texts]
     with closing(make_engine(learner.engine, learner.path, device, _VERSION)) as engine:
-        return [[Reading(log_probs=one.double()) for one in engine.score(text, temperature)] for text in texts]
+        return [[LearnerScores(log_probs=one.double()) for one in engine.score(text, temperature)] for text in texts]
 
 
-def _reread(side: Written, reading: Reading) -> Written:
+def _reread(side: Written, reading: LearnerScores) -> Written:
     """The sampler's side with what it says when it reads; of single tokens alone, where it says no more."""
     if reading.top_log_probs is None:
         none = side.top_ids[:, :0]
@@ -213,7 +213,7 @@ def _pair(
     names: tuple[str, str],
     sides: tuple[SideConfig, LearnerConfig],
     texts: Sequence[_Text],
-    readings: Sequence[Sequence[Reading]],
+    readings: Sequence[Sequence[LearnerScores]],
     config: MismatchConfig,
 ) -> Pair:
     tokens = [list(map(token_numbers, text.sides, read)) for text, read in zip(texts, readings, strict=True)]

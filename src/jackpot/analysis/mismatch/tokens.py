@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.analysis.scoring import Reading
+from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 
@@ -69,7 +69,7 @@ def written(rollout: Rollout, vocabulary: int, truncated: bool) -> Written:
     )
 
 
-def token_numbers(by: Written, reading: Reading) -> TokenNumbers:
+def token_numbers(by: Written, reading: LearnerScores) -> TokenNumbers:
     """All numbers of one response.
 
     Of a truncated sampler q is renormalised on the support of p, where corrections compare the two as well.
@@ -137,7 +137,7 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
 
     Args:
         log_p, log_q: [N, K].
-        lowest: [N] as in `Reading`; None where the K are all there is.
+        lowest: [N] as in `LearnerScores`; None where the K are all there is.
     """
     p, q = log_p.exp(), log_q.exp()
     terms = torch.where(p > 0, p * (log_p - log_q), 0.0) - p + q
@@ -153,7 +153,7 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     return (kl + least, kl + most), (variation + 0.5 * (p_rest - q_rest).abs(), variation + wide)
 
 
-def _entropy(by: Written, reading: Reading, here: Tensor, top_p: Tensor) -> Tensor | None:
+def _entropy(by: Written, reading: LearnerScores, here: Tensor, top_p: Tensor) -> Tensor | None:
     if reading.entropy is not None:
         return reading.entropy[here].double()
     if top_p.shape[1] < by.vocabulary:

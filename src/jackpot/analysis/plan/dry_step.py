@@ -37,11 +37,11 @@ from jackpot.models.forward import (
 from jackpot.models.load import load_outline
 from jackpot.models.lora import add_adapter
 from jackpot.models.sampling import sampling_log_probs
+from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import read_heads
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.training.gradients import GradientParts
 from jackpot.training.guards import CHECKED_TOKENS
-from jackpot.training.joint_learner import SCORE_LOGITS
 from jackpot.training.optimizer import ModelOptimizer
 
 _PAGE = 4096
@@ -243,7 +243,7 @@ def _score(rig: _Rig) -> None:
     model, sampling = list(rig.models.values())[-1], config.sampling
     with torch.no_grad(), _precision(config):
         hidden = _read(model, part)
-        for states in hidden.split(max(1, SCORE_LOGITS // output_layer(model).out_features))[:2]:  # the rest is alike
+        for states in hidden.split(max(1, MAX_LOGITS // output_layer(model).out_features))[:2]:  # the rest is alike
             sampling_log_probs(head_logits(model, states), sampling.temperature, sampling.top_k, sampling.top_p)
 
 

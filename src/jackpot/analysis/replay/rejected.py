@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jackpot.analysis.replay.factors import Factors
-from jackpot.analysis.responses import Batch, Response
+from jackpot.analysis.replay.responses import Batch, Response
 
 MOST = 5
 _CONTEXT = 12  # tokens before it

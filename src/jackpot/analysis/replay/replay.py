@@ -16,11 +16,11 @@ from jackpot.analysis.replay.formats.base import Format, read_files
 from jackpot.analysis.replay.gradient import StateSums, state_sums
 from jackpot.analysis.replay.recommend import Answer, answer
 from jackpot.analysis.replay.rejected import MostChanged
+from jackpot.analysis.replay.responses import Batch, Response, collate, response_batches
+from jackpot.analysis.replay.scoring import PolicyScorer
 from jackpot.analysis.replay.settings import Setting, settings_of
 from jackpot.analysis.replay.states import Lists, States, lists_of, z_of
 from jackpot.analysis.replay.sums import Ends, Tally, bands_of, correction_sums, run_sums
-from jackpot.analysis.responses import Batch, Response, batches, collate
-from jackpot.analysis.scoring import Scorer
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.core.metrics import Sums, add_sums
@@ -90,7 +90,7 @@ def replay(
     settings = settings_of(config, names)
     own = config.sampling.temperature if config else 1.0
     place = find_model(model) if model else None
-    scorer = Scorer(place, own if temperature is None else temperature) if place else None
+    scorer = PolicyScorer(place, own if temperature is None else temperature) if place else None
     reading = _Reading(found, files, scorer, settings, every, listen)
     reading.read()
     return reading.result(path, _policy(config, place, own if temperature is None else temperature))
@@ -103,7 +103,7 @@ class _Reading:
         self,
         found: Format,
         files: Sequence[Path],
-        scorer: Scorer | None,
+        scorer: PolicyScorer | None,
         settings: Sequence[Setting],
         every: int,
         listen: Callable[[int], None],
@@ -123,7 +123,7 @@ class _Reading:
 
     def read(self) -> None:
         """Raises DataError where there is no response in any file."""
-        for read in batches(self._responses_read()):
+        for read in response_batches(self._responses_read()):
             part = self._scorer.score(read) if self._scorer else read
             self._ends.add(part)
             for half, responses in enumerate(self._halved(part)):

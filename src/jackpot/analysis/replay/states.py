@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.analysis.responses import Batch, Response
+from jackpot.analysis.replay.responses import Batch, Response
 from jackpot.objectives.obrs import ZEstimate, exact_z, known_z
 
 CAPTURED = 0.999  # of either distribution, to sum over its tokens

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from jackpot.analysis.replay.factors import Factors
 from jackpot.analysis.replay.gradient import StateSums
+from jackpot.analysis.replay.responses import Batch, Response
 from jackpot.analysis.replay.states import States
-from jackpot.analysis.responses import Batch, Response
 from jackpot.core.metrics import Histogram, Max, Mean, Sums, Total, add_sums
 from jackpot.objectives.metrics import POSITIONS, mismatch, position_bands
 from jackpot.objectives.obrs import acceptance

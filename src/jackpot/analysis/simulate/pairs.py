@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.analysis.scoring import batches
 from jackpot.analysis.simulate.states import RECIPE_LAM, States
 from jackpot.analysis.simulate.survey import Survey, point, share_below, survey
 from jackpot.analysis.simulate.topk import RECIPE_K, TopK
@@ -23,8 +22,9 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import check_lengths, check_vocabulary, load_tokenizers, pick_device
-from jackpot.models.forward import head_logits, output_layer, read_rollouts
 from jackpot.models.load import load_model, load_outline
+from jackpot.models.packing import pack, rollout_lengths
+from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.objectives.metrics import mismatch
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import Evaluation, evaluate
@@ -35,7 +35,7 @@ MOST_STATES = 4_096  # whole distributions that are compared; more say no more
 PROMPTS = 256
 SMALL_GAP, LARGE_GAP = 0.98, 0.5  # mean Z at lam = 1
 LEFT_OVER = 0.6  # of the KL
-_CHUNK_ELEMENTS = 2**21  # of [tokens, V] in float64: 16 MiB a tensor
+FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,25 +117,17 @@ class Bench:
 
 @torch.no_grad()
 def pair_states(
-    policy: PreTrainedModel, writer: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
+    policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[States]:
     """Both models at every token that was sampled, a few tokens at a time; `token_ids` [n, 1] are those written."""
-    for batch in batches(rollouts):
+    for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
         sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
-        read = [read_rollouts(model, batch) for model in (writer, policy)]
-        hidden, ids = [one.hidden[sampled] for one in read], read[0].token_ids
-        size = max(1, _CHUNK_ELEMENTS // output_layer(policy).out_features)
-        for start in range(0, len(hidden[0]), size):
-            part = slice(start, start + size)
-            yield States(
-                rollout=_log_probs(writer, hidden[0][part], temperature),
-                target=_log_probs(policy, hidden[1][part], temperature),
-                token_ids=ids[sampled][part, None].cpu(),
-            )
-
-
-def _log_probs(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(head_logits(model, hidden).double().cpu() / temperature, dim=-1)
+        by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
+        ids = by_policy.token_ids[sampled][:, None]
+        rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
+        target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
+        for (log_p, token_ids), (log_q,) in zip(rollout, target, strict=True):
+            yield States(rollout=log_p.cpu(), target=log_q.cpu(), token_ids=token_ids.cpu())
 
 
 def _first(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:

@@ -14,6 +14,7 @@ from helpers.engines.conformance import EngineConformance
 from helpers.engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
+from jackpot.models import scoring
 from jackpot.models.load import eos_token_ids, load_model
 from jackpot.rollout.engines.transformers import engine as engine_module
 from jackpot.rollout.engines.transformers.decoding import Reading
@@ -108,10 +109,10 @@ def test_the_distributions_of_a_response_are_not_kept(tmp_path):
 def test_scores_need_the_logits_of_a_few_positions_at_once(folder, monkeypatch):
     engine = make(folder)
     seen: list[int] = []
-    head_logits = engine_module.head_logits
-    monkeypatch.setattr(engine_module, "_SCORE_LOGITS", 5 * VOCAB_SIZE)
+    head_logits = scoring.head_logits
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 5 * VOCAB_SIZE)
     monkeypatch.setattr(
-        engine_module, "head_logits", lambda model, hidden: seen.append(len(hidden)) or head_logits(model, hidden)
+        scoring, "head_logits", lambda model, hidden: seen.append(len(hidden)) or head_logits(model, hidden)
     )
     rollouts = [rollout_of(tiny_prompt(4), tiny_prompt(length).token_ids) for length in (7, 12, 3)]
     chunked = engine.score(rollouts, 1.0)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from jackpot.analysis.responses import DamagedRecord, Response, response_of
+from jackpot.analysis.replay.responses import DamagedRecord, Response, response_of
 from jackpot.core.errors import DataError
 
 Tell = Callable[[str], None]  # what cannot be read, a sentence each

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jackpot.analysis.replay.formats.base import Format, Tell, parquet_rows, responses_of
-from jackpot.analysis.responses import NEEDED, Response
+from jackpot.analysis.replay.responses import NEEDED, Response
 from jackpot.training.run.rollouts import UnreadableRollouts, open_saved
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."

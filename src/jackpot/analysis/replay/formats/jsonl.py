@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jackpot.analysis.replay.formats.base import Format, Tell, first_keys, json_lines, matching, responses_of
-from jackpot.analysis.responses import NEEDED, Response
+from jackpot.analysis.replay.responses import NEEDED, Response
 
 HOW = """Write one JSON object for each response and line, with
   token_ids            [T] of the response

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from jackpot.analysis.replay.formats.base import Format, Record, Tell, matching, responses_of, torch_file
-from jackpot.analysis.responses import Response
+from jackpot.analysis.replay.responses import Response
 
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
 add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):

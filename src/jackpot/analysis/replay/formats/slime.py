@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.analysis.replay.formats.base import Format, Record, Tell, matching, responses_of, torch_file
-from jackpot.analysis.responses import Response
+from jackpot.analysis.replay.responses import Response
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
 and advantages. --save-debug-rollout-data has the engine's alone: give --model, and the policy's are scored (at

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from jackpot.analysis.replay.formats.base import Format, Record, Tell, first_keys, matching, parquet_rows, responses_of
-from jackpot.analysis.responses import Response
+from jackpot.analysis.replay.responses import Response
 
 HOW = """TRL's completions have text and rewards alone. With log_completions=True, use_vllm=True and one process, train
 with

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from jackpot.analysis.replay.formats.base import Format, Record, Tell, first_keys, json_lines, matching, responses_of
-from jackpot.analysis.responses import Response
+from jackpot.analysis.replay.responses import Response
 
 HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and
 trainer.use_v1=False, whose trainer is verl/trainer/ppo/ray_trainer.py (the default, use_v1=True, logs in

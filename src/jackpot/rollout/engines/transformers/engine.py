@@ -8,7 +8,7 @@ tokens in float32, far more often in bfloat16.
 
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
-from jackpot.models.forward import head_logits, output_layer, read_rollouts
+from jackpot.models.forward import output_layer
+from jackpot.models.packing import pack, rollout_lengths
+from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.ledger import Ledger
@@ -27,7 +29,6 @@ from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_s
 from jackpot.rollout.engines.transformers.weights import HeldWeights
 
 _SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
-_SCORE_LOGITS = 2**22  # at once in `score`: 16 MiB in float32
 
 
 class TransformersEngine(Engine):
@@ -127,8 +128,12 @@ class TransformersEngine(Engine):
         model = self._open()
         check_scores(rollouts, temperature, self.capabilities)
         scores: dict[int, Tensor] = {}
-        for rows in _score_batches(rollouts):
-            scores |= zip(rows, _score(model, [rollouts[row] for row in rows], temperature), strict=True)
+        by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
+        for rows in pack(by_length, _SCORE_TOKENS, lambda row: rollout_lengths(rollouts[row])):
+            hidden, ids, mask = forward_rollouts(model, [rollouts[row] for row in rows])
+            log_probs = token_log_probs(model, hidden[mask], ids[mask], temperature).cpu()
+            lengths = [len(rollouts[row].token_ids) for row in rows]
+            scores |= zip(rows, (part.clone() for part in log_probs.split(lengths)), strict=True)
         return [scores[row] for row in range(len(rollouts))]
 
     @torch.no_grad()
@@ -184,30 +189,3 @@ def _quantisation_events(weights: HeldWeights, quantization: str | None) -> list
         return []
     kept = Counter(weights.conversion.kept.values())
     return [{"event": "quantised", "to": quantization, "share": weights.quantised_share, "kept": dict(kept)}]
-
-
-def _score_batches(rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
-    """Row numbers in batches of like length, at most `_SCORE_TOKENS` tokens with padding, one row at least."""
-    waiting = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
-    rows: list[int] = []
-    prompt, response = 0, 0  # the widths of the batch that `rows` makes
-    for row in waiting:
-        prompt = max(prompt, len(rollouts[row].prompt.token_ids))
-        response = max(response, len(rollouts[row].token_ids))
-        if rows and (len(rows) + 1) * (prompt + response) > _SCORE_TOKENS:
-            yield rows
-            rows, prompt, response = [], len(rollouts[row].prompt.token_ids), len(rollouts[row].token_ids)
-        rows.append(row)
-    if rows:
-        yield rows
-
-
-def _score(model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-    """Log-probs of the response tokens in one forward pass, [T] float32 each; the head sees a few positions at once."""
-    states, ids, mask = read_rollouts(model, rollouts)
-    rows = max(1, _SCORE_LOGITS // output_layer(model).out_features)
-    log_probs = [
-        torch.log_softmax(head_logits(model, hidden) / temperature, dim=-1).gather(1, targets[:, None])[:, 0].cpu()
-        for hidden, targets in zip(states[mask].split(rows), ids[mask].split(rows), strict=True)
-    ]
-    return [row.clone() for row in torch.cat(log_probs).split([len(rollout.token_ids) for rollout in rollouts])]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import DataError
+from jackpot.models.packing import pack
 
 BATCH_TOKENS = 8_192  # response tokens with padding that are held at once
 NEEDED = ("token_ids", "rollout_log_probs")
@@ -135,23 +136,18 @@ class Batch:
     token_ids: Tensor  # int64
 
 
-def batches(responses: Iterable[Response], with_prompts: bool = False) -> Iterator[list[Response]]:
-    """In their order, at most `BATCH_TOKENS` tokens with padding, one response at least.
+def response_batches(responses: Iterable[Response], with_prompts: bool = False) -> Iterator[list[Response]]:
+    """Yield the responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, one at least.
 
     Args:
-        with_prompts: count those tokens too, as a model that reads them must hold both.
+        with_prompts: count the tokens of prompts too, as a model that runs over them holds both.
     """
-    part: list[Response] = []
-    width = prompt_width = 0
-    for response in responses:
-        prompt = len(response.prompt_ids) if with_prompts and response.prompt_ids is not None else 0
-        width, prompt_width = max(width, len(response.token_ids)), max(prompt_width, prompt)
-        if part and (len(part) + 1) * (width + prompt_width) > BATCH_TOKENS:
-            yield part
-            part, width, prompt_width = [], len(response.token_ids), prompt
-        part.append(response)
-    if part:
-        yield part
+
+    def lengths(response: Response) -> tuple[int, int]:
+        has_prompt = with_prompts and response.prompt_ids is not None
+        return len(response.prompt_ids) if has_prompt else 0, len(response.token_ids)
+
+    return pack(responses, BATCH_TOKENS, lengths)
 
 
 def collate(responses: Sequence[Response]) -> Batch:

@@ -1,0 +1,76 @@
+"""The learner's side of a comparison: what a model of transformers says of responses that another engine sampled.
+
+The model runs over whole responses in one forward pass, as training does. Any settings of the transformers engine
+serve: dtype, attention, quantized linear layers, an FP8 cache. Log-probs are taken in float64 from float32 logits.
+
+Shapes: `T` response tokens, `K` tokens whose sampler's probability is known.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.config.engines import TransformersEngineConfig
+from jackpot.core.types import Rollout
+from jackpot.launch.engines import DTYPES
+from jackpot.models.load import load_model
+from jackpot.models.packing import pack, rollout_lengths
+from jackpot.models.scoring import exact_log_probs, forward_rollouts
+from jackpot.rollout.engines.transformers.attention import use_attention
+from jackpot.rollout.engines.transformers.weights import HeldWeights
+
+FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerScores:
+    """The learner's log-probs of one response; an engine that scores single tokens gives no more than `log_probs`."""
+
+    log_probs: Tensor  # [T] log q of the response's tokens
+    top_log_probs: Tensor | None = None  # [T, K] log q at the sampler's `top_ids`
+    lowest: Tensor | None = None  # [T] the smallest log q outside `top_ids`; inf where nothing is outside
+    entropy: Tensor | None = None  # [T] of q over the whole vocabulary
+
+
+def learner_model(settings: TransformersEngineConfig, path: str, device: torch.device) -> PreTrainedModel:
+    """Load the model as the transformers engine with these settings holds it.
+
+    Raises:
+        ModelError, EngineError: as `load_model`, `use_attention`, `HeldWeights`.
+    """
+    model = load_model(path, DTYPES[settings.dtype], device)
+    use_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype is not None)
+    HeldWeights(model, settings.quantization)  # quantizes the model in place
+    return model.eval()
+
+
+@torch.no_grad()
+def learner_scores(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float, autocast: torch.dtype | None = None
+) -> Iterator[LearnerScores]:
+    """Yield the model's scores of each rollout, in their order, at the `top_ids` that the rollout has.
+
+    Args:
+        autocast: dtype of backbone and head, as `precision` in training; None: the weights' own dtype.
+    """
+    for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
+        with nullcontext() if autocast is None else torch.autocast(model.device.type, autocast):
+            hidden, ids, mask = forward_rollouts(model, batch)
+            top_ids = torch.cat([rollout.top_ids for rollout in batch]).to(model.device)
+            parts = [_columns(*part) for part in exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)]
+        lengths = [len(rollout.token_ids) for rollout in batch]
+        columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
+        for log_probs, top, lowest, entropy in zip(*columns, strict=True):
+            yield LearnerScores(log_probs=log_probs, top_log_probs=top, lowest=lowest, entropy=entropy)
+
+
+def _columns(log_probs: Tensor, tokens: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
+    """Return, of log-probs [n, V], those of the tokens [n], at the top ids [n, K], the smallest elsewhere [n], and the
+    entropy [n]."""
+    entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
+    lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)
+    return log_probs.gather(1, tokens[:, None])[:, 0], log_probs.gather(1, top_ids), lowest, entropy

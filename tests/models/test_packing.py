@@ -1,0 +1,45 @@
+"""One cut of rows into batches: nothing lost, no batch over the budget, none that could have been longer."""
+
+from collections.abc import Sequence
+from itertools import count, islice, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.engines.reference import rollout_of, tiny_prompt
+from jackpot.models.packing import pack, rollout_lengths
+
+few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+rows = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), max_size=14)
+budgets = st.integers(1, 60)
+
+
+def padded(run: Sequence[tuple[int, int]]) -> int:
+    return len(run) * (max(prompt for prompt, _ in run) + max(response for _, response in run))
+
+
+@few
+@given(rows, budgets)
+def test_every_row_is_in_one_run_in_its_order(lengths: list[tuple[int, int]], budget: int) -> None:
+    runs = list(pack(lengths, budget, lambda row: row))
+    assert [row for run in runs for row in run] == lengths and all(runs)
+
+
+@few
+@given(rows, budgets)
+def test_a_run_is_as_long_as_the_budget_allows_and_has_one_row_at_least(
+    lengths: list[tuple[int, int]], budget: int
+) -> None:
+    runs = list(pack(lengths, budget, lambda row: row))
+    assert all(padded(run) <= budget or len(run) == 1 for run in runs)
+    assert all(padded([*run, after[0]]) > budget for run, after in pairwise(runs))
+
+
+def test_rows_are_read_no_further_than_the_next_run() -> None:
+    numbers = count()
+    first, second = islice(pack(numbers, 12, lambda _: (1, 2)), 2)
+    assert (first, second) == ([0, 1, 2, 3], [4, 5, 6, 7]) and next(numbers) == 9
+
+
+def test_a_rollout_has_the_lengths_of_its_prompt_and_its_response() -> None:
+    assert rollout_lengths(rollout_of(tiny_prompt(4), [3, 2, 5])) == (4, 3)
