@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from jackpot.analysis.compare.runs import FAILED, Job, Lines, jobs_at_once, run_jobs
+from jackpot.analysis.compare.process import ArmRun
+from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
 from jackpot.analysis.compare.summary import RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 from jackpot.launch.starters import STUDY_STARTERS, make_starters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,16 +55,13 @@ def name_of(cell: Cell, factor: float | None = None) -> str:
     return "/".join(cell) + (f" x{factor:g}" if factor else "")
 
 
-def make_job(stage: str, cell: Cell, factor: float, seed: int) -> tuple[Job, Config]:
-    settings = [*overrides(cell, factor), f"seed={seed}"]
-    config = resolve(str(RECIPE), cell[1], settings)
+def make_run(stage: str, cell: Cell, factor: float, seed: int) -> ArmRun:
+    """Describe the run of one cell with a learning rate and a seed."""
+    config = resolve(str(RECIPE), cell[1], [*overrides(cell, factor), f"seed={seed}"])
     name = f"{'-'.join(cell)}-x{factor:g}-seed{seed}"
-    folder = RUNS / stage / name
-    arguments = ("train", str(RECIPE), "--arm", cell[1], "--run", str(folder), *settings)
     arm = name_of(cell, factor if stage == "tuning" else None)
     log = RUNS / stage / "logs" / f"{name}.log"
-    job = Job(arm=arm, seed=seed, folder=folder, log=log, iterations=config.iterations, arguments=arguments)
-    return job, config
+    return ArmRun(arm=arm, seed=seed, folder=RUNS / stage / name, log=log, config=config)
 
 
 def read(stage: str) -> list[RunSummary]:
@@ -72,29 +69,29 @@ def read(stage: str) -> list[RunSummary]:
     return [RunSummary.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(stage: str, wanted: Sequence[tuple[Job, Config]], at_once: int | None) -> list[RunSummary]:
+def run(stage: str, wanted: Sequence[ArmRun], at_once: int | None) -> list[RunSummary]:
     """Run what has no summary yet; each is written down as it ends. A collapsed run is stopped."""
     known = {(one.arm, one.seed) for one in read(stage)}
-    missing = {job: config for job, config in wanted if (job.arm, job.seed) not in known}
+    missing = [one for one in wanted if (one.arm, one.seed) not in known]
     SUMMARIES.mkdir(parents=True, exist_ok=True)
 
-    def judge(job: Job, lines: Lines, events: Lines) -> str | None:
-        found = collapse_of(lines, events, missing[job])
+    def why_to_stop(one: ArmRun, lines: Lines, events: Lines) -> str | None:
+        found = collapse_of(lines, events, one.config)
         return f"collapsed: {found.why}" if found else None
 
-    def listen(job: Job, lines: Lines, end: str) -> None:
+    def listen(one: ArmRun, lines: Lines, end: str) -> None:
         if not end or end == FAILED:
             return
-        print(f"{stage}: {job.arm}, seed {job.seed}: {end}", flush=True)
-        summary = summarize(job.folder, job.arm)
+        print(f"{stage}: {one.arm}, seed {one.seed}: {end}", flush=True)
+        summary = summarize(one.folder, one.arm)
         if summary.is_done:
             with (SUMMARIES / f"{stage}.jsonl").open("a") as file:
                 file.write(summary.to_json() + "\n")
 
     if missing:
-        failed = run_jobs(list(missing), at_once or jobs_at_once(missing.values()), judge, listen)
+        failed = run_all(missing, at_once or runs_at_once(one.config for one in missing), why_to_stop, listen)
         if failed:
-            raise SystemExit("\n".join(f"{job.arm}, seed {job.seed} failed: {words}" for job, words in failed.items()))
+            raise SystemExit("\n".join(f"{one.arm}, seed {one.seed} failed: {end}" for one, end in failed.items()))
     return read(stage)
 
 
@@ -118,10 +115,10 @@ def main() -> None:
     if not all((RUNS / "models" / name).exists() for name in STUDY_STARTERS):
         make_starters(RUNS / "models", STUDY_STARTERS)
     grid = itertools.product(TUNING_SEEDS, cells(), FACTORS)
-    tuning = run("tuning", [make_job("tuning", cell, factor, seed) for seed, cell, factor in grid], options.jobs)
+    tuning = run("tuning", [make_run("tuning", cell, factor, seed) for seed, cell, factor in grid], options.jobs)
     if options.stage != "tuning":
         chosen = {cell: best_factor(tuning, cell) for cell in cells()}
-        reported = [make_job("reported", cell, chosen[cell], seed) for seed in SEEDS for cell in cells()]
+        reported = [make_run("reported", cell, chosen[cell], seed) for seed in SEEDS for cell in cells()]
         run("reported", reported, options.jobs)
 
 

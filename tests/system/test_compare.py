@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from helpers.commands import SCREEN, jackpot
 from helpers.runs import SMALL, run
-from jackpot.analysis.compare.runs import differing_arms, make_jobs, with_budget
-from jackpot.config.recipes import resolve_arms
+from jackpot.analysis.compare.arms import differing_arms, make_runs, with_budget
+from jackpot.config.recipes import resolve, resolve_arms
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import hold_lock
 from jackpot.ui import cli
@@ -192,18 +192,18 @@ def test_a_recipe_without_arms_cannot_be_compared(tmp_path: Path) -> None:
         resolve_arms(str(recipe), [], [1], [])
 
 
-def test_jobs_are_the_commands_that_a_user_would_type(tmp_path: Path) -> None:
+def test_runs_have_the_settings_of_the_command_and_come_seed_by_seed(tmp_path: Path) -> None:
     configs = with_budget(resolve_arms("quickstart", ["none", "obrs"], [3, 4], ["batch.prompts=4"]), 100)
-    jobs = make_jobs("quickstart", configs, ["batch.prompts=4"], tmp_path)
-    assert [(job.arm, job.seed) for job in jobs] == [("none", 3), ("obrs", 3), ("none", 4), ("obrs", 4)]
-    run = str(tmp_path / "none-seed3")
-    expected = ("train", "quickstart", "--arm", "none", "--run", run, "batch.prompts=4")
-    assert jobs[0].arguments == (*expected, "seed=3", "threads=1", "iterations=3")  # 96 sequences
+    runs = make_runs(configs, tmp_path)
+    assert [(run.arm, run.seed) for run in runs] == [("none", 3), ("obrs", 3), ("none", 4), ("obrs", 4)]
+    typed = ("batch.prompts=4", "seed=3", "threads=1", "iterations=3")  # 96 sequences
+    assert runs[0].config == resolve("quickstart", "none", typed)
+    assert runs[0].folder == tmp_path / "none-seed3"
     with pytest.raises(ConfigError, match="less than one rollout batch of arm 'obrs', 32"):
         with_budget(configs, 31)
     (tmp_path / "none-seed3" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
-        make_jobs("quickstart", configs, ["batch.prompts=4"], tmp_path)
+        make_runs(configs, tmp_path)
 
 
 def test_without_arms_all_that_can_be_compared_are(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_runs_whose_costs_nobody_counted_are_refused_before_anything_runs(tmp_pa
     (tmp_path / "obrs-seed1" / "config.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "obrs-seed1" / "metrics.jsonl").write_text('{"iteration": 1}\n')
     with pytest.raises(CheckpointError, match=r"obrs-seed1 was begun by a version that did not write flops/rollout"):
-        make_jobs("quickstart", configs, [], tmp_path)
+        make_runs(configs, tmp_path)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.runs import assert_same_run, run, small_config
-from jackpot.analysis.compare.runs import differing_arms
+from jackpot.analysis.compare.arms import differing_arms
 from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
 from jackpot.core.errors import DataError

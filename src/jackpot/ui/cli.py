@@ -13,9 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_arms
 from jackpot.analysis.compare.comparison import UNITS
-from jackpot.analysis.compare.run import Plan, run_arms
-from jackpot.analysis.compare.runs import differing_arms
 from jackpot.analysis.diagnose.diagnose import diagnose as diagnosis_of
 from jackpot.analysis.evaluate.run import evaluate_model, evaluation_config
 from jackpot.analysis.evaluate.sample import sample_answers
@@ -345,9 +344,11 @@ def compare(
         console.print(f"Left out, for they cannot be compared: {'; '.join(map(': '.join, different.items()))}")
         configs = {key: config for key, config in configs.items() if key[0] not in different}
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
-    plan = Plan(unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed)
+    plan = ComparisonPlan(
+        unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed
+    )
     try:
-        found, runs = run_arms(recipe, configs, given, where, plan, jobs, arms_progress(console))
+        found, runs = run_arms(configs, given, where, plan, jobs, arms_progress(console))
     except KeyboardInterrupt:
         console.print("Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from jackpot.analysis.compare.runs import Job, Lines, Listener
+from jackpot.analysis.compare.process import ArmRun
+from jackpot.analysis.compare.scheduler import ArmListener, Lines
 from jackpot.analysis.mismatch.run import Found
 from jackpot.analysis.mismatch.run import Listener as MismatchListener
 from jackpot.analysis.replay.replay import Replay
@@ -38,18 +39,20 @@ def show_replay(console: Console, found: Replay) -> None:
     console.print(Text(found.answer.sentence, style="bold"), highlight=False)
 
 
-def arms_progress(console: Console) -> Listener:
+def arms_progress(console: Console) -> ArmListener:
     """A listener that prints a line for every evaluation, and for every run that ends."""
     shown: dict[str, int] = {}
 
-    def listen(job: Job, lines: Lines, end: str) -> None:
+    def listen(run: ArmRun, lines: Lines, end: str) -> None:
         evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
         newest = evaluated[-1]["iteration"] if evaluated else -1
-        if end or newest > shown.get(job.name, -1):
-            shown[job.name] = newest
+        if end or newest > shown.get(run.name, -1):
+            shown[run.name] = newest
             accuracy = f"policy {evaluated[-1]['eval/policy_accuracy']:.1%}" if evaluated else ""
             console.print(
-                f"{job.name}  iteration {newest}/{job.iterations}  {accuracy}  {end}", highlight=False, soft_wrap=True
+                f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}",
+                highlight=False,
+                soft_wrap=True,
             )
 
     return listen

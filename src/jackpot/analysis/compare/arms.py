@@ -1,0 +1,158 @@
+"""Runs every arm and seed of a recipe at equal budget, and compares the finished runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jackpot.analysis.compare.comparison import UNITS, Comparison, Unit, compare, spent_on
+from jackpot.analysis.compare.process import ArmRun
+from jackpot.analysis.compare.scheduler import ArmListener, Lines, StopRule, run_all, runs_at_once
+from jackpot.analysis.compare.summary import RunSummary, check_counted, points_of, summarize
+from jackpot.analysis.diagnose.collapse import collapse_of
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError, TrainingError
+from jackpot.core.files import write_whole
+from jackpot.training.run.folder import RunFolder
+
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that change answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonPlan:
+    """What a comparison measures: the budget of each run, the accuracy that costs are counted to, the baseline."""
+
+    unit: Unit = "sequences"  # of the budget
+    budget: float | None = None  # of each run, in `unit`; None: what the recipe's iterations give
+    accuracy: float | None = None  # share in (0, 1]; None: the highest that all runs reach
+    baseline: str | None = None  # arm; None: the first
+    stop_collapsed: bool = True
+
+
+def run_arms(
+    configs: Mapping[tuple[str, int], Config],
+    overrides: Sequence[str],
+    folder: Path,
+    plan: ComparisonPlan,
+    at_once: int | None,
+    listen: ArmListener,
+) -> tuple[Comparison, list[RunSummary]]:
+    """Run or continue every arm and seed and compare them. Writes summaries.jsonl into `folder`.
+
+    Args:
+        configs: resolved settings by (arm, seed), with seed, threads and iterations in them.
+        overrides: settings that the user gave as key=value.
+        folder: holds the run folders.
+        at_once: number of runs at the same time; None takes as many as the cores allow.
+        listen: called at every new line of a run's metrics, and at its end.
+
+    Raises:
+        ConfigError: arms that cannot be compared, a plan that does not fit them, or a budget below one rollout batch.
+        CheckpointError: the folder holds runs with other settings.
+        TrainingError: some runs failed; raised after all others have ended, with the end of each failed run's log.
+    """
+    check_plan(plan, list(dict.fromkeys(arm for arm, _ in configs)))
+    if plan.unit == "sequences" and plan.budget is not None:
+        if any(text.startswith("iterations=") for text in overrides):
+            raise ConfigError("iterations and a budget in sequences were both given; the one follows from the other")
+        configs = with_budget(configs, plan.budget)
+    runs = make_runs(configs, folder)
+    failed = run_all(runs, at_once or runs_at_once(configs.values()), _stop_rule(plan), listen)
+    if failed:
+        listed = "\n  ".join(f"{run.name}: {end}" for run, end in failed.items())
+        raise TrainingError(
+            f"{len(failed)} of {len(runs)} runs failed; the same command tries them again and keeps the others:\n"
+            f"  {listed}"
+        )
+    summaries = [summarize(run.folder, run.arm) for run in runs]
+    write_whole(folder / "summaries.jsonl", "".join(f"{one.to_json()}\n" for one in summaries).encode())
+    return compare(summaries, plan.unit, plan.budget, plan.accuracy, plan.baseline), summaries
+
+
+def check_plan(plan: ComparisonPlan, arms: Sequence[str]) -> None:
+    """Refuse a plan that could not be carried out after the runs. Raises ConfigError."""
+    if plan.unit not in UNITS:
+        raise ConfigError(f"unit {plan.unit!r} was given; budgets are in {', '.join(UNITS)}")
+    if plan.baseline is not None and plan.baseline not in arms:
+        raise ConfigError(f"baseline {plan.baseline!r} is not among the arms {', '.join(arms)}; name one of them")
+    if plan.accuracy is not None and not 0.0 < plan.accuracy <= 1.0:
+        raise ConfigError(f"accuracy {plan.accuracy:g} was given; it is a share, above 0 and at most 1")
+    if plan.budget is not None and plan.budget <= 0.0:
+        raise ConfigError(f"budget {plan.budget:g} was given; it must be above 0")
+
+
+def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[ArmRun]:
+    """Describe one run for each (arm, seed), seed by seed, so that the first seed can be compared early.
+
+    Raises:
+        ConfigError: arms that cannot be compared, since their evaluations differ.
+        CheckpointError: the folder holds a run with other settings.
+    """
+    if different := differing_arms(configs):
+        listed = "; ".join(f"{arm!r}: {why}" for arm, why in different.items())
+        raise ConfigError(
+            f"accuracies compare only where all arms answer the same problems in the same way. {listed}. Leave "
+            f"those out, or set it for all"
+        )
+    runs = []
+    for (arm, seed), config in sorted(configs.items(), key=lambda item: item[0][1]):
+        name = f"{arm}-seed{seed}"
+        existing = RunFolder(folder / name)
+        existing.check(config)
+        check_counted(existing.path, existing.read("metrics.jsonl"))
+        log = folder / "logs" / f"{name}.log"
+        runs.append(ArmRun(arm=arm, seed=seed, folder=existing.path, log=log, config=config))
+    return runs
+
+
+def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> dict[tuple[str, int], Config]:
+    """Set the iterations of each run to what a budget of `sequences` responses allows.
+
+    Raises:
+        ConfigError: the budget is below one rollout batch of some arm.
+    """
+    most, arm = max((config.batch.rollouts, arm) for (arm, _), config in configs.items())
+    if sequences < most:
+        raise ConfigError(
+            f"a budget of {sequences:g} sequences is less than one rollout batch of arm {arm!r}, {most}; raise it"
+        )
+    return {
+        key: config.model_copy(update={"iterations": int(sequences // config.batch.rollouts)})
+        for key, config in configs.items()
+    }
+
+
+def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
+    """Return the arms whose evaluation differs from that of the first one, each with the setting that differs."""
+    (first, _), reference = next(iter(configs.items()))
+    wanted = _evaluation_settings(reference)
+    return {
+        arm: f"{setting} is {value}, and {wanted[setting]} in {first!r}"
+        for (arm, _), config in configs.items()
+        for setting, value in _evaluation_settings(config).items()
+        if value != wanted[setting]
+    }
+
+
+def _evaluation_settings(config: Config) -> dict[str, Any]:
+    sampling = {f"sampling.{name}": getattr(config.sampling, name) for name in _SAMPLING}
+    evaluation = {f"evaluation.{name}": getattr(config.evaluation, name) for name in ("problems", "k")}
+    return {"task": config.task} | evaluation | sampling
+
+
+def _stop_rule(plan: ComparisonPlan) -> StopRule:
+    """Make the rule that stops a run that has collapsed or used its budget.
+
+    A budget in sequences already stands in the run's iterations.
+    """
+
+    def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:
+        collapse = collapse_of(lines, events, run.config) if plan.stop_collapsed else None
+        if collapse:
+            return f"collapsed: {collapse.why}"
+        points = list(points_of(lines, run.config))
+        if plan.budget is not None and points and spent_on(points[-1], plan.unit) >= plan.budget:
+            return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
+        return None
+
+    return why_to_stop

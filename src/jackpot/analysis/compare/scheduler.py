@@ -1,0 +1,143 @@
+"""Runs many training runs at once, follows their metrics, and stops those that need not go on."""
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from jackpot.analysis.compare.process import TERMINATIONS, ArmRun, start_process
+from jackpot.config.run import Config
+from jackpot.launch.local import free_cores, pick_device, threads
+from jackpot.training.run.folder import RunFolder
+
+Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
+POLL_SECONDS = 0.5
+FAILED = "failed"
+StopRule = Callable[[ArmRun, Lines, Lines], str | None]  # (run, metrics, events) -> why to stop it; None: go on
+ArmListener = Callable[[ArmRun, Lines, str], None]  # (run, metrics so far, how it ended or ""), at every new line
+
+
+@dataclass
+class _Running:
+    run: ArmRun
+    process: BaseProcess
+    seen: tuple[int, int] | None = None  # size and time of metrics.jsonl when it was last read
+    evaluated: int = -1  # iteration of the newest evaluation that the stop rule has seen
+    lines: Lines = field(default_factory=list)
+    stopped: str | None = None  # why the scheduler stopped it
+
+
+def runs_at_once(configs: Iterable[Config]) -> int:
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run."""
+    configs = list(configs)
+    if any(pick_device(config).type == "cuda" for config in configs):
+        return 1
+    return max(1, free_cores() // max(threads(config) for config in configs))
+
+
+def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: ArmListener) -> dict[ArmRun, str]:
+    """Run or continue all unfinished runs in their order, at most `at_once` of them at the same time.
+
+    A run that the stop rule ends gets SIGTERM and stops with a checkpoint. Ctrl-C and SIGTERM stop all runs that way.
+
+    Returns:
+        The runs that failed, each with the end of its log. A failed run does not stop the others.
+    """
+    waiting: list[ArmRun] = []
+    for run in runs:
+        lines, events = _read(run)
+        if why := _is_done(run, lines, events, stop_rule):
+            listen(run, lines, why)
+        else:
+            waiting.append(run)
+    running: list[_Running] = []
+    failed: dict[ArmRun, str] = {}
+    with _stops_all(running):
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                run = waiting.pop(0)
+                running.append(_Running(run, start_process(run)))
+            time.sleep(POLL_SECONDS)
+            for one in list(running):
+                ended = not one.process.is_alive()
+                _follow(one, stop_rule, listen)
+                if ended:
+                    running.remove(one)
+                    end = one.stopped or _own_end(one)
+                    if end is None:
+                        failed[one.run] = _end_of_log(one.run)
+                    listen(one.run, one.lines, end or FAILED)
+    return failed
+
+
+def _read(run: ArmRun) -> tuple[Lines, Lines]:
+    """Read metrics and events of a run."""
+    folder = RunFolder(run.folder)
+    return folder.read("metrics.jsonl"), folder.read("events.jsonl")
+
+
+def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> str | None:
+    """Return why a run need not be started; None where it must."""
+    if not lines:
+        return None
+    finished = lines[-1]["iteration"] >= run.config.iterations and (run.folder / "checkpoints" / "last").exists()
+    return "done before" if finished else stop_rule(run, lines, events)
+
+
+def _own_end(one: _Running) -> str | None:
+    """Say whether a run ended by its last iteration or by a guard of its own; None where it failed."""
+    lines, events = _read(one.run)
+    if stopped := next((event for event in events if event["event"] == "stopped"), None):
+        return f"stopped itself: {stopped['why']}"
+    is_whole = bool(lines) and lines[-1]["iteration"] >= one.run.config.iterations
+    return "done" if is_whole and not one.process.exitcode else None
+
+
+def _follow(one: _Running, stop_rule: StopRule, listen: ArmListener) -> None:
+    """Read new metrics of a run, and apply the stop rule after each new evaluation."""
+    path = one.run.folder / "metrics.jsonl"
+    state = path.stat() if path.exists() else None
+    if state is None or one.seen == (state.st_size, state.st_mtime_ns):
+        return
+    one.seen = (state.st_size, state.st_mtime_ns)
+    one.lines, events = _read(one.run)
+    listen(one.run, one.lines, "")
+    newest = max((line["iteration"] for line in one.lines if line.get("eval/policy_accuracy") is not None), default=-1)
+    if one.stopped is None and newest > one.evaluated:
+        one.evaluated = newest
+        one.stopped = stop_rule(one.run, one.lines, events)
+        if one.stopped is not None:
+            one.process.terminate()
+
+
+def _end_of_log(run: ArmRun) -> str:
+    text = run.log.read_text(errors="replace").strip() if run.log.exists() else ""
+    return f"{text[-600:] or 'it ended early and printed nothing'} (full log: {run.log})"
+
+
+@contextmanager
+def _stops_all(running: list[_Running]) -> Iterator[None]:
+    """Send SIGTERM to every run that goes on when the body ends, and wait for its checkpoint; Ctrl-C then kills."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in TERMINATIONS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for one in running:
+            if one.stopped is None:
+                one.process.terminate()
+        try:
+            for one in running:
+                one.process.join()
+        except KeyboardInterrupt:
+            for one in running:
+                one.process.kill()
+            raise
