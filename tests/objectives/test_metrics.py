@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from jackpot.core.bands import POSITIONS, band_names
 from jackpot.objectives.corrections import CorrectionInputs, make_correction
-from jackpot.objectives.metrics import POSITIONS, correction_metrics, health, mismatch, position_bands, update_kl
+from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 from jackpot.objectives.obrs import known_z
 
 NAMES = ["at_0", "at_1-3", "at_4-15", "at_16-63", "at_64-255", "at_256-1023", "at_1024-4095", "at_4096-up"]
@@ -60,7 +61,7 @@ def approx(values):
 
 
 def test_bands_of_positions_end_names_as_documented():
-    assert position_bands() == NAMES
+    assert [f"at_{name}" for name in band_names(POSITIONS)] == NAMES
 
 
 def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_tokens():

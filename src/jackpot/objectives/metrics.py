@@ -4,25 +4,15 @@ One schema for every correction, over all response tokens, before any masking: a
 hide what was dropped. All entries are sums (`ops.reduce`). docs/metrics.md says what each means and what is healthy.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.metrics import Effective, Histogram, Max, Mean, Sums, Total
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
-
-POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)  # where the bands of token positions start
-
-
-def position_bands() -> list[str]:
-    """`at_0`, `at_1-3`, `at_4-15`, ..., `at_4096-up`: the bands of positions as they end the names of metrics."""
-    ends = [str(start - 1) for start in POSITIONS[1:]] + ["up"]
-    return [
-        f"at_{start}" if str(start) == end else f"at_{start}-{end}" for start, end in zip(POSITIONS, ends, strict=True)
-    ]
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
@@ -115,10 +105,7 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
 def _position_masks(mask: Tensor) -> dict[str, Tensor]:
     """The part of the mask [B, T] in each band; a position counts all response tokens, a tool's too."""
     position = torch.arange(mask.shape[1], device=mask.device)
-    return {
-        name: mask & (position >= start) & (position < end)
-        for name, start, end in zip(position_bands(), POSITIONS, (*POSITIONS[1:], math.inf), strict=True)
-    }
+    return {f"at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}
 
 
 def _by_group(columns: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> Sums:

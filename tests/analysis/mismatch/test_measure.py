@@ -9,7 +9,7 @@ import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.analysis.mismatch.lengths import long_against_short
-from jackpot.analysis.mismatch.measure import Clustered, Measure, Numbers, mean_of, names_of
+from jackpot.analysis.mismatch.measure import Clustered, Measure, Numbers, mean_of
 from jackpot.analysis.mismatch.tokens import TokenNumbers, Written, token_numbers
 from jackpot.core.errors import DataError, EngineError
 
@@ -255,7 +255,6 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
         ("64-255", 1),
     ]
     assert found.by_length[2].max_gap.value == pytest.approx((gaps[3].max() + gaps[4].max()) / 2)
-    assert names_of((0, 1, 4)) == ["0", "1-3", "4 up"] and names_of((0.0, 0.5)) == ["0-0.5", "0.5 up"]
 
 
 def test_equal_sides_are_0_everywhere_and_the_order_of_responses_does_not_matter():

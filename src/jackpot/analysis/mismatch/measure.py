@@ -8,13 +8,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from jackpot.analysis.mismatch.tokens import TokenNumbers
+from jackpot.core.bands import POSITIONS, band_masks, band_names
 from jackpot.core.errors import DataError
 
 
@@ -66,8 +66,7 @@ class Clustered(NamedTuple):
         return Estimate(value=mean, error=math.sqrt(scale * spread) / self.count)
 
 
-POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)  # where the bands of positions and of lengths start
-ENTROPIES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats
+ENTROPIES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HIGH_GAP = 0.5  # the post counts responses whose largest gap is above it
 FAR = 2.0  # a ratio beyond it, either way
@@ -181,11 +180,11 @@ class Measure:
             return
         columns = _columns(tokens)
         self._all.add(columns, torch.ones(len(tokens.gap), dtype=torch.bool))
-        for sums, here in zip(self._positions, _members(tokens.position, POSITIONS), strict=True):
+        for sums, here in zip(self._positions, band_masks(tokens.position, POSITIONS).values(), strict=True):
             sums.add(columns, here)
         if tokens.entropy is not None:
             entropy = tokens.entropy.clamp(min=0.0)  # of a certain token rounding can leave a little less
-            for sums, here in zip(self._entropies, _members(entropy, ENTROPIES), strict=True):
+            for sums, here in zip(self._entropies, band_masks(entropy, ENTROPIES).values(), strict=True):
                 sums.add(columns, here)
         gap = tokens.gap
         self._responses.append(Response(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean())))
@@ -222,8 +221,8 @@ class Measure:
             below=float((ratios < -math.log(FAR)).double().mean()),
             support=means.get("support"),
             by_length=_by_length(self._responses),
-            by_position=_bands(self._positions, names_of(POSITIONS)),
-            by_entropy=_bands(self._entropies, names_of(ENTROPIES)),
+            by_position=_bands(self._positions, band_names(POSITIONS)),
+            by_entropy=_bands(self._entropies, band_names(ENTROPIES)),
             each=tuple(self._responses),
             drawn=_drawn(torch.cat(self._pairs)),
         )
@@ -244,22 +243,6 @@ def _columns(tokens: TokenNumbers) -> dict[str, Tensor]:
     return columns if tokens.support is None else columns | {"support": tokens.support}
 
 
-def names_of(starts: Sequence[float]) -> list[str]:
-    """`0`, `1-3`, `4-15`, ..., `4096 up` of whole numbers, `0-0.01`, ..., `4 up` of others."""
-    if all(isinstance(start, int) for start in starts):
-        ends = [end - 1 for end in starts[1:]]
-        names = [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=False)]
-    else:
-        names = [f"{start:g}-{end:g}" for start, end in pairwise(starts)]
-    return [*names, f"{starts[-1]:g} up"]
-
-
-def _members(values: Tensor, starts: Sequence[float]) -> list[Tensor]:
-    """The mask [N] of each band: from its start to the next."""
-    ends = (*starts[1:], math.inf)
-    return [(values >= start) & (values < end) for start, end in zip(starts, ends, strict=True)]
-
-
 def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[Band, ...]:
     """Those in which a token is."""
     return tuple(one.band(name) for one, name in zip(sums, names, strict=True) if one.columns)
@@ -273,7 +256,7 @@ def over_responses(responses: Sequence[Response], read: Callable[[Response], flo
 def _by_length(responses: Sequence[Response]) -> tuple[LengthBand, ...]:
     lengths = torch.tensor([one.tokens for one in responses])
     bands = []
-    for name, here in zip(names_of(POSITIONS), _members(lengths, POSITIONS), strict=True):
+    for name, here in band_masks(lengths, POSITIONS).items():
         if chosen := [responses[row] for row in here.nonzero()[:, 0].tolist()]:
             bands.append(
                 LengthBand(

@@ -14,15 +14,12 @@ from jackpot.analysis.replay.factors import Factors
 from jackpot.analysis.replay.gradient import StateSums
 from jackpot.analysis.replay.responses import Batch, Response
 from jackpot.analysis.replay.states import States
+from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.metrics import Histogram, Max, Mean, Sums, Total, add_sums
-from jackpot.objectives.metrics import POSITIONS, mismatch, position_bands
+from jackpot.objectives.metrics import mismatch
 from jackpot.objectives.obrs import acceptance
 
 ENTROPIES = (0.0, 0.1, 1.0)  # nats, where bands of the policy's entropy start
-
-
-def entropy_bands() -> list[str]:
-    return ["entropy 0-0.1", "entropy 0.1-1", "entropy 1-up"]
 
 
 @dataclass(slots=True)
@@ -172,17 +169,11 @@ def _unreachable(states: States) -> Tensor:
 def bands_of(batch: Batch, states: States | None) -> dict[str, Tensor]:
     """Masks [B, T] by position, and by the policy's entropy where its distribution is known."""
     position = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
-    ends = [*POSITIONS[1:], torch.inf]
-    bands = {
-        name.replace("at_", "position "): batch.mask & (position >= start) & (position < end)
-        for name, start, end in zip(position_bands(), POSITIONS, ends, strict=True)
-    }
+    bands = {f"position {name}": batch.mask & here for name, here in band_masks(position, POSITIONS).items()}
     if states is not None:
         entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)
         entropy[states.at] = entropy_of(states)
-        ends = [*ENTROPIES[1:], torch.inf]
-        for name, start, end in zip(entropy_bands(), ENTROPIES, ends, strict=True):
-            bands[name] = (entropy >= start) & (entropy < end)
+        bands |= {f"entropy {name}": here for name, here in band_masks(entropy, ENTROPIES).items()}
     return bands
 
 
