@@ -21,9 +21,9 @@ from typing import NamedTuple
 from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
 from jackpot.rollout.rewards.verifier.compare import VERIFY, compare, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
-from jackpot.rollout.rewards.verifier.latex import clean
-from jackpot.rollout.rewards.verifier.numbers import read_quantity
-from jackpot.rollout.rewards.verifier.structure import Structure, read_structure
+from jackpot.rollout.rewards.verifier.latex import normalize
+from jackpot.rollout.rewards.verifier.numbers import parse_quantity
+from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure
 
 SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
 ALONE, PARSES = "math_verify_alone:equal", "math_verify_alone:parses"
@@ -58,14 +58,14 @@ def golds(folder: Path, name: str) -> list[str]:
 def chosen(folder: Path) -> list[str]:
     """Each gold answer once, and of those that are numbers the first `MOST_NUMBERS`."""
     unique = list(dict.fromkeys(gold for name in SETS for gold in golds(folder, name)))
-    numbers = {gold for gold in unique if read_quantity(clean(gold), is_reference=True) is not None}
+    numbers = {gold for gold in unique if parse_quantity(normalize(gold), is_reference=True) is not None}
     few = [gold for gold in unique if gold in numbers][:MOST_NUMBERS]
     return few + [gold for gold in unique if gold not in numbers]
 
 
 def cases(gold: str) -> Iterator[Case]:
     """Itself, an equal answer if it has a form for that, and wrong ones."""
-    text = clean(gold)
+    text = normalize(gold)
     yield Case(EQUAL[0], gold, gold)
     if (other := doubled(text)) is not None:
         yield Case(EQUAL[1], other, gold)
@@ -75,10 +75,10 @@ def cases(gold: str) -> Iterator[Case]:
 
 def doubled(text: str) -> str | None:
     r"""Every number or expression e of an answer as \frac{2(e)}{2}; None for words, relations and what has a unit."""
-    number = read_quantity(text, is_reference=True)
+    number = parse_quantity(text, is_reference=True)
     if number is not None:
         return rf"\frac{{{2 * number.value.numerator}}}{{{2 * number.value.denominator}}}"
-    structure = read_structure(text)
+    structure = parse_structure(text)
     if structure is not None:
         members = [doubled(member) for member in structure.members]
         return None if None in members else joined(structure, members)
@@ -92,7 +92,7 @@ def doubled(text: str) -> str | None:
 def near_misses(text: str) -> Iterator[tuple[str, str]]:
     """Wrong answers that look like the right one, with what was done to it."""
     yield from (("another unit", text.removesuffix(one) + other) for one, other in UNITS.items() if text.endswith(one))
-    structure, number = read_structure(text), read_quantity(text, is_reference=True)
+    structure, number = parse_structure(text), parse_quantity(text, is_reference=True)
     if number is not None:
         value = number.value
         yield "one more", str(value + 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from jackpot.core.errors import DataError
-from jackpot.rollout.rewards.verifier.extract import LONGEST
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.data import DataRow, DataSource
 
 Fits = Callable[[list[DataRow]], list[bool]]
@@ -23,7 +23,7 @@ class RowCounts:
 
     rows: int = 0
     without_answer: int = 0
-    long_answer: int = 0  # more than `LONGEST` characters
+    long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
     too_long: int = 0
 
     @property
@@ -110,7 +110,7 @@ def _kept(source: DataSource, fits: Fits, tally: RowCounts) -> Iterator[DataRow]
     """
     for batch in _batches(source.rows()):
         answered = [row for row in batch if row.answer is not None]
-        judged = [row for row in answered if len(row.answer) <= LONGEST]
+        judged = [row for row in answered if len(row.answer) <= MAX_ANSWER_LENGTH]
         chosen = [row for row, fitting in zip(judged, fits(judged), strict=True) if fitting]
         tally.rows += len(batch)
         tally.without_answer += len(batch) - len(answered)
@@ -120,8 +120,8 @@ def _kept(source: DataSource, fits: Fits, tally: RowCounts) -> Iterator[DataRow]
     if not tally.kept:
         raise DataError(
             f"{source.name}: no problem is left of {tally.rows} rows: {tally.without_answer} have no answer (see "
-            f"columns.answer and answers), {tally.long_answer} have an answer of more than {LONGEST:,} characters, "
-            f"{tally.too_long} have more tokens than max_prompt_tokens"
+            f"columns.answer and answers), {tally.long_answer} have an answer of more than "
+            f"{MAX_ANSWER_LENGTH:,} characters, {tally.too_long} have more tokens than max_prompt_tokens"
         )
 
 

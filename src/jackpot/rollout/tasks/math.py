@@ -11,7 +11,7 @@ from jackpot.config.tasks import DataConfig, MathConfig, QuestionConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.types import DecodedResponse, Prompt, Score
 from jackpot.rollout.rewards.rewards import BUILT_IN, RewardFn
-from jackpot.rollout.rewards.verifier.extract import LONGEST
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import DataRow, DataSource, locate
@@ -155,7 +155,7 @@ def _warn(name: str, split: Split, tally: RowCounts, limit: int | None) -> None:
         return
     why = {
         "have no answer": tally.without_answer,
-        f"have an answer of more than {LONGEST:,} characters": tally.long_answer,
+        f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": tally.long_answer,
         f"are longer than {limit} tokens": tally.too_long,
     }
     reasons = " and ".join(f"{count:,} {what}" for what, count in why.items() if count)

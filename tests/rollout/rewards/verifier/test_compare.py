@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackpot.rollout.rewards.verifier.compare import compare, compare_without_algebra
-from jackpot.rollout.rewards.verifier.extract import LONGEST
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 
 RIGHT = [
     ("18", "18"),
@@ -172,16 +172,16 @@ def test_only_expressions_are_left_to_algebra(answer, reference):
     assert compare_without_algebra(answer, reference) is None
 
 
-def test_algebra_is_asked_about_members_and_its_verdicts_are_put_together():
+def test_algebra_compares_members_and_its_results_are_combined():
     asked = []
 
-    def ask(answer, reference):
+    def algebra(answer, reference):
         asked.append((answer, reference))
         return answer == r"\sqrt{4}"
 
-    assert compare(r"(\sqrt{4}, \frac{2}{2})", "(2, 1)", ask) is True
-    assert compare(r"(\sqrt{9}, \sqrt{4})", "(2, 2)", ask) is False
-    assert compare(r"\sqrt{9}, \sqrt{4}", "2, 3", ask) is False
+    assert compare(r"(\sqrt{4}, \frac{2}{2})", "(2, 1)", algebra) is True
+    assert compare(r"(\sqrt{9}, \sqrt{4})", "(2, 2)", algebra) is False
+    assert compare(r"\sqrt{9}, \sqrt{4}", "2, 3", algebra) is False
     assert asked[:2] == [(r"\sqrt{4}", "2"), (r"\sqrt{9}", "2")]
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_right_is_wrong_whatever_algebra_would_say():
 
 
 def test_an_answer_that_is_too_long_is_wrong_unless_it_is_the_reference_to_the_letter():
-    text = "+".join("x" * LONGEST)
+    text = "+".join("x" * MAX_ANSWER_LENGTH)
     assert compare_without_algebra(text, "x") is False
     assert compare_without_algebra(text, text) is True
 

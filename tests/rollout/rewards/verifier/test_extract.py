@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jackpot.rollout.rewards.verifier.extract import LONGEST, final_answer, hashed_answer, is_well_formed
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH, final_answer, hashed_answer, is_well_formed
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_response_that_was_cut_answers_in_a_closed_box_or_a_finished_line_only
 
 @pytest.mark.parametrize("before, after", [(r"\boxed{", "}"), ("#### ", "")])
 def test_an_answer_has_a_greatest_length(before, after):
-    longest = "x" * LONGEST
+    longest = "x" * MAX_ANSWER_LENGTH
     assert final_answer(before + longest + after, finished=True) == longest
     assert final_answer(before + longest + "x" + after, finished=True) is None
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackpot.rollout.rewards.verifier.latex import clean
-from jackpot.rollout.rewards.verifier.numbers import LABEL, read_quantity, units_agree
+from jackpot.rollout.rewards.verifier.latex import normalize
+from jackpot.rollout.rewards.verifier.numbers import LABEL, parse_quantity, units_agree
 
 
 def read(text, is_reference=False):
-    return read_quantity(clean(text), is_reference)
+    return parse_quantity(normalize(text), is_reference)
 
 
 @pytest.mark.parametrize(

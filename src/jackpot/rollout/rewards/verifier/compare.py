@@ -1,33 +1,37 @@
-r"""Is an answer right? Standard library only; what needs algebra is handed to `ask`.
+r"""Comparison of an answer with a reference. Standard library only; algebra is left to a function that is passed in.
 
-Both sides are cleaned (`latex.py`) and then compared by what the *reference* is:
+Both sides are normalized (`latex.py`) and then compared by the form of the *reference*:
 
 | the reference is | the answer must be |
 |---|---|
-| spelt like the answer | |
-| a number (`quantities.py`) | an equal number, exactly, and no other unit; or an expression of that value |
+| spelled like the answer | |
+| a number (`numbers.py`) | an equal number, exactly, and no other unit; or an expression of that value |
 | a number in a base, `12_5` (2 to 36, with a digit) | the same digits, in that base if it names one |
 | words, a letter, `\text{Evelyn}`, `\text{(C)}` | the same; case counts in letters and where all are capitals |
 | a tuple, interval, ratio, matrix, list of words (`structure.py`) | the same brackets and members, in order |
 | a union, set, other list | as many members, each right, in any order |
 | `x = ...`, `x \in ...` | the same after the same letter, or without any |
-| any other expression | an equal expression: `ask` |
-
-A verdict is True, False or None: not known without algebra.
+| any other expression | an equal expression, by algebra |
 """
 
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
-from jackpot.rollout.rewards.verifier.extract import LONGEST
-from jackpot.rollout.rewards.verifier.latex import clean
-from jackpot.rollout.rewards.verifier.numbers import Body, Quantity, read_quantity, split_unit, units_agree
-from jackpot.rollout.rewards.verifier.structure import Structure, read_structure
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
+from jackpot.rollout.rewards.verifier.latex import normalize
+from jackpot.rollout.rewards.verifier.numbers import (
+    MeasuredExpression,
+    Quantity,
+    parse_quantity,
+    split_unit,
+    units_agree,
+)
+from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure
 
 VERIFY = "verify"  # the job of a reward worker that compares an answer with a reference
-Verdict = bool | None
-Ask = Callable[[str, str], Verdict]  # an answer and a reference, both cleaned, one expression each
+Equality = bool | None  # None: only algebra can decide
+Algebra = Callable[[str, str], Equality]  # compares an answer and a reference, both normalized single expressions
 
 _BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # no digit: a variable
 _BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # and no limit: \int^1_0
@@ -41,65 +45,67 @@ _TWO_NUMBERS = re.compile(r"(?<![_^\d.,])\d[\d.,]* \d")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
 
 
-def compare_without_algebra(answer: str, reference: str) -> Verdict:
-    """What can be said without algebra; None for the rest."""
+def compare_without_algebra(answer: str, reference: str) -> Equality:
+    """Compare as `compare`, but return None where only algebra can decide."""
     return compare(answer, reference, lambda one, other: None)
 
 
-def compare(answer: str, reference: str, ask: Ask) -> Verdict:
-    """The verdict on an answer as it stands in its box. Where one side has more than `LONGEST` characters, only
-    the same text is right.
+def compare(answer: str, reference: str, algebra: Algebra) -> Equality:
+    """Return whether an answer, as extracted from a response, equals the reference.
+
+    Where one side has more than `MAX_ANSWER_LENGTH` characters, only the same text is equal.
 
     Args:
-        ask: whether two expressions are equal.
+        algebra: decides whether two expressions are equal.
     """
-    if max(len(answer), len(reference)) > LONGEST:
+    if max(len(answer), len(reference)) > MAX_ANSWER_LENGTH:
         return answer == reference
-    return _compare(clean(answer), clean(reference), lambda one, other: _asked(one, other, ask))
+    return _compare(normalize(answer), normalize(reference), lambda one, other: _by_algebra(one, other, algebra))
 
 
-def _asked(answer: str, reference: str, ask: Ask) -> Verdict:
-    r"""Algebra drops bases, `\ldots` and `\mod 7`: where they differ it is not asked."""
+def _by_algebra(answer: str, reference: str, algebra: Algebra) -> Equality:
+    r"""Compare by algebra; where bases, `\ldots` or `\mod 7` differ, which algebra drops, return False."""
     bases_differ = _BASE_WITHIN.findall(answer) != _BASE_WITHIN.findall(reference)
     if bases_differ or bool(_OPEN.search(answer)) != bool(_OPEN.search(reference)):
         return False
-    return ask(answer, reference)
+    return algebra(answer, reference)
 
 
-def _compare(answer: str, reference: str, ask: Ask) -> Verdict:
+def _compare(answer: str, reference: str, algebra: Algebra) -> Equality:
+    """Compare two normalized texts by the form of the reference; members of structures come here too."""
     if answer == reference:
         return reference != ""
     mine, theirs = _name(answer), _name(reference)
     if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
-        return ask(answer, reference)
+        return algebra(answer, reference)
     answer, reference = _value_of(answer, mine), _value_of(reference, theirs)
-    if (number := read_quantity(reference, is_reference=True)) is not None:
-        return _as_number(answer, number, ask)
+    if (number := parse_quantity(reference, is_reference=True)) is not None:
+        return _as_number(answer, number, algebra)
     if (based := _in_base(reference)) is not None:
         given = _in_base(answer)
         return answer == based[0] + based[1] if given is None else given == based
     if (words := _words(reference)) is not None:
         return _same_words(words, answer)
-    structure = read_structure(_unwrapped(reference))
+    structure = parse_structure(_unwrapped(reference))
     if structure is not None:
-        return _as_structure(answer, structure, ask)
-    return _as_expression(answer, reference, ask)
+        return _as_structure(answer, structure, algebra)
+    return _as_expression(answer, reference, algebra)
 
 
-def _as_number(answer: str, number: Quantity, ask: Ask) -> Verdict:
-    given = read_quantity(answer, is_reference=False)
+def _as_number(answer: str, number: Quantity, algebra: Algebra) -> Equality:
+    given = parse_quantity(answer, is_reference=False)
     if given is not None:
         return given.value == number.value and units_agree(given.unit, number.unit)
     if not _is_one_expression(answer):
         return False
-    body = split_unit(answer, is_reference=False)
-    if body is None or not units_agree(body.unit, number.unit) or r"\infty" in answer:
+    split = split_unit(answer, is_reference=False)
+    if split is None or not units_agree(split.unit, number.unit) or r"\infty" in answer:
         return False
-    return ask(body.text, _written(number.value))
+    return algebra(split.text, _latex(number.value))
 
 
 def _in_base(text: str) -> tuple[str, str, int] | None:
-    """Sign, digits and base of a number such as `12_5` or `1F_{16}`; None for others, such as `x_2` and `19_8`."""
+    """Return sign, digits and base of a number such as `12_5` or `1F_{16}`; None for `x_2`, `19_8` and other texts."""
     match = _BASE.fullmatch(text)
     if match is None or not _SMALLEST_BASE <= int(match[3]) <= _GREATEST_BASE:
         return None
@@ -107,80 +113,81 @@ def _in_base(text: str) -> tuple[str, str, int] | None:
     return (match[1], digits, base) if all(int(digit, _GREATEST_BASE) < base for digit in digits) else None
 
 
-def _written(value: Fraction) -> str:
+def _latex(value: Fraction) -> str:
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _is_one_expression(text: str) -> bool:
-    """Not empty, not words, no relation, not several: `5 6` is no product."""
+    """Return whether a text is one expression: not empty, no words, no relation, not several (`5 6` is no product)."""
     if not text or _words(text) is not None or _RELATION.search(text) or _TWO_NUMBERS.search(text):
         return False
-    return read_structure(text) is None
+    return parse_structure(text) is None
 
 
-def _as_structure(answer: str, reference: Structure, ask: Ask) -> Verdict:
-    given = read_structure(_unwrapped(answer))
+def _as_structure(answer: str, reference: Structure, algebra: Algebra) -> Equality:
+    given = parse_structure(_unwrapped(answer))
     loose = {"list", "set"}
     if given is None or (given.kind != reference.kind and not {given.kind, reference.kind} <= loose):
         return False
-    mine, theirs = _bare(given.members), _bare(reference.members)
+    mine, theirs = _without_shared_name(given.members), _without_shared_name(reference.members)
     if len(mine) != len(theirs) or any(map(_name, mine)) != any(map(_name, theirs)):
         return False
     if reference.ordered or all(len(words or "") > 1 for words in map(_words, theirs)):
-        return _all(_compare(one, other, ask) for one, other in zip(mine, theirs, strict=True))
-    return _matched(list(mine), theirs, ask)
+        return _all(_compare(one, other, algebra) for one, other in zip(mine, theirs, strict=True))
+    return _matched(list(mine), theirs, algebra)
 
 
-def _bare(members: tuple[str, ...]) -> tuple[str, ...]:
-    """`x = 1, x = 2` is 1, 2; `x = 1, y = 2` stays as it is."""
+def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
+    """Strip a name that all members share: `x = 1, x = 2` becomes 1, 2; `x = 1, y = 2` stays."""
     names = {_name(member) for member in members}
     return tuple(member.removeprefix(_name(member)).strip() for member in members) if len(names) == 1 else members
 
 
-def _all(verdicts: Iterable[Verdict]) -> Verdict:
-    seen = set(verdicts)
+def _all(equalities: Iterable[Equality]) -> Equality:
+    """Combine: False if any is False, else None if any is None, else True."""
+    seen = set(equalities)
     return False if False in seen else None if None in seen else True
 
 
-def _matched(answers: list[str], references: tuple[str, ...], ask: Ask) -> Verdict:
-    """Each reference with an answer of its own. Greedy is enough: what equals the same is equal."""
-    verdict: Verdict = True
+def _matched(answers: list[str], references: tuple[str, ...], algebra: Algebra) -> Equality:
+    """Match each reference with an answer of its own. Greedy is enough, for equality is transitive."""
+    equality: Equality = True
     for reference in references:
-        possible = [_compare(answer, reference, ask) for answer in answers]
+        possible = [_compare(answer, reference, algebra) for answer in answers]
         if True in possible:
             answers.pop(possible.index(True))
         elif None in possible:
-            verdict = None
+            equality = None
         else:
             return False
-    return verdict
+    return equality
 
 
-def _as_expression(answer: str, reference: str, ask: Ask) -> Verdict:
-    """A relation only with a relation; units as with numbers."""
+def _as_expression(answer: str, reference: str, algebra: Algebra) -> Equality:
+    """Compare expressions: a relation equals only a relation, and units are compared as with numbers."""
     if answer.replace("} ", "}") == reference.replace("} ", "}"):
         return True
-    if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)) or read_structure(answer) is not None:
+    if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)) or parse_structure(answer) is not None:
         return False
     if (r"\infty" in answer) != (r"\infty" in reference):
         return False
     if _RELATION.search(reference):
-        return ask(answer, reference)
+        return algebra(answer, reference)
     mine = split_unit(answer, is_reference=False)
-    theirs = split_unit(reference, is_reference=True) or Body(reference, "")
+    theirs = split_unit(reference, is_reference=True) or MeasuredExpression(reference, "")
     if mine is None or not mine.text or _words(mine.text) is not None or not units_agree(mine.unit, theirs.unit):
         return False
-    return ask(mine.text, theirs.text)
+    return algebra(mine.text, theirs.text)
 
 
 def _name(text: str) -> str:
-    r"""The `x =` or `x \in` that a text begins with, or nothing."""
+    r"""Return the `x =` or `x \in` that a text begins with, or an empty text."""
     match = _NAME.match(text)
     return match.group() if match and not _RELATION.search(text[match.end() :]) else ""
 
 
 def _value_of(text: str, name: str) -> str:
-    r"""Without the name, and without `\approx` before it."""
+    r"""Return the text without its name and without a leading `\approx`."""
     return text.removeprefix(name).strip().removeprefix(r"\approx").strip()
 
 
@@ -190,15 +197,15 @@ def _unwrapped(text: str) -> str:
 
 
 def _words(text: str) -> str | None:
-    r"""The words of a text answer; None where it is mathematics, several, or a number with a unit."""
+    r"""Return the words of an answer in words; None where it is mathematics, a list, or a number with a unit."""
     wrapped = _WRAPPED.fullmatch(text)
     inside = wrapped[1] if wrapped else text
     if letter := _LETTER.fullmatch(inside):
         return letter[1]
     if wrapped:
-        several = read_structure(inside) is not None
+        several = parse_structure(inside) is not None
         return inside if re.search("[A-Za-z]", inside) and not several else None
-    return inside if _WORDS.fullmatch(inside) and read_structure(inside) is None else None
+    return inside if _WORDS.fullmatch(inside) and parse_structure(inside) is None else None
 
 
 def _same_words(words: str, answer: str) -> bool:

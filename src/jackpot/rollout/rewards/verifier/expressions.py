@@ -1,13 +1,12 @@
-"""Equality of two expressions by math-verify, with what it gets wrong taken out. The only file that needs it.
+"""Equality of two expressions by math-verify, with corrections. The only file that imports math-verify.
 
-It runs in judge processes only: it can take for ever, and all memory. math-verify's own time limits are signals, which
-C code never sees; they are off.
+It runs in reward workers only, for it can take unbounded time and memory. math-verify's own time limits are signals,
+which C code ignores; they are off.
 
-What is done beside `math_verify.verify`:
+Corrections of `math_verify.verify`:
 
 - Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
-- Two expressions that it calls equal must agree to 30 digits at three points: to it, what differs by less than 1e-15
-  does not differ.
+- Two expressions that it calls equal must agree to 30 digits at three points: it ignores differences below 1e-15.
 - Two equations that it calls equal must differ by a factor that is the same at three points, and have an unknown.
 - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
 """
@@ -22,7 +21,7 @@ from sympy import Basic, Eq, Expr, Float, I, Rational, Symbol
 
 logging.getLogger("math_verify").disabled = True
 for name in ("grader", "parser"):
-    logging.getLogger(f"math_verify.{name}").disabled = True  # they warn that nobody limits the time; we do
+    logging.getLogger(f"math_verify.{name}").disabled = True  # they warn that no time limit is set; the pool sets it
 
 _STYLE = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
@@ -34,10 +33,10 @@ _PRIMES = ((2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37), (41, 43, 47, 53, 59, 
 
 
 def equal_expressions(answer: str, reference: str) -> bool:
-    """Whether two cleaned expressions are equal; False for one that math-verify cannot parse.
+    """Return whether two normalized expressions are equal; False where math-verify cannot parse one of them.
 
     Raises:
-        MemoryError: the process has no more.
+        MemoryError: the process is out of memory.
     """
     if _letters_differ(answer, reference):
         return False
@@ -50,12 +49,12 @@ def equal_expressions(answer: str, reference: str) -> bool:
         return bool(equal) and _agree(mine, theirs)
     except MemoryError:
         raise
-    except Exception:  # whatever sympy cannot do with what a model wrote
+    except Exception:  # sympy raises many kinds on text that a model generated
         return False
 
 
 def parse(text: str) -> Basic | None:
-    """An expression, equation or inequality with exact numbers; None for what math-verify cannot parse."""
+    """Parse an expression, equation or inequality with exact numbers; None where math-verify cannot parse it."""
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     try:
         parsed = parse_latex_cached(normalize_latex(text, config=_STYLE))
@@ -63,18 +62,18 @@ def parse(text: str) -> Basic | None:
         return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
     except MemoryError:
         raise
-    except Exception:  # of its many kinds none says more
+    except Exception:  # math-verify raises many kinds
         return None
 
 
 def _letters_differ(one: str, other: str) -> bool:
-    """Whether a letter is a capital on one side and small on the other, or there are other primes."""
+    """Return whether a letter is a capital on one side and small on the other, or the number of primes differs."""
     mine, theirs = (set(_LETTER.findall(_COMMAND.sub(" ", text))) for text in (one, other))
     return one.count("'") != other.count("'") or bool({letter.swapcase() for letter in mine - theirs} & (theirs - mine))
 
 
 def _agree(one: Basic, other: Basic) -> bool:
-    """A second opinion; what cannot be evaluated, such as an inequality, is as math-verify says."""
+    """Check math-verify's result numerically; inequalities and others without a value pass."""
     if isinstance(one, Eq) and isinstance(other, Eq):
         pairs = _values(one.lhs - one.rhs, other.lhs - other.rhs)
         return bool(one.free_symbols) and all(
@@ -86,7 +85,7 @@ def _agree(one: Basic, other: Basic) -> bool:
 
 
 def _values(one: Expr, other: Expr) -> list[tuple[Expr, Expr]]:
-    """Both at three points, for symbols by name; those that have no value there are left out."""
+    """Evaluate both at three points, with symbols matched by name; points without a value are left out."""
     names = sorted({symbol.name for symbol in one.free_symbols | other.free_symbols})
     pairs = []
     for primes in _PRIMES:

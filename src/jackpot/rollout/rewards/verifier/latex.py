@@ -1,6 +1,6 @@
-r"""One spelling for what LaTeX can spell in many ways. Standard library only.
+r"""Normalization of LaTeX answers to one spelling. Standard library only.
 
-Nothing here changes what an answer says: sizes, spaces, fonts, delimiters and names of the same sign.
+It changes sizes, spaces, fonts, delimiters and names of the same sign, and never the meaning of an answer.
 """
 
 import re
@@ -64,11 +64,12 @@ _HALF_DONE = re.compile(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])")
 _TOKEN = r"\\[A-Za-z]+|[^{}]"
 
 
-def clean(text: str) -> str:
-    r"""The answer without decoration: `\left( 3, \dfrac{\pi}2 \right)` becomes `(3, \frac{\pi}{2})`.
+def normalize(text: str) -> str:
+    r"""Return the answer without decoration: `\left( 3, \dfrac{\pi}2 \right)` becomes `(3, \frac{\pi}{2})`.
 
-    A space stays between letters and digits and before words, where it may mean something, and after a comma that had
-    one: `1, 200` is two numbers, and `1,200` and `1,\! 200` are one. `**` is a power, unless it stands around all.
+    A space stays between letters and digits and before words, where it may carry meaning, and after a comma that had
+    one: `1, 200` is two numbers, and `1,200` and `1,\! 200` are one. `**` is a power, unless it encloses the whole
+    answer (bold in Markdown).
     """
     if bold := _BOLD.fullmatch(text):
         text = bold[1]
@@ -76,21 +77,21 @@ def clean(text: str) -> str:
     text = _SIGN.sub(lambda match: _SIGNS[match.group()], text.replace("\0", ""))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = _outside_dollars(text.strip())
-    text = _SPACES.sub(" ", _with_braces(text)).strip().rstrip(".,;: ")
+    text = _strip_dollars(text.strip())
+    text = _SPACES.sub(" ", _add_braces(text)).strip().rstrip(".,;: ")
     return _NEEDLESS.sub("", text)
 
 
-def _outside_dollars(text: str) -> str:
-    r"""Dollars that only open and close formulas go; `\$5` and `$5` keep theirs, as `\$`."""
+def _strip_dollars(text: str) -> str:
+    r"""Remove dollar signs that delimit formulas; those of amounts, `\$5` and `$5`, stay as `\$`."""
     bare = re.findall(r"(?<!\\)\$", text)
     if len(bare) % 2 == 0:
         return re.sub(r"(?<!\\)\$", " ", text).strip()
     return re.sub(r"(?<!\\)\$", r"\\$", text)
 
 
-def _with_braces(text: str) -> str:
-    r"""`\frac12`, `\frac{1}b` and `\sqrt3` with the braces that they stand for."""
+def _add_braces(text: str) -> str:
+    r"""Add the braces that `\frac12`, `\frac{1}b` and `\sqrt3` leave out."""
     text = _COMMAND.sub(r"\\\1\0", _LOOSE.sub(r"\1", text))  # NUL: here one token is an argument
     text = re.sub(rf"\0({_TOKEN})", r"{\1}", text)
     text = _HALF_DONE.sub(r"\1\0", text)

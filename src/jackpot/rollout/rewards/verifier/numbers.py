@@ -1,14 +1,14 @@
-r"""Numbers and their units, exactly. Standard library only.
+r"""Exact parsing of numbers with units. Standard library only.
 
 A number is an integer, a decimal, a fraction (`a/b`, `\frac{a}{b}`) or a mixed number (`2\frac{1}{3}`, `2 1/3`), with a
 sign and with commas or thin spaces between thousands. Its value is a `fractions.Fraction`: 0.1 + 0.2 is 0.3, and 0.333
-is not 1/3. What follows it may be
+is not 1/3. A number may be followed by
 
 - a unit that is known (`_UNITS`): it must be the same on both sides where both have one, so 5 cm is 5, and not 5 m;
-- a percent sign or the sign of degrees, or dollars before the number: such units;
-- a label, `\text{right triangles}`, or in an answer plain words after a space such as `18 eggs`: it says nothing, but
-  it is not the unit of a reference that has one: 5 nanometers is not 5 m. A word that changes the number or joins two
-  (`dozen`, `eighths`, `or`; `_TELLING`) is no label, and then this is no number.
+- a percent or degree sign, or preceded by a dollar sign: these are known units too;
+- a label, `\text{right triangles}`, or in an answer plain words after a space such as `18 eggs`: it is ignored, but it
+  does not match a reference with a unit: 5 nanometers is not 5 m. A word that changes the number or joins two
+  (`dozen`, `eighths`, `or`; `_MEANINGFUL`) is no label, and the text is then no number.
 
 Nothing is converted: 50 % is 50 with a unit and not 0.5, 1 m is not 100 cm.
 """
@@ -51,7 +51,7 @@ _UNITS = {
 }
 _CANONICAL = {word: unit for unit, words in _UNITS.items() for word in words.split()}
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-_TELLING = frozenset(
+_MEANINGFUL = frozenset(
     word
     for line in (
         "hundred thousand million billion trillion quadrillion dozen score gross lakh crore half halves third quarter",
@@ -76,32 +76,35 @@ _NUMBER = re.compile(
     + rf"|(?P<top3>{_DIGITS})/(?P<bottom3>{_DIGITS})"
     + rf"|(?P<plain>{_DIGITS}))"
 )  # fmt: skip
-_LONGEST_NUMBER = 1_000  # characters
+_MAX_NUMBER_LENGTH = 1_000  # characters
 
 
-LABEL = "label"  # words that are no known unit
+LABEL = "label"  # the unit of a number that is followed by other words
 
 
 class Quantity(NamedTuple):
+    """A number with its unit."""
+
     value: Fraction
-    unit: str  # empty where there is none
+    unit: str  # a key of `_UNITS`, with `^2` or `^3` for a power; LABEL; empty where there is none
 
 
-class Body(NamedTuple):
-    """An expression without its unit."""
+class MeasuredExpression(NamedTuple):
+    """An expression split from the unit behind it."""
 
     text: str
-    unit: str
+    unit: str  # as in `Quantity`
 
 
-def read_quantity(text: str, is_reference: bool) -> Quantity | None:
-    """The number that a cleaned text is; None where it is none, or is longer than a thousand characters.
+def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
+    """Return the number that a normalized text denotes; None where it is no number or has over a thousand characters.
 
     Args:
-        is_reference: plain words after it must then be known units: `5 abc` may be a product.
+        is_reference: whether the text is the reference. Plain words after its number must be known units, for `5 abc`
+            may be a product.
     """
     body = split_unit(text, is_reference)
-    if body is None or not body.text or len(body.text) > _LONGEST_NUMBER:
+    if body is None or not body.text or len(body.text) > _MAX_NUMBER_LENGTH:
         return None
     match = _NUMBER.fullmatch(body.text)
     if match is None or (match["sign"] and match["sign2"]) or (match["dollar"] and body.unit):
@@ -114,7 +117,7 @@ def read_quantity(text: str, is_reference: bool) -> Quantity | None:
 
 
 def units_agree(given: str, wanted: str) -> bool:
-    """Whether an answer's unit will do for the reference's: for a known one only that one, or none."""
+    """Return whether an answer's unit fits the reference's: a known unit accepts only itself or no unit."""
     return wanted in ("", LABEL) or given in ("", wanted)
 
 
@@ -124,48 +127,48 @@ _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # of degre
 _PLAIN_UNIT = re.compile(r"(?<=[\d}.])( ?)([A-Za-z]+(?:[. ]{1,2}[A-Za-z]+){0,4}[. ]{0,2})(?:\^\{?(\d)\}?)?$")
 
 
-def split_unit(text: str, is_reference: bool) -> Body | None:
-    r"""An expression and the known unit after it, as in `480\sqrt{3}\text{ feet}`; labels go and leave no unit.
+def split_unit(text: str, is_reference: bool) -> MeasuredExpression | None:
+    r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
-    None where words follow that are neither, so that nobody reads them as a product of letters.
+    Return None where other words follow, so that they are not taken for a product of letters.
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
-        return Body(text[: match.start()], _CANONICAL[match[1]])
+        return MeasuredExpression(text[: match.start()], _CANONICAL[match[1]])
     if match := _TEXT_UNIT.search(text):
         unit = _unit(match[1], match[2])
-        return None if unit is None else Body(text[: match.start()], unit)
+        return None if unit is None else MeasuredExpression(text[: match.start()], unit)
     match = _PLAIN_UNIT.search(text)
     if match is None:
-        return Body(text, "")
+        return MeasuredExpression(text, "")
     unit, letters = _unit(match[2], match[3]), match[2].strip()
     if unit is None or (unit != LABEL and len(letters) < 2):
-        return Body(text, "")
+        return MeasuredExpression(text, "")
     if unit == LABEL and (is_reference or not match[1] or max(map(len, letters.split())) < 3):
-        return Body(text, "")
-    return Body(text[: match.start()], unit)
+        return MeasuredExpression(text, "")
+    return MeasuredExpression(text[: match.start()], unit)
 
 
 def _unit(words: str, power: str | None) -> str | None:
-    """The known unit, `LABEL` for other words, "" for none, None for words that tell something."""
+    """Return the known unit, `LABEL` for other words, "" for no words, or None for words of `_MEANINGFUL`."""
     parts = [part for part in re.split(r"[\s.]+", words.lower()) if part]
-    parts = [part if part in _TELLING else _singular(part) for part in parts]
-    measured = parts
+    parts = [part if part in _MEANINGFUL else _singular(part) for part in parts]
+    unit_words = parts
     if parts and parts[0] in _POWERS:
-        power, measured = _POWERS[parts[0]], parts[1:]
-    if known := _CANONICAL.get(" ".join(measured)):
+        power, unit_words = _POWERS[parts[0]], parts[1:]
+    if known := _CANONICAL.get(" ".join(unit_words)):
         return f"{known}^{power}" if power else known
-    if any(part in _TELLING or re.search(r"\d|[=<>+*/^_]", part) for part in parts) or len(parts) > 5:
+    if any(part in _MEANINGFUL or re.search(r"\d|[=<>+*/^_]", part) for part in parts) or len(parts) > 5:
         return None
     return LABEL if parts else ""
 
 
 def _singular(word: str) -> str:
-    """`ms` and `ls` are not the plural of one letter."""
+    """Return a word without its plural s; `ms` and `ls` are not plurals of one letter."""
     return word if word in _CANONICAL or not word.endswith("s") or len(word) < 3 else word[:-1]
 
 
 def _value(groups: dict[str, str | None]) -> Fraction | None:
-    """None for a denominator of zero."""
+    """Return the number of a match of `_NUMBER` without its sign; None for a denominator of zero."""
 
     def number(name: str) -> Fraction:
         return Fraction((groups[name] or "0").replace(",", "").replace(" ", ""))

@@ -1,7 +1,7 @@
-r"""How an answer is put together: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library.
+r"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
 
-Brackets, order and count of the members are compared here; only the members themselves are mathematics. That keeps
-`(2,1)` from being an empty interval and `4:51` from being a quotient.
+A structure keeps brackets, order and count of its members, so that only the members are compared as mathematics. Hence
+`(2,1)` is not an empty interval and `4:51` not a quotient.
 """
 
 import re
@@ -23,18 +23,18 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """`kind` names the brackets, or what stands between the members. Unordered members may come in any order."""
+    """A structured answer: what kind it is and its members as text."""
 
-    kind: str
+    kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
     members: tuple[str, ...]
-    ordered: bool
+    ordered: bool  # False where the members may come in any order
 
 
-def read_structure(text: str) -> Structure | None:
-    """What a cleaned answer is made of; None where it is one expression.
+def parse_structure(text: str) -> Structure | None:
+    """Return the structure of a normalized answer, or None where it is a single expression.
 
-    Where some separator is sure, a comma with a space after it or a word, one between digits without a space is of
-    thousands.
+    A comma between digits without a space separates thousands, if the answer also has an unambiguous separator: a comma
+    followed by a space, or a word.
     """
     if _SURE_SEPARATOR.search(text):
         text = _THOUSANDS.sub("", text)
@@ -42,7 +42,7 @@ def read_structure(text: str) -> Structure | None:
 
 
 def _matrix(text: str) -> Structure | None:
-    r"""Row by row. A determinant (`vmatrix`) is a number and so no matrix."""
+    r"""Parse a matrix row by row. A determinant (`vmatrix`) is a number and so no matrix."""
     match = _MATRIX.fullmatch(text)
     if match is None or match[1].lower() == "vmatrix" or "\\begin" in match[2]:
         return None
@@ -52,23 +52,24 @@ def _matrix(text: str) -> Structure | None:
 
 
 def _separated(text: str) -> Structure | None:
-    r"""Members between `\cup`, or between commas, semicolons, `and`, `or`; `a \pm b` is two of them."""
-    union = split_top(text, lambda token: token == r"\cup")
+    r"""Parse members between `\cup`, or between commas, semicolons, `and`, `or`; `a \pm b` counts as two members."""
+    union = split_outside_brackets(text, lambda token: token == r"\cup")
     if len(union) > 1:
         return Structure("union", tuple(union), False)
-    parts = split_top(text, _is_separator)
+    parts = split_outside_brackets(text, _is_separator)
     members = [sign for part in parts if part for sign in _both_signs(part)]
     return Structure("list", tuple(members), False) if len(members) > 1 else None
 
 
 def _bracketed(text: str) -> Structure | None:
+    """Parse a tuple, interval, vector or set, all of whose text stands in brackets."""
     opening = next((one for one in _CLOSING if text.startswith(one)), None)
     if opening is None:
         return None
     inside = _inside(text, opening)
     if inside is None:
         return None
-    parts = split_top(inside, lambda token: token in ",;")
+    parts = split_outside_brackets(inside, lambda token: token in ",;")
     if opening == r"\{":
         members = tuple(sign for part in parts if part for sign in _both_signs(part))
         return Structure("set", members, False)
@@ -77,7 +78,7 @@ def _bracketed(text: str) -> Structure | None:
 
 
 def _inside(text: str, opening: str) -> str | None:
-    """Between a bracket at the beginning and the one that closes it, if that stands at the end; `[0,1)` counts."""
+    """Return the text between the first bracket and its closing one, if that ends the text; `[0,1)` is closed."""
     depth = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -91,7 +92,7 @@ def _inside(text: str, opening: str) -> str | None:
 
 
 def _ratio(text: str) -> Structure | None:
-    """`3:5` and `9:24`."""
+    """Parse a ratio or time, such as `3:5` and `9:24`."""
     parts = text.split(":")
     is_ratio = len(parts) > 1 and all(re.fullmatch(r" ?[\w.\\{}]+ ?", part) for part in parts)
     return Structure("ratio", tuple(part.strip() for part in parts), True) if is_ratio else None
@@ -102,14 +103,14 @@ def _is_separator(token: str) -> bool:
 
 
 def _both_signs(part: str) -> list[str]:
-    r"""`1 \pm x` as `1 + x` and `1 - x`."""
+    r"""Return `1 \pm x` as `1 + x` and `1 - x`, and any other text alone."""
     if len(_PLUS_MINUS.findall(part)) != 1 or _bracketed(part) is not None:
         return [part]
     return [_PLUS_MINUS.sub("+", part).removeprefix("+"), _PLUS_MINUS.sub("-", part)]
 
 
-def split_top(text: str, is_separator: Callable[[str], bool]) -> list[str]:
-    """The parts between separators that stand in no brackets, without the spaces around them."""
+def split_outside_brackets(text: str, is_separator: Callable[[str], bool]) -> list[str]:
+    """Split a text at separators that stand in no brackets, and strip the spaces around each part."""
     parts, depth, start = [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match.group()
