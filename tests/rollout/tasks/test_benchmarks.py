@@ -9,7 +9,7 @@ from helpers.paths import ROOT
 from jackpot.config.build import build_config
 from jackpot.config.tasks import DataConfig, MathConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import locate
+from jackpot.rollout.tasks.data import find_source
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 REST = {
@@ -39,4 +39,4 @@ def test_a_benchmark_can_be_asked_for_in_either_role(name, monkeypatch):
     """One with a single part, such as AIME, is that part for training too."""
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
     for split in ("train", "test"):
-        assert locate(DataConfig(source=name), split).name == name
+        assert find_source(DataConfig(source=name), split).name == name

@@ -12,7 +12,7 @@ from helpers.published import data_folder
 from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import DATA_FOLDER, locate
+from jackpot.rollout.tasks.data import DATA_FOLDER, find_source
 
 ROWS = [
     {"question": "What is 1+1?", "gold": 2, "key": "a"},
@@ -34,7 +34,7 @@ def no_local_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(source, split="train", **settings):
-    return list(locate(DataConfig(source=str(source), **settings), split).rows())
+    return list(find_source(DataConfig(source=str(source), **settings), split).rows())
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -232,9 +232,9 @@ def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(t
     write(tmp_path / "extra" / "more.jsonl", [problem(4)])
     assert [row.answer for row in rows(tmp_path, "train")] == ["1", "2"]
     assert [row.answer for row in rows(tmp_path, "test")] == ["3"]
-    assert [row.answer for row in locate(DataConfig(source=str(tmp_path), split="extra"), "train").rows()] == ["4"]
+    assert [row.answer for row in find_source(DataConfig(source=str(tmp_path), split="extra"), "train").rows()] == ["4"]
     with pytest.raises(DataError, match=r"no files of split 'dev', only data/own_test\.jsonl"):
-        locate(DataConfig(source=str(tmp_path), split="dev"), "train")
+        find_source(DataConfig(source=str(tmp_path), split="dev"), "train")
 
 
 def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):
@@ -278,7 +278,7 @@ def test_settings_that_do_not_fit_the_source_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="subset is 'main', but"):
         rows(path, subset="main")
     with pytest.raises(DataError, match=r"unknown split 'dev'. Valid: test, train"):
-        locate(DataConfig(source="gsm8k", split="dev"), "train")
+        find_source(DataConfig(source="gsm8k", split="dev"), "train")
     monkeypatch.setenv(DATA_FOLDER, str(path))
     with pytest.raises(DataError, match=r"JACKPOT_DATA is .* not a folder"):
         rows("gsm8k")
@@ -291,7 +291,7 @@ def test_a_benchmark_is_read_from_the_folder_that_the_environment_names(tmp_path
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     assert [(row.problem, row.answer) for row in rows("gsm8k", "train")] == [("q", "2")]
     assert [(row.problem, row.answer) for row in rows("gsm8k", "test")] == [("t", "3")]
-    assert [row.problem for row in locate(DataConfig(source="gsm8k", split="test"), "train").rows()] == ["t"]
+    assert [row.problem for row in find_source(DataConfig(source="gsm8k", split="test"), "train").rows()] == ["t"]
     assert [row.answer for row in rows("math")] == ["5"]
 
 
@@ -328,18 +328,20 @@ def hub(tmp_path, monkeypatch) -> str:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_data_set_of_the_hub_is_read_again_and_again(streaming, hub):
     columns = ColumnsConfig(problem="question", answer="key")
-    source = locate(DataConfig(source=hub, columns=columns, streaming=streaming), "train")
+    source = find_source(DataConfig(source=hub, columns=columns, streaming=streaming), "train")
     for _ in range(2):
         assert [row.problem for row in source.rows()] == [row["question"] for row in ROWS]
     assert len(rows(hub, "test", columns=columns, streaming=streaming)) == 1
-    assert len(list(locate(DataConfig(source=hub, columns=columns, split="test"), "train").rows())) == 1
+    assert len(list(find_source(DataConfig(source=hub, columns=columns, split="test"), "train").rows())) == 1
 
 
 def test_a_subset_or_split_that_the_hub_does_not_have_is_refused(hub):
     columns = ColumnsConfig(problem="question", answer="key")
     for settings, said in (({"subset": "socratic"}, "socratic"), ({"split": "dev"}, "dev")):
-        with pytest.raises(DataError, match=f"cannot be had from the hub: .*{said}.*Check its name, subset and split"):
-            list(locate(DataConfig(source=hub, columns=columns, **settings), "train").rows())
+        with pytest.raises(
+            DataError, match=f"cannot be fetched from the hub: .*{said}.*Check its name, subset and split"
+        ):
+            list(find_source(DataConfig(source=hub, columns=columns, **settings), "train").rows())
 
 
 def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
@@ -347,7 +349,7 @@ def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError) as error:
         rows("aime25", "test")
-    assert str(error.value).startswith("math-ai/aime25 (test) cannot be had from the hub: ")
+    assert str(error.value).startswith("math-ai/aime25 (test) cannot be fetched from the hub: ")
     assert "or give a local file as source, or put aime25.jsonl into a folder and set JACKPOT_DATA to it" in str(
         error.value
     )

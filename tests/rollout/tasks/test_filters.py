@@ -9,14 +9,14 @@ from helpers.texts import write_problems
 from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks import filters
-from jackpot.rollout.tasks.data import locate
+from jackpot.rollout.tasks.data import find_source
 from jackpot.rollout.tasks.filters import Problems, RowCounts, StreamedProblems
 
 ANSWERS = [None if number % 10 == 3 else number for number in range(1000)]  # every tenth has none
 
 
 def source(path: Path, **settings):
-    return locate(DataConfig(source=str(path), **settings), "train")
+    return find_source(DataConfig(source=str(path), **settings), "train")
 
 
 def all_fit(rows):
@@ -39,14 +39,14 @@ def thousand(tmp_path_factory) -> Path:
 def test_rows_without_an_answer_and_rows_that_do_not_fit_are_left_out_and_counted_apart(thousand):
     found = Problems(source(thousand), without_sevens)
     assert found.size == len(KEPT) and [found[n].answer for n in range(found.size)] == KEPT
-    assert found.tally == TALLY and found.tally.kept == len(KEPT)
+    assert found.counts == TALLY and found.counts.kept == len(KEPT)
 
 
 def test_rows_whose_answer_is_too_long_to_verify_are_left_out_and_counted(tmp_path):
     path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
     found = Problems(source(path), all_fit)
     assert [len(found[n].answer) for n in range(found.size)] == [1, 2_000]
-    assert found.tally == RowCounts(rows=5, without_answer=1, long_answer=2) and found.tally.kept == 2
+    assert found.counts == RowCounts(rows=5, without_answer=1, long_answer=2) and found.counts.kept == 2
     with pytest.raises(DataError, match="1 have an answer of more than 2,000 characters"):
         Problems(source(write_problems(tmp_path / "none.jsonl", ["x" * 2_001])), all_fit)
 
@@ -54,7 +54,7 @@ def test_rows_whose_answer_is_too_long_to_verify_are_left_out_and_counted(tmp_pa
 def test_a_stream_is_the_same_problems_in_their_order(thousand):
     found = StreamedProblems(source(thousand), without_sevens)
     assert found.size is None and [found[n].answer for n in range(len(KEPT))] == KEPT
-    assert found.tally == TALLY
+    assert found.counts == TALLY
 
 
 def test_a_stream_begins_anew_with_ids_of_its_own(thousand):
@@ -63,16 +63,16 @@ def test_a_stream_begins_anew_with_ids_of_its_own(thousand):
     assert [row.answer for row in whole] == 3 * KEPT
     assert len({row.uid for row in whole}) == 3 * size
     assert [whole[n * size + 5].uid for n in range(3)] == ["6", "6+1", "6+2"]
-    assert found.tally == TALLY  # each row once
+    assert found.counts == TALLY  # each row once
 
 
 def test_any_problem_of_a_stream_is_found_from_anywhere(thousand, monkeypatch):
-    monkeypatch.setattr(filters, "REMEMBERED", 10)
+    monkeypatch.setattr(filters, "BUFFER", 10)
     found, size = StreamedProblems(source(thousand), without_sevens), len(KEPT)
     for index in (500, 491, 490, 3, 2 * size + 1, 0, size, size - 1, 9):
         assert found[index].answer == KEPT[index % size]
         assert found[index].uid.endswith(f"+{index // size}") or index < size
-    assert found.tally == TALLY
+    assert found.counts == TALLY
 
 
 def test_a_stream_does_not_hold_what_it_has_read(tmp_path):

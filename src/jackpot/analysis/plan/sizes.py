@@ -16,7 +16,7 @@ from jackpot.launch.local import load_tokenizers, model_paths
 from jackpot.models.load import hub_answers, load_config, load_outline, resolve_path
 from jackpot.models.lora import adapter_size
 from jackpot.rollout.tasks.base import PromptStream
-from jackpot.rollout.tasks.data import locate
+from jackpot.rollout.tasks.data import find_source
 from jackpot.rollout.tasks.registry import make_task
 
 
@@ -86,7 +86,7 @@ def prompt_lengths(config: Config) -> Prompts:
 
 def _is_elsewhere(config: Config) -> bool:
     """Whether some of it is on the hub, which does not answer."""
-    on_hub = isinstance(config.task, MathConfig) and not locate(config.task.train, "train").is_local
+    on_hub = isinstance(config.task, MathConfig) and not find_source(config.task.train, "train").is_local
     paths = model_paths(config, None).values()
     return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
 

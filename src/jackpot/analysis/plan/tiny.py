@@ -39,7 +39,7 @@ from jackpot.models.families import FAMILIES, Known, known_model
 from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, locate
+from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source
 from jackpot.rollout.tasks.files import SUFFIXES
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
@@ -244,7 +244,7 @@ def _write_models(config: Config, small: Config, models: Models, folder: Path) -
 def _answers(small: Config) -> list[str]:
     if not isinstance(small.task, MathConfig):
         return []
-    return [row.answer for row in locate(small.task.train, "train").rows() if row.answer]
+    return [row.answer for row in find_source(small.task.train, "train").rows() if row.answer]
 
 
 def _write_data(config: Config, folder: Path) -> list[str]:
@@ -276,7 +276,7 @@ def _sources(config: Config) -> dict[str, DataSource]:
                 sources[_data_file(data, split)] = _source(data, split)
     for name in dict.fromkeys(names):
         for part in filter(None, (BENCHMARKS[name].train, BENCHMARKS[name].test)):
-            sources[part.file] = locate(DataConfig(source=name, split=part.split), "train")
+            sources[part.file] = find_source(DataConfig(source=name, split=part.split), "train")
     return sources
 
 
@@ -285,7 +285,7 @@ def _source(data: DataConfig, split: Split) -> DataSource:
     path = Path(data.source).expanduser()
     if not path.exists() and (path.suffix in SUFFIXES or "/" in data.source) and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})
-    return locate(data, split)
+    return find_source(data, split)
 
 
 def _rows(source: DataSource, number: int) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Sums of a few numbers, worked out step by step: an offline task that a model of 60,000 parameters can do.
+"""Sums of a few numbers, solved step by step: an offline task that a model of 60,000 parameters can learn.
 
 A prompt is `12+34+5=`. A good response carries out one addition after the other and repeats the result after `#`:
-`46+5=51#51`. Only the number after `#` is judged; how a response got there is its own affair.
+`46+5=51#51`. The reward depends on the number after `#` only, and not on the steps.
 """
 
 import random
@@ -20,11 +20,11 @@ TEST_SHARE = 0.1  # of all problems
 
 
 class Arithmetic(Task):
-    """Endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
+    """Generates endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
 
     Problem number `index` of a split is a pure function of the two. A problem belongs to the split that the hash of
-    its sorted operands names, so no test problem, in whatever order it is written, is ever a training problem. There
-    are finitely many problems, so an endless split repeats some.
+    its sorted operands selects, so no test problem is a training problem, not even with permuted operands. The number of
+    problems is finite, so an endless split repeats some.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ArithmeticConfig) -> None:
@@ -33,11 +33,11 @@ class Arithmetic(Task):
         self._max_operand = settings.max_operand
 
     def size(self, split: Split) -> None:
-        """Always None: both splits are endless."""
+        """Return None: both splits are endless."""
         _check_split(split)
 
     def operands(self, split: Split, index: int) -> tuple[int, ...]:
-        """The numbers to add in problem `index` of `split`: the number of terms is uniform, then each operand."""
+        """Draw the numbers to add in problem `index` of `split`: their count first, then each of them, uniformly."""
         _check_split(split)
         if index < 0:
             raise DataError(f"arithmetic was asked for {split} problem {index}; problems are numbered from 0")
@@ -49,6 +49,7 @@ class Arithmetic(Task):
                 return operands
 
     def prompt(self, split: Split, index: int) -> Prompt:
+        """Return problem `index` as text such as `12+34=`, with the sum as its reference answer."""
         operands = self.operands(split, index)
         text = "+".join(map(str, operands)) + "="
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -62,20 +63,20 @@ class Arithmetic(Task):
         )
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """1 where the response ended by itself and everything after its first `#` is the sum, else 0."""
+        """Return reward 1 where the response ended by itself and all text after its first `#` is the sum, else 0."""
         _, _, answer = response.partition("#")
         correct = finished and answer == prompt.answer
         return Score(reward=float(correct), correct=correct)
 
 
 def split_of(operands: tuple[int, ...]) -> Split:
-    """The one split that these numbers belong to, in whatever order."""
+    """Return the split of a problem with these operands; their order does not matter."""
     share = _hash("+".join(map(str, sorted(operands)))) / 2**64
     return "test" if share < TEST_SHARE else "train"
 
 
 def _hash(text: str) -> int:
-    """64 bits that are the same in every process and on every machine, unlike the built-in `hash`."""
+    """Hash to 64 bits, equal in every process and on every machine, unlike the built-in `hash`."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -88,7 +89,7 @@ _ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # 
 
 
 class ToolArithmetic(Arithmetic):
-    """The problems and the reward of `Arithmetic`; a turn ends with any token whose text ends with `=`."""
+    """Adds a calculator to `Arithmetic`: every token that ends with `=` ends the turn, and the sum is the reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)
@@ -96,6 +97,6 @@ class ToolArithmetic(Arithmetic):
         self.turn_end_token_ids = tuple(index for index in ids if tokenizer.decode([index]).endswith("="))
 
     def step(self, prompt: Prompt, response: str) -> str:
-        """The sum of the two numbers since the last `=` or `#`, or `?`."""
+        """Return the sum of the two numbers since the last `=` or `#`, or `?` where there are not two."""
         addition = _ADDITION.fullmatch(response)
         return str(int(addition[1]) + int(addition[2])) if addition else "?"

@@ -1,38 +1,37 @@
-r"""The data sets that the field trains and measures on, by name.
+r"""Public data sets for training and evaluation, by name.
 
-Names, columns and sizes are those of the hub as public code and model cards use them in 2026; none has been fetched by
-this project's tests, which read local copies. What is less than certain stands at the entry. A local copy may have the
-hub's columns or plain `problem` and `answer`.
+Names, columns and sizes on the hub are as public code and model cards use them in 2026. Tests read local copies and
+fetch nothing; uncertain facts are noted at the entry. A local copy has the hub's columns or `problem` and `answer`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-AnswerFormat = Literal["plain", "hashes", "boxed"]
+AnswerFormat = Literal["plain", "hashes", "boxed"]  # see `DataConfig.answers`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkSplit:
     """One split of a benchmark."""
 
-    split: str  # on the hub
-    file: str  # its name in the folder that JACKPOT_DATA names
-    size: int  # problems, as published
+    split: str  # its name on the hub
+    file: str  # its file name in the folder JACKPOT_DATA
+    size: int  # number of problems, as published
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """Where a data set is and how its rows are read."""
+    """The location of a data set and how its rows are read."""
 
-    hub: str
-    subset: str | None = None
+    hub: str  # OWNER/NAME
+    subset: str | None = None  # on the hub
     train: BenchmarkSplit | None = None
     test: BenchmarkSplit | None = None
-    problem: tuple[str, ...] = ("problem",)  # columns; the first that is there
-    answer: Mapping[str, AnswerFormat]  # columns and how the answer is read from them; the first that is there
-    uid: tuple[str, ...] = ()  # columns; the first that is there, else the row's number
-    note: str  # origin, licence, and what to know
+    problem: tuple[str, ...] = ("problem",)  # column names; the first one present is used
+    answer: Mapping[str, AnswerFormat]  # column names with their formats; the first one present is used
+    uid: tuple[str, ...] = ()  # column names; the first one present is used, else the row number
+    note: str  # origin, licence, caveats
 
 
 _PLAIN: dict[str, AnswerFormat] = {"answer": "plain"}

@@ -1,4 +1,4 @@
-"""From a setting such as `gsm8k`, a file or a name of the hub to problems with answers."""
+"""Problems with answers from a benchmark's name, a file or folder, or a data set of the Hugging Face hub."""
 
 import math
 import os
@@ -17,36 +17,38 @@ from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, AnswerFormat, Benchmark
 from jackpot.rollout.tasks.files import SUFFIXES, Record, find_files, read_files, read_hub
 
-DATA_FOLDER = "JACKPOT_DATA"  # the variable of the environment that names a folder with local copies of benchmarks
-HUB = "hub:"
-LOOKED_AT = 100  # rows from which the columns are known: a row of JSON may leave some out
+DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
+HUB = "hub:"  # prefix of a source on the hub
+COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack some
 
 
 class DataRow(NamedTuple):
+    """One problem as read from a data source."""
+
     uid: str
     problem: str
     answer: str | None  # None where the row has none
-    place: str  # for a person
+    place: str  # file and row number, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Rows that can be read again and again, always the same ones in the same order."""
+    """A data source whose rows can be read repeatedly, always the same in the same order."""
 
-    name: str  # in uids and messages
-    records: Callable[[], Iterator[Record]]
-    benchmark: Benchmark  # what is read where the settings leave it open
+    name: str  # for uids and messages
+    records: Callable[[], Iterator[Record]]  # starts reading from the first row
+    benchmark: Benchmark  # defaults for the settings that are left open
     settings: DataConfig
-    is_local: bool  # False: on the hub, which is asked when the rows are
+    is_local: bool  # False: on the hub, which is contacted when rows are read
 
     def rows(self) -> Iterator[DataRow]:
-        """Every row up to `limit`.
+        """Yield every row up to `limit`.
 
         Raises:
-            DataError: wrong columns (lists those that are there), a row without a problem, or a value that is no text.
+            DataError: missing columns (lists those present), a row without a problem, or a value that is no text.
         """
         records = islice(self.records(), self.settings.limit)
-        first = list(islice(records, LOOKED_AT))
+        first = list(islice(records, COLUMN_SAMPLE))
         if not first:
             raise DataError(f"{self.name} has no rows; give a source that has some")
         read = _reader(first, self.benchmark, self.settings)
@@ -54,20 +56,20 @@ class DataSource:
             yield read(number, record)
 
 
-def locate(settings: DataConfig, split: Split) -> DataSource:
-    """Where the rows are that the setting `task.train` or `task.test` names. Nothing is read yet.
+def find_source(settings: DataConfig, split: Split) -> DataSource:
+    """Find the source that `task.train` or `task.test` names, without reading it.
 
-    A benchmark is read from the folder JACKPOT_DATA where its file is there, else from the hub.
+    A benchmark is read from its file in the folder JACKPOT_DATA if there is one, else from the hub.
 
     Raises:
-        DataError: neither a benchmark (lists them), nor a path, nor a name of the hub; or no such file.
+        DataError: the source is neither a benchmark (lists them), nor a path, nor on the hub; or there is no such file.
     """
     source = settings.source
     if source in BENCHMARKS:
         return _benchmark(source, settings, split)
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
-        return _on_hub(name, name, settings.split or split, _OTHER, settings, "give a local file as source")
+        return _on_hub(name, name, settings.split or split, _OWN_DATA, settings, "give a local file as source")
     path = Path(source).expanduser()
     if not (path.suffix in SUFFIXES or "/" in source or path.exists()):
         raise DataError(
@@ -76,14 +78,14 @@ def locate(settings: DataConfig, split: Split) -> DataSource:
         )
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in SUFFIXES:
         raise DataError(f"there is no folder {source}; for the data set of the hub write {HUB}{source}")
-    return _local(path.stem if path.suffix in SUFFIXES else path.name, path, settings.split, split, _OTHER, settings)
+    return _local(path.stem if path.suffix in SUFFIXES else path.name, path, settings.split, split, _OWN_DATA, settings)
 
 
-_OTHER = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="what a user's own data looks like")
+_OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="defaults of the user's own data")
 
 
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
-    """A named one. The only part of a benchmark that has one serves for training and for testing."""
+    """Find a benchmark. One that has a single split uses it both for training and for testing."""
     benchmark = BENCHMARKS[name]
     parts = [one for one in (benchmark.train, benchmark.test) if one]
     part = getattr(benchmark, split) or parts[0]
@@ -117,7 +119,7 @@ def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: Dat
 
 
 def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig) -> Callable[[int, Record], DataRow]:
-    """How a row is read, decided by the columns of the first ones."""
+    """Return the function that reads a row, chosen by the columns of the first rows."""
     columns, place = {name for record in first for name in record.values}, first[0].place
     chosen = settings.columns
     problem = _column("problem", [chosen.problem] if chosen.problem else benchmark.problem, columns, place)
@@ -129,8 +131,8 @@ def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig)
         values, place = record.values, record.place
         text = _text(values.get(answer), answer, place)
         return DataRow(
-            uid=str(number) if uid is None else _needed(values, uid, place),
-            problem=_needed(values, problem, place),
+            uid=str(number) if uid is None else _required_text(values, uid, place),
+            problem=_required_text(values, problem, place),
             answer=None if text is None else extract(text),
             place=place,
         )
@@ -139,6 +141,7 @@ def _reader(first: Sequence[Record], benchmark: Benchmark, settings: DataConfig)
 
 
 def _column(role: str, candidates: Sequence[str], columns: set[str], place: str) -> str:
+    """Return the first candidate that is a column."""
     found = next((name for name in candidates if name in columns), None)
     if found is None:
         raise DataError(
@@ -149,7 +152,7 @@ def _column(role: str, candidates: Sequence[str], columns: set[str], place: str)
 
 
 def _uid_column(benchmark: Benchmark, settings: DataConfig, columns: set[str], place: str) -> str | None:
-    """None: the row's number."""
+    """Return the column of row ids; None where row numbers are the ids."""
     chosen = settings.columns.uid
     if chosen == ROW_NUMBER or settings.streaming:
         return None
@@ -158,7 +161,8 @@ def _uid_column(benchmark: Benchmark, settings: DataConfig, columns: set[str], p
     return next((name for name in benchmark.uid if name in columns), None)
 
 
-def _needed(values: Mapping[str, Any], column: str, place: str) -> str:
+def _required_text(values: Mapping[str, Any], column: str, place: str) -> str:
+    """Return the text of a column that every row must have."""
     text = _text(values.get(column), column, place)
     if text is None:
         raise DataError(
@@ -169,12 +173,12 @@ def _needed(values: Mapping[str, Any], column: str, place: str) -> str:
 
 
 def _text(value: Any, column: str, place: str) -> str | None:
-    """A value as text, numbers as people write them: 142.0 is 142. None where there is nothing.
+    """Return a value as text, numbers without trailing zeros (142.0 is 142), or None where it is empty.
 
     Raises:
-        DataError: neither text nor a finite number, or text that cannot be UTF-8.
+        DataError: the value is neither text nor a finite number, or is text that cannot be UTF-8.
     """
-    if value is None or (isinstance(value, float) and math.isnan(value)):  # some writers mean nothing with NaN
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN stands for a missing value
         return None
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
         return _number(Decimal(str(value)))
@@ -196,7 +200,7 @@ def _number(value: Decimal) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""MATH's: what is in the last \boxed{...} whose braces close, or after a \boxed without any."""
+    r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a \boxed without braces."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         if not text.startswith("{", start):
             if bare := re.match(r"[^\s$\\{}]+", text[start:]):

@@ -1,7 +1,7 @@
-"""Rows of local files: JSON Lines, JSON, parquet, and folders of them.
+"""Rows of local files (JSON Lines, JSON, parquet, and folders of them) and of data sets on the hub.
 
-A record is a row as it stands in the file, with a place to name in errors: `problems.jsonl line 17`. Files are read
-from the first row to the last each time that they are asked for, JSON Lines and parquet without holding all of it.
+A record is a row as it stands in the file, with its place for messages: `problems.jsonl line 17`. Each call reads from
+the first row to the last; JSON Lines and parquet are read piece by piece.
 """
 
 import json
@@ -20,25 +20,27 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
-_SHOWN = 5  # files named in an error
+_MAX_LISTED = 5  # files named in a message
 _log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
-    place: str  # for a person
+    """One row of a file or data set, before its columns are interpreted."""
+
+    place: str  # file or data set and row number, for messages
     values: Mapping[str, Any]  # by column
 
 
 def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
-    """The file at `path`, or those of one split in the folder there, sorted by name.
+    """Return the file at `path`, or the files of one split in the folder at `path`, sorted by name.
 
     A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`,
-    `train-00000-of-00002.parquet`), or else of the name of the nearest folder on the way to it that has one. With
-    `split` None these are the files of `usual_split` where any file names a split (a warning names those that name
-    none), and all files where none does. Capitals and small letters are one.
+    `train-00000-of-00002.parquet`), or else of the name of the nearest folder above it that names one. Without `split`,
+    return the files of `usual_split` where any file names a split (a warning lists those that name none), and all files
+    where none does. Case does not matter.
 
     Raises:
-        DataError: nothing there, not a kind of file that can be read, or no file of that split (lists those there are).
+        DataError: nothing at `path`, an unknown kind of file, or no file of that split (lists the files present).
     """
     if not path.exists():
         raise DataError(f"{path} does not exist; give the path of a {', '.join(SUFFIXES)} file or of a folder of them")
@@ -70,14 +72,16 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
     names = [str(one.relative_to(folder)) for one in files]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_LISTED]) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )
 
 
 def read_files(files: Sequence[Path]) -> Iterator[Record]:
-    """Every row of every file, in order.
+    """Yield every row of every file, in order.
 
     Raises:
-        DataError: a file that is not what its name says, with the line where there are lines.
+        DataError: the content of a file does not fit its suffix; names the line or row.
     """
     for path in files:
         try:
@@ -95,7 +99,7 @@ def _names_a_split(path: Path) -> bool:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Whether the name nearest to the file that has a split in it has this one."""
+    """Return whether the innermost part of the path that names a split names this one."""
     wanted = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(split)}(?![a-zA-Z0-9])", re.IGNORECASE)
     part = next((one for one in reversed(path.parts) if wanted.search(one) or _SPLIT.search(one)), "")
     return bool(wanted.search(part))
@@ -137,7 +141,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, Any]]:
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:  # of the rows before it none came; which one is it?
+    except UnicodeDecodeError:  # to_pylist() fails for the whole batch: convert row by row to find the bad one
         for index in range(batch.num_rows):
             yield from batch.slice(index, 1).to_pylist()
 
@@ -156,7 +160,7 @@ def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        hint = "one row a line is .jsonl, so rename it" if "Extra data" in str(error) else "mend it"
+        hint = "one row a line is .jsonl, so rename it" if "Extra data" in str(error) else "correct it"
         raise DataError(f"{place}: not JSON ({error}); {hint}") from error
 
 
@@ -174,15 +178,16 @@ _READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}
 
 
 def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead: str) -> Iterator[Record]:
-    """Every row of a data set, in its order. It is downloaded once into the cache of `datasets`, or with `streaming`
-    fetched anew as it is read.
+    """Yield every row of a data set on the hub, in order.
+
+    `datasets` downloads it once into its cache, or with `streaming` fetches it anew each time.
 
     Args:
-        path: OWNER/NAME, or what else `datasets.load_dataset` takes.
-        instead: for errors, what to do where there is no hub.
+        path: OWNER/NAME, or another path that `datasets.load_dataset` takes.
+        instead: for error messages, what to do without the hub.
 
     Raises:
-        DataError: the package or the data set cannot be had, or has no such subset or split.
+        DataError: the package is missing, the data set cannot be fetched, or it has no such subset or split.
     """
     name = f"{path} ({', '.join(filter(None, [subset, split]))})"
     rows = _load(path, subset, split, streaming, name, instead)
@@ -190,7 +195,7 @@ def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead
     try:
         for number, row in enumerate(rows, start=1):
             yield Record(f"{name} row {number}", row)
-    except Exception as error:  # a connection that breaks: each of its libraries has errors of its own
+    except Exception as error:  # a broken connection raises errors of several libraries
         raise DataError(f"{name} ends after row {number}: {_short(error)}; {instead}") from error
 
 
@@ -198,18 +203,18 @@ def _load(
     path: str, subset: str | None, split: str, streaming: bool, name: str, instead: str
 ) -> Iterator[Mapping[str, Any]]:
     try:
-        from datasets import load_dataset  # a second to import, and most runs have files or no data at all
+        from datasets import load_dataset  # takes a second to import, and most runs do not need it
     except ImportError as error:
         raise DataError(f"{name} needs the package datasets: pip install 'jackpot-rl[train]'; or {instead}") from error
     try:
         return load_dataset(path, name=subset, split=split, streaming=streaming)
     except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
         raise DataError(
-            f"{name} cannot be had from the hub: {_short(error)}. Check its name, subset and split, and the connection "
-            f"(a private one needs HF_TOKEN); or {instead}"
+            f"{name} cannot be fetched from the hub: {_short(error)}. Check its name, subset and split, and the "
+            f"connection (a private one needs HF_TOKEN); or {instead}"
         ) from error
 
 
 def _short(error: Exception) -> str:
-    """The first line: some have the whole traceback of another process in them."""
+    """Return the first line of an error; some contain the traceback of another process."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:500]

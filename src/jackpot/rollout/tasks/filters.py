@@ -1,6 +1,7 @@
-"""The problems of one split by index: all of them in memory, or a stream of them.
+"""The problems of one split by index, all in memory or as a stream.
 
-Rows without an answer, rows whose answer is too long to be judged and rows that do not fit are left out and counted.
+Rows without an answer, rows whose answer is too long to be verified and rows whose prompt is too long are left out and
+counted.
 """
 
 from collections import deque
@@ -12,39 +13,41 @@ from jackpot.core.errors import DataError
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.data import DataRow, DataSource
 
-Fits = Callable[[list[DataRow]], list[bool]]
-REMEMBERED = 4096  # problems of a stream that can be had again without reading it anew
-_AT_ONCE = 256  # rows
+Fits = Callable[[list[DataRow]], list[bool]]  # whether the prompt of each row fits the length limit
+BUFFER = 4096  # latest problems of a stream that are kept
+_BATCH = 256  # rows filtered together
 
 
 @dataclass(slots=True)
 class RowCounts:
-    """What became of the rows that were read."""
+    """Counts of the rows read and of those left out, by reason."""
 
-    rows: int = 0
+    rows: int = 0  # read
     without_answer: int = 0
     long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
-    too_long: int = 0
+    too_long: int = 0  # more prompt tokens than `max_prompt_tokens`
 
     @property
     def kept(self) -> int:
+        """The number of rows that became problems."""
         return self.rows - self.left_out
 
     @property
     def left_out(self) -> int:
+        """The number of rows left out for any reason."""
         return self.without_answer + self.long_answer + self.too_long
 
 
 class Problems:
-    """All problems of a split.
+    """Holds all problems of a split in memory.
 
     Raises:
-        DataError: as `DataSource.rows`, no problem is left, or two rows have one id (names both).
+        DataError: as `DataSource.rows`; no problem is left; or two rows have the same id (names both).
     """
 
     def __init__(self, source: DataSource, fits: Fits) -> None:
-        self.tally = RowCounts()
-        self._rows = list(_kept(source, fits, self.tally))
+        self.counts = RowCounts()
+        self._rows = list(_kept(source, fits, self.counts))
         _check_unique(self._rows)
 
     @property
@@ -56,43 +59,43 @@ class Problems:
 
 
 class StreamedProblems:
-    """Problems in the order of their source, which begins anew when it ends; no more than `REMEMBERED` are held.
+    """Reads problems in the order of their source, over and over, and holds at most `BUFFER` of them.
 
-    Problem number `index` is always the same, so a position is all that a resumed run needs. The price: a problem
-    before the remembered ones, or far ahead after a resume, costs reading the source from its first row. The second
-    time that the source is read, ids have `+1` behind them, then `+2`.
+    Problem number `index` is always the same, so a resumed run needs only its position. An index before the buffer, or
+    far ahead after a resume, costs reading the source from its first row. In the second pass over the source ids end
+    with `+1`, then with `+2`.
 
     Raises:
-        DataError: as `DataSource.rows` when the row is reached; or the source holds no problem that is kept.
+        DataError: as `DataSource.rows` when the row is reached; or no problem of the source is kept.
     """
 
     size = None
 
     def __init__(self, source: DataSource, fits: Fits) -> None:
         self._source, self._fits = source, fits
-        self._tally = self._fullest = RowCounts()  # of this reading, and of the one before it that came furthest
+        self._counts = self._longest = RowCounts()  # of the current pass, and of the earlier pass that read most rows
         self._begin()
 
     @property
-    def tally(self) -> RowCounts:
-        """Of the rows that were read so far, each counted once."""
-        return max(self._fullest, self._tally, key=lambda tally: tally.rows)
+    def counts(self) -> RowCounts:
+        """The counts of all rows that were read so far, each counted once."""
+        return max(self._longest, self._counts, key=lambda counts: counts.rows)
 
     def __getitem__(self, index: int) -> DataRow:
-        if index < self._next - len(self._remembered):
+        if index < self._next - len(self._buffer):
             self._begin()
         while index >= self._next:
-            self._remembered.append(self._read())
+            self._buffer.append(self._read())
             self._next += 1
-        return self._remembered[index - self._next]
+        return self._buffer[index - self._next]
 
     def _begin(self) -> None:
         self._reading, self._pass, self._next = self._open(), 0, 0
-        self._remembered: deque[DataRow] = deque(maxlen=REMEMBERED)
+        self._buffer: deque[DataRow] = deque(maxlen=BUFFER)
 
     def _open(self) -> Iterator[DataRow]:
-        self._fullest, self._tally = self.tally, RowCounts()
-        return _kept(self._source, self._fits, self._tally)
+        self._longest, self._counts = self.counts, RowCounts()
+        return _kept(self._source, self._fits, self._counts)
 
     def _read(self) -> DataRow:
         row = next(self._reading, None)
@@ -102,32 +105,32 @@ class StreamedProblems:
         return row._replace(uid=f"{row.uid}+{self._pass}") if self._pass else row
 
 
-def _kept(source: DataSource, fits: Fits, tally: RowCounts) -> Iterator[DataRow]:
-    """The rows that can be used.
+def _kept(source: DataSource, fits: Fits, counts: RowCounts) -> Iterator[DataRow]:
+    """Yield the rows that can be used and count the others.
 
     Raises:
-        DataError: there is none.
+        DataError: no row can be used.
     """
     for batch in _batches(source.rows()):
         answered = [row for row in batch if row.answer is not None]
-        judged = [row for row in answered if len(row.answer) <= MAX_ANSWER_LENGTH]
-        chosen = [row for row, fitting in zip(judged, fits(judged), strict=True) if fitting]
-        tally.rows += len(batch)
-        tally.without_answer += len(batch) - len(answered)
-        tally.long_answer += len(answered) - len(judged)
-        tally.too_long += len(judged) - len(chosen)
+        verifiable = [row for row in answered if len(row.answer) <= MAX_ANSWER_LENGTH]
+        chosen = [row for row, fitting in zip(verifiable, fits(verifiable), strict=True) if fitting]
+        counts.rows += len(batch)
+        counts.without_answer += len(batch) - len(answered)
+        counts.long_answer += len(answered) - len(verifiable)
+        counts.too_long += len(verifiable) - len(chosen)
         yield from chosen
-    if not tally.kept:
+    if not counts.kept:
         raise DataError(
-            f"{source.name}: no problem is left of {tally.rows} rows: {tally.without_answer} have no answer (see "
-            f"columns.answer and answers), {tally.long_answer} have an answer of more than "
-            f"{MAX_ANSWER_LENGTH:,} characters, {tally.too_long} have more tokens than max_prompt_tokens"
+            f"{source.name}: no problem is left of {counts.rows} rows: {counts.without_answer} have no answer (see "
+            f"columns.answer and answers), {counts.long_answer} have an answer of more than "
+            f"{MAX_ANSWER_LENGTH:,} characters, {counts.too_long} have more tokens than max_prompt_tokens"
         )
 
 
 def _batches(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
     rows = iter(rows)
-    while batch := list(islice(rows, _AT_ONCE)):
+    while batch := list(islice(rows, _BATCH)):
         yield batch
 
 
@@ -136,7 +139,7 @@ def _check_unique(rows: Iterable[DataRow]) -> None:
     for row in rows:
         if row.uid in places:
             raise DataError(
-                f"{row.place} has the id {row.uid!r}, as {places[row.uid]} has; ids must differ: mend the data, or set "
+                f"{row.place} has the id {row.uid!r}, as {places[row.uid]} has; ids must differ: fix the data, or set "
                 f"columns.uid to another column, or to row, which makes ids of the row's number"
             )
         places[row.uid] = row.place

@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Makes tasks and evaluation sets by name."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,19 @@ TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_ar
 
 
 def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that the settings name, for models with this tokenizer."""
+    """Make the task that the settings name, for models with this tokenizer."""
     return TASKS[config.name](tokenizer, config)
 
 
-SYNTHETIC = ("arithmetic", "tool_arithmetic")  # offline
-SETS = (*sorted(BENCHMARKS), *SYNTHETIC)
+SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic")  # evaluation sets; the last two need no data
 
 
 def check_sets(names: Sequence[str]) -> None:
-    """Raises DataError for a name that does not exist, with those that do, and for one that is given twice."""
+    """Check names of evaluation sets.
+
+    Raises:
+        DataError: a name does not exist (lists those that do) or is given twice.
+    """
     for name in names:
         if name not in SETS:
             raise DataError(unknown_name("benchmark", name, SETS))
@@ -37,13 +40,13 @@ def check_sets(names: Sequence[str]) -> None:
 def make_sets(
     names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, reward_fn: RewardFn | None = None
 ) -> dict[str, Task]:
-    """A task for each set, whose test split it is.
+    """Make one task for each evaluation set; the set is its test split.
 
     Args:
-        judge: of the benchmarks, which somebody else closes; None: the first of them has one that all share.
+        reward_fn: the reward of the benchmarks, which the caller closes; None: the first benchmark's is shared by all.
 
     Raises:
-        DataError: as `check_sets`, or data that cannot be had.
+        DataError: as `check_sets`, or as `Math`.
     """
     check_sets(names)
     tasks: dict[str, Task] = {}

@@ -1,6 +1,6 @@
-r"""Word problems that are made up on the spot, in the columns of any data set.
+r"""Synthetic word problems in the columns of any data set.
 
-A stranger without data gets a run with them; they are for trying out whether everything works, not for learning from.
+They stand in for data that is not on this machine, to try out whether a run works; they are not meant for learning.
 """
 
 import random
@@ -20,12 +20,14 @@ _STORIES = (
 
 
 class SyntheticProblem(NamedTuple):
+    """A word problem with its answer."""
+
     problem: str
     answer: str
 
 
 def synthetic_problem(number: int) -> SyntheticProblem:
-    """Problem `number`; the same number always gives the same problem."""
+    """Return problem `number`; the same number always gives the same problem."""
     draw = random.Random(f"made up/{number}")
     story = number % len(_STORIES)
     a, b = draw.randint(1, 50), draw.randint(1, 50)
@@ -34,23 +36,23 @@ def synthetic_problem(number: int) -> SyntheticProblem:
 
 
 def synthetic_rows(source: DataSource, first: int, count: int) -> list[dict[str, str]]:
-    """Problems `first` and on as rows of this source, with the columns that are read from it."""
+    """Return `count` problems from number `first` on as rows of this source, with the columns that it reads."""
     columns, benchmark = source.settings.columns, source.benchmark
     problem, answer = columns.problem or benchmark.problem[0], columns.answer or next(iter(benchmark.answer))
-    how = source.settings.answers or benchmark.answer.get(answer, "plain")
+    answer_format = source.settings.answers or benchmark.answer.get(answer, "plain")
     uid = columns.uid or next(iter(benchmark.uid), "id")
     return [
-        {uid: f"made-up-{number}", problem: one.problem, answer: _written(one.answer, how)}
+        {uid: f"made-up-{number}", problem: one.problem, answer: _formatted(one.answer, answer_format)}
         for number in range(first, first + count)
         for one in [synthetic_problem(number)]
     ]
 
 
-def _written(answer: str, how: AnswerFormat) -> str:
-    """A column from which this answer is read in this way."""
+def _formatted(answer: str, answer_format: AnswerFormat) -> str:
+    """Return the content of an answer column in this format."""
     forms: dict[AnswerFormat, str] = {
         "plain": answer,
         "hashes": f"It is {answer}.\n#### {answer}",
         "boxed": rf"The answer is $\boxed{{{answer}}}$.",
     }
-    return forms[how]
+    return forms[answer_format]

@@ -1,4 +1,4 @@
-r"""From a problem to the text that the model continues.
+r"""Prompt templates: from a problem to the text that the model continues.
 
 `chat`: the chat template that comes with the tokenizer, with the problem and the instruction as the user's message:
 
@@ -25,19 +25,19 @@ from jackpot.core.errors import DataError
 
 
 class Template:
-    """Writes prompts for one tokenizer.
+    """Formats and tokenizes prompts with one tokenizer.
 
     Raises:
-        DataError: a tokenizer that does not know plain text, or for `chat` one that has no chat template or one that
-            cannot have a system prompt.
+        DataError: the tokenizer cannot encode plain text; or for `chat` it has no chat template or one without a system
+            prompt.
     """
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str, system_prompt: str | None
     ) -> None:
-        self._tokenizer, self._write = tokenizer, TEMPLATES[name]
+        self._tokenizer, self._format = tokenizer, TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
-        self._begins = [] if name == "chat" else _beginning(tokenizer)
+        self._bos = [] if name == "chat" else _bos_token_ids(tokenizer)
         text = self.text("What is 1+1?")
         if tokenizer.unk_token_id in tokenizer.encode(instruction or "What is 1+1?", add_special_tokens=False):
             raise DataError(
@@ -46,21 +46,26 @@ class Template:
             )
 
     def text(self, problem: str) -> str:
-        """What the model reads, as text."""
+        """Return the prompt of a problem as text."""
         question = f"{problem}\n{self._instruction}" if self._instruction else problem
-        return self._write(self._tokenizer, question, self._system_prompt)
+        return self._format(self._tokenizer, question, self._system_prompt)
 
     def token_ids(self, text: str) -> list[int]:
-        """What the model reads, with the token that begins a text where the tokenizer has one."""
-        return [*self._begins, *self._tokenizer.encode(text, add_special_tokens=False)]
+        """Return the token ids of a prompt, with the beginning-of-sequence token where the tokenizer adds one."""
+        return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=False)]
 
     def lengths(self, texts: list[str]) -> list[int]:
-        """How many tokens each prompt has; all at once is several times faster."""
+        """Return the number of tokens of each prompt; one call for many is several times faster."""
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        return [len(self._begins) + len(ids) for ids in encoded]
+        return [len(self._bos) + len(ids) for ids in encoded]
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
+    """Format a question with the tokenizer's chat template.
+
+    Raises:
+        DataError: there is no chat template, or it refuses these messages.
+    """
     if tokenizer.chat_template is None:
         raise DataError(
             "the tokenizer has no chat template; use `template: base`, or the tokenizer of a model that was trained to "
@@ -79,12 +84,13 @@ def chat(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str |
 
 
 def base(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
+    """Format a question as plain text for a base model."""
     above = f"{system_prompt}\n\n" if system_prompt else ""
     return f"{above}Question:\n{question}\n\nAnswer:\n"
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special token that the tokenizer puts before a text, if it does."""
+def _bos_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the beginning-of-sequence token that the tokenizer puts before a text, or an empty list."""
     special = tokenizer.encode("", add_special_tokens=True)
     return [tokenizer.bos_token_id] if tokenizer.bos_token_id in special else []
 
