@@ -23,8 +23,8 @@ class Arithmetic(Task):
     """Generates endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
 
     Problem number `index` of a split is a pure function of the two. A problem belongs to the split that the hash of
-    its sorted operands selects, so no test problem is a training problem, not even with permuted operands. The number of
-    problems is finite, so an endless split repeats some.
+    its sorted operands selects, so no test problem is a training problem, not even with permuted operands. The number
+    of problems is finite, so an endless split repeats some.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ArithmeticConfig) -> None:

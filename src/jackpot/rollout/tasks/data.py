@@ -200,7 +200,7 @@ def _number(value: Decimal) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a \boxed without braces."""
+    r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a bare \boxed."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         if not text.startswith("{", start):
             if bare := re.match(r"[^\s$\\{}]+", text[start:]):
