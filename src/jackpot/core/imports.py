@@ -1,0 +1,36 @@
+"""Imports a class or function of the user by its name, for settings such as `import_path: my_module:MyTask`."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from jackpot.core.errors import ConfigError
+
+
+def import_object(path: str, kind: str) -> Any:
+    """Return the object that `package.module:name` names.
+
+    The module is found as Python finds it, and in the current folder.
+
+    Args:
+        path: package.module:name.
+        kind: what the object is for, for the error, such as "task".
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no callable of that name.
+    """
+    module, _, name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # the user's own code may raise anything
+        raise ConfigError(
+            f"the {kind} {path!r} cannot be imported: {type(error).__name__}: {error}. Its file must lie in the current "
+            f"folder ({here}) or where Python finds modules (PYTHONPATH)"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"the {kind} {path!r} is a {type(found).__name__}; name a class or a function")
+    return found
