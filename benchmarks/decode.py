@@ -29,6 +29,7 @@ import transformers
 from interleaved import MARK, Job, Result, cell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.rollout.engines.base import Request
@@ -94,7 +95,12 @@ def make_prompts(case: Case, rows: int) -> list[Prompt]:
 
 
 def write_with_engine(model: Qwen3ForCausalLM, prompts: list[Prompt], group: int, num_new: int) -> Callable[[], Result]:
-    engine = TransformersEngine(model, eos_token_ids=stop_tokens(model), version=Version(0, 0), max_num_seqs=4096)
+    engine = TransformersEngine(
+        model,
+        TransformersEngineConfig(max_num_seqs=4096),
+        eos_token_ids=stop_tokens(model),
+        version=Version(0, 0),
+    )
     sampling = Sampling(max_new_tokens=num_new, num_top_log_probs=NUM_TOP)
     requests = [
         Request(uid=f"{prompt.uid}/{i}", prompt=prompt, seed=1000 * i + n, sampling=sampling)

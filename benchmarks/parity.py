@@ -55,7 +55,7 @@ from jackpot.models.quantization.quantizer import (
     quantise,
     with_scales,
 )
-from jackpot.rollout.engines.transformers.attention import eager_attention, on_rounded, use_attention
+from jackpot.rollout.engines.transformers.attention import eager_attention, set_attention, with_rounded_kv
 from jackpot.rollout.engines.transformers.kv_cache import make_cache
 from jackpot.rollout.tasks.registry import make_task
 
@@ -67,7 +67,7 @@ FP8 = SCHEMES["fp8"]
 FP8_FLOAT = with_scales(FP8, "float32")
 WEIGHTS_ONLY = Scheme(weights=FP8_BLOCKS, activations=None)
 BY_TOKEN = "parity_by_token"
-AttentionInterface.register(BY_TOKEN, on_rounded(eager_attention, round_by_token))
+AttentionInterface.register(BY_TOKEN, with_rounded_kv(eager_attention, round_by_token))
 AttentionMaskInterface.register(BY_TOKEN, eager_mask)
 
 
@@ -163,7 +163,7 @@ def made(model: PreTrainedModel, side: Side) -> PreTrainedModel:
     if side.attention == BY_TOKEN:
         twin.set_attn_implementation(BY_TOKEN)
     else:
-        use_attention(twin, side.attention, fp8_cache=side.fp8_cache)
+        set_attention(twin, side.attention, fp8_cache=side.fp8_cache)
     if side.scheme is not None:
         quantise_linears(twin, side.scheme)
     for layer in twin.modules():

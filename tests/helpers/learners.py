@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from helpers.engines.reference import EOS, tiny_model
 from helpers.turns import Numbers, Tool
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import OptimizerConfig, Sampling
 from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout, TokenBatch, Version
 from jackpot.objectives.corrections import make_correction
@@ -49,7 +50,9 @@ def write(
 ) -> list[ScoredRollout]:
     """Sampled responses of the model to random prompts, with random advantages, and a tool between turns."""
     draw = np.random.default_rng(seed)
-    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=(EOS,), version=version, max_num_seqs=64)
+    engine = TransformersEngine(
+        copy.deepcopy(model), TransformersEngineConfig(max_num_seqs=64), eos_token_ids=(EOS,), version=version
+    )
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
     requests = []
     for number in range(prompts):

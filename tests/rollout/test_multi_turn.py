@@ -9,6 +9,7 @@ import torch
 
 from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, tiny_model, tiny_prompt, tiny_request
 from helpers.turns import Numbers, Tool
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
@@ -29,11 +30,18 @@ TINY = tiny_model(0).eval()
 
 def starter_engine(max_num_seqs=64) -> TransformersEngine:
     model = load_model("starter:policy", torch.float32)
-    return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=VERSION, max_num_seqs=max_num_seqs)
+    return TransformersEngine(
+        model,
+        TransformersEngineConfig(max_num_seqs=max_num_seqs),
+        eos_token_ids=eos_token_ids(model),
+        version=VERSION,
+    )
 
 
 def tiny_engine(max_num_seqs=64) -> TransformersEngine:
-    return TransformersEngine(TINY, eos_token_ids=(EOS,), version=VERSION, max_num_seqs=max_num_seqs)
+    return TransformersEngine(
+        TINY, TransformersEngineConfig(max_num_seqs=max_num_seqs), eos_token_ids=(EOS,), version=VERSION
+    )
 
 
 def problems(count, max_new_tokens=32, **sampling):
@@ -164,8 +172,8 @@ class Scripted(Engine):
         return Capabilities(
             vocab_size=VOCAB_SIZE,
             num_top_log_probs=9,
-            context_length=CONTEXT,
-            quantised=False,
+            max_model_len=CONTEXT,
+            quantized=False,
             streaming=True,
             updates_in_flight=True,
             dtype=torch.float32,

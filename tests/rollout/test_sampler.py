@@ -45,7 +45,7 @@ class Writer:
 
     def __init__(self, change=lambda rollout: rollout):
         self.change, self.shuffle, self.requests, self.done, self.collected = change, lambda rollouts: None, [], [], []
-        self.capabilities = SimpleNamespace(context_length=64)
+        self.capabilities = SimpleNamespace(max_model_len=64)
 
     def submit(self, requests):
         self.requests += requests

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.runs import metrics, run
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig
@@ -23,7 +24,12 @@ pytestmark = pytest.mark.slow
 def accuracy(path: str) -> float:
     """Sampled, on 512 held-out problems: a standard error of 2 points."""
     model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
-    engine = TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=Version(0, 0), max_num_seqs=512)
+    engine = TransformersEngine(
+        model,
+        TransformersEngineConfig(max_num_seqs=512),
+        eos_token_ids=eos_token_ids(model),
+        version=Version(0, 0),
+    )
     task = Arithmetic(tokenizer, ArithmeticConfig())
     prompts = [task.prompt("test", index) for index in range(512)]
     return evaluate(engine, task, tokenizer, prompts, Sampling(max_new_tokens=32), seed=7, k=1).accuracy

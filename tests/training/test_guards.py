@@ -14,6 +14,7 @@ from scipy.stats import binom
 from helpers.engines.reference import EOS
 from helpers.learners import make_learner, scored, smallest_model
 from helpers.runs import metrics, run, small_config
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
@@ -45,7 +46,9 @@ def requests(sampling, count=150):
 
 
 def written(engine_class, sampling):
-    engine = engine_class(copy.deepcopy(MODEL), eos_token_ids=(EOS,), version=Version(0, 0), max_num_seqs=64)
+    engine = engine_class(
+        copy.deepcopy(MODEL), TransformersEngineConfig(max_num_seqs=64), eos_token_ids=(EOS,), version=Version(0, 0)
+    )
     return engine.generate(requests(sampling))
 
 

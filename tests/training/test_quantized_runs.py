@@ -40,7 +40,7 @@ def test_the_policy_trains_on_what_its_quantised_copy_wrote_and_sees_the_gap(set
     gaps = [line["mismatch/engine_gap"] for line in lines if "mismatch/engine_gap" in line]
     assert len(gaps) == 2 and all(1e-4 < gap < 0.1 for gap in gaps)
     assert lines[-1]["eval/policy_engine_gap"] < 1e-4 < lines[-1]["eval/rollout_model_engine_gap"]  # two engines
-    quantised = [event["to"] for event in told if event["event"] == "quantised"]
+    quantised = [event["to"] for event in told if event["event"] == "quantized"]
     assert quantised == [config.engine.quantization] * (config.engine.quantization is not None)
     assert "stopped" not in {event["event"] for event in told}
 

@@ -13,11 +13,11 @@ from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.prng import stream_key
 from jackpot.core.types import Role, Version
-from jackpot.launch.engines import DTYPES, make_engine
+from jackpot.launch.engines import make_engine
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer
-from jackpot.models.load import check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
+from jackpot.models.load import DTYPES, check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
 from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Split, Task
@@ -243,7 +243,7 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     Raises:
         EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.
     """
-    quantised = engine.capabilities.quantised
+    quantised = engine.capabilities.quantized
     faithful = not quantised and not config.sampling.truncated and config.engine.dtype == config.precision
     exact = policy_objective(config).normalizer == "exact"
     if exact and not (faithful and config.precision == "fp32"):

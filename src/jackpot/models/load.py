@@ -42,6 +42,7 @@ def starter_path(name: str) -> Path:
     return Path(__file__).parent / "starter_weights" / name
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 STARTER_PREFIX = "starter:"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -75,7 +75,7 @@ class _Episode:
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
         self._task, self._tokenizer, self._request = task, tokenizer, request
-        context = engine.capabilities.context_length - len(request.prompt.token_ids)
+        context = engine.capabilities.max_model_len - len(request.prompt.token_ids)
         self._limit = min(request.sampling.max_new_tokens, context)
         self._segments: list[Rollout] = []
         self.finish: Finish | None = None  # why the response has ended, None while it goes on

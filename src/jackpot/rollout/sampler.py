@@ -111,7 +111,7 @@ class Sampler:
         """
         config = self._config
         if not config.batch.ahead or iteration > config.iterations:
-            self._engine.rest()
+            self._engine.sleep()
             yield
             return
         self._before_ahead = self._prompts.state_dict()

@@ -83,7 +83,7 @@ def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Seque
 
 def precision_of(capabilities: Capabilities) -> str:
     """The key of `LARGEST_GAPS` for an engine."""
-    return "quantised" if capabilities.quantised else _NAMES[capabilities.dtype]
+    return "quantised" if capabilities.quantized else _NAMES[capabilities.dtype]
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:

@@ -193,7 +193,7 @@ class Trainer:
             values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
             values["tokens/evaluate"] += result.tokens
         if not shared:
-            parts.policy_engine.rest()
+            parts.policy_engine.sleep()
         return values
 
     def _answered(self, engine: Engine, name: str) -> Evaluation:

@@ -182,7 +182,7 @@ class EngineConformance(ABC):
     def test_a_response_ends_where_the_context_does(self, engine, reference, room):
         requests = [tiny_request(f"{i}", CONTEXT - room, seed=i, max_new_tokens=50) for i in range(20)]
         rollouts = engine.generate(requests)
-        assert engine.capabilities.context_length == CONTEXT
+        assert engine.capabilities.max_model_len == CONTEXT
         lengths = {rollout.finish: len(rollout.token_ids) for rollout in rollouts}
         assert lengths["length"] == room
         assert all(len(rollout.token_ids) <= room for rollout in rollouts)

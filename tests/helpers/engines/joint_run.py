@@ -36,7 +36,7 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "policy": load_model(policy_folder, torch.float32),
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
-    learner = make_learner(config, models, faithful=not engine.capabilities.quantised, critic=None)
+    learner = make_learner(config, models, faithful=not engine.capabilities.quantized, critic=None)
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version

@@ -1,4 +1,4 @@
-"""A real engine that writes while nobody waits for it: `TransformersEngine` on a thread of its own."""
+"""A real engine that generates in the background: `TransformersEngine` on a thread of its own."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,17 +11,17 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 
 class ThreadedEngine(ThreadEngine):
-    """Everything that touches the inner engine happens on the thread, between two steps of it.
+    """Runs an inner engine on the thread, between two of its steps.
 
-    `before_step` is called on the thread before every step: a test can hold the writer there. `finished` counts all
-    rollouts written so far.
+    `before_step` is called on the thread before every step: a test can hold generation there. `finished` counts all
+    rollouts finished so far.
     """
 
     def __init__(self, inner: TransformersEngine, before_step: Callable[[], None] = lambda: None) -> None:
         self.finished = 0
         self._inner, self._before_step = inner, before_step
         self._unfinished = 0
-        super().__init__(inner.version, writer="the writer")
+        super().__init__(inner.version, thread_name="the engine's thread")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -32,16 +32,16 @@ class ThreadedEngine(ThreadEngine):
         return self._inner.version
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        self._open()
+        self._check_open()
         return self._call(lambda: self._inner.score(rollouts, temperature))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        self._open()
-        self._ledger.check_empty()
+        self._check_open()
+        self._in_flight.check_empty()
         return self._call(lambda: self._inner.update_weights(named_tensors, version))
 
     def wait_for_more(self, than: int, seconds: float = 60.0) -> bool:
-        """Whether more rollouts than that were written within some seconds."""
+        """Return whether more than `than` rollouts finish within some seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self.finished > than, seconds)
 
@@ -56,7 +56,7 @@ class ThreadedEngine(ThreadEngine):
     def _is_busy(self) -> bool:
         return self._unfinished > 0
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         self._inner.close()
 
     def _step(self) -> None:
@@ -65,4 +65,4 @@ class ThreadedEngine(ThreadEngine):
         self._unfinished -= len(rollouts)
         with self._changed:
             self.finished += len(rollouts)
-            self._finish(rollouts)
+            self._complete(rollouts)

@@ -23,7 +23,7 @@ from jackpot.models.quantization.linear import QuantisedLinear
 from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantise, quantise, with_scales
 from jackpot.models.scoring import forward_rollouts
 from jackpot.rollout.engines.base import Request
-from jackpot.rollout.engines.transformers.attention import use_attention
+from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.tasks.registry import make_task
 
 STARTERS = ("starter:policy", "starter:rollout_model")
@@ -37,7 +37,7 @@ def side(
 ) -> PreTrainedModel:
     """The model in bfloat16 as the learner or the engine would have it."""
     model = load_model(path, torch.bfloat16)
-    use_attention(model, attn_implementation, fp8_cache)
+    set_attention(model, attn_implementation, fp8_cache)
     if scheme is not None:
         quantise_linears(model, scheme)
     return model

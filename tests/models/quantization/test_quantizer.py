@@ -1,4 +1,4 @@
-"""The one quantiser against numpy and the definition of FP8 (tests/helpers/engines/quantised_reference.py)."""
+"""The one quantiser against numpy and the definition of FP8 (tests/helpers/engines/quantized_reference.py)."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.engines.quantised_reference import GRID, round_blocks, to_e4m3
+from helpers.engines.quantized_reference import GRID, round_blocks, to_e4m3
 from jackpot.models.quantization.linear import round_by_token, round_to_fp8
 from jackpot.models.quantization.quantizer import (
     E4M3,

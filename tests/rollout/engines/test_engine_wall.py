@@ -16,16 +16,16 @@ MADE: list["Sleeper"] = []
 
 
 class Sleeper(TransformersEngine):
-    """Forgets its weights when it rests, as vLLM may, and notes what became of it. Every update is an event."""
+    """Forgets its weights when it num_sleeps, as vLLM may, and notes what became of it. Every update is an event."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.is_asleep, self.rests, self.events = False, 0, []
+        self.is_asleep, self.num_sleeps, self.events = False, 0, []
         MADE.append(self)
 
-    def rest(self) -> None:
-        self._ledger.check_empty()
-        self.is_asleep, self.rests = True, self.rests + 1
+    def sleep(self) -> None:
+        self._in_flight.check_empty()
+        self.is_asleep, self.num_sleeps = True, self.num_sleeps + 1
 
     def submit(self, requests: Sequence[Any]) -> None:
         if self.is_asleep:
@@ -56,7 +56,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rests"),
+    ("overrides", "num_sleeps"),
     [
         ((), [4, 3]),  # iterations; evaluations
         (("batch.ahead=1",), [1, 3]),  # it writes ahead of all iterations but the last
@@ -64,7 +64,9 @@ def told(folder: Path) -> list[dict[str, Any]]:
         (("rollout_model=null", "objective.correction=none"), [4]),
     ],
 )
-def test_engines_rest_when_there_is_nothing_to_write(overrides, rests, engines, tmp_path: Path, monkeypatch) -> None:
+def test_engines_sleep_when_there_is_nothing_to_generate(
+    overrides, num_sleeps, engines, tmp_path: Path, monkeypatch
+) -> None:
     asleep = []
     train = JointLearner.train
 
@@ -74,9 +76,9 @@ def test_engines_rest_when_there_is_nothing_to_write(overrides, rests, engines, 
 
     monkeypatch.setattr(JointLearner, "train", watched)
     run(small_config(*overrides), tmp_path)
-    assert [engine.rests for engine in engines] == rests
-    others = [True] * (len(rests) - 1)
-    writes_ahead = rests[0] == 1
+    assert [engine.num_sleeps for engine in engines] == num_sleeps
+    others = [True] * (len(num_sleeps) - 1)
+    writes_ahead = num_sleeps[0] == 1
     assert asleep == [[not writes_ahead, *others]] * 3 + [[True, *others]]
 
 

@@ -8,6 +8,7 @@ import torch
 from helpers.engines.conformance import OLD, EngineConformance
 from helpers.engines.reference import tiny_request
 from helpers.engines.threaded import ThreadedEngine
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
 from jackpot.models.load import eos_token_ids, load_model
@@ -18,8 +19,8 @@ class TestThreadedEngine(EngineConformance):
     @staticmethod
     def make_engine(folder: Path, version: Version) -> ThreadedEngine:
         model = load_model(folder, torch.float32)
-        stops = eos_token_ids(model)
-        return ThreadedEngine(TransformersEngine(model, eos_token_ids=stops, version=version, max_num_seqs=32))
+        settings, stops = TransformersEngineConfig(max_num_seqs=32), eos_token_ids(model)
+        return ThreadedEngine(TransformersEngine(model, settings, eos_token_ids=stops, version=version))
 
 
 def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Path) -> None:
@@ -29,7 +30,7 @@ def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Pat
 
     engine = TestThreadedEngine.make_engine(folder, OLD)
     engine._before_step = break_down
-    with pytest.raises(EngineError, match="the writer cannot go on: RuntimeError: out of memory"):
+    with pytest.raises(EngineError, match="the engine's thread cannot go on: RuntimeError: out of memory"):
         engine.generate([tiny_request(f"{length}", max_new_tokens=length) for length in (1, 20)])
     assert engine.finished == 1
     engine.close()

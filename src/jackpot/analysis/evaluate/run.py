@@ -171,7 +171,7 @@ def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo
     torch.set_num_threads(threads(config))
     engine = make_engine(config.engine, path, pick_device(config), Version(0, 0))
     undo.callback(engine.close)
-    context = engine.capabilities.context_length
+    context = engine.capabilities.max_model_len
     for one in sets:
         tokens, uid = one.longest
         if tokens >= context:

@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.types import Rollout
-from jackpot.launch.engines import DTYPES
-from jackpot.models.load import load_model
+from jackpot.models.load import DTYPES, load_model
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
-from jackpot.rollout.engines.transformers.attention import use_attention
-from jackpot.rollout.engines.transformers.weights import HeldWeights
+from jackpot.rollout.engines.transformers.attention import set_attention
+from jackpot.rollout.engines.transformers.weights import ModelWeights
 
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
@@ -40,11 +39,11 @@ def learner_model(settings: TransformersEngineConfig, path: str, device: torch.d
     """Load the model as the transformers engine with these settings holds it.
 
     Raises:
-        ModelError, EngineError: as `load_model`, `use_attention`, `HeldWeights`.
+        ModelError, EngineError: as `load_model`, `set_attention`, `ModelWeights`.
     """
     model = load_model(path, DTYPES[settings.dtype], device)
-    use_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype is not None)
-    HeldWeights(model, settings.quantization)  # quantizes the model in place
+    set_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype is not None)
+    ModelWeights(model, settings.quantization)  # quantizes the model in place
     return model.eval()
 
 

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.run import Config
 from jackpot.core.types import Role
-from jackpot.launch.engines import DTYPES
 from jackpot.launch.local import model_paths, pick_device
 from jackpot.models.forward import (
     backbone,
@@ -34,7 +33,7 @@ from jackpot.models.forward import (
     output_layer,
     predicting_hidden,
 )
-from jackpot.models.load import load_outline
+from jackpot.models.load import DTYPES, load_outline
 from jackpot.models.lora import add_adapter
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS

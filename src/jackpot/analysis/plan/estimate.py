@@ -37,10 +37,9 @@ from jackpot.analysis.plan.sizes import Prompts, Size
 from jackpot.config.published import GpusConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
-from jackpot.launch.engines import DTYPES
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
-from jackpot.models.load import load_outline
+from jackpot.models.load import DTYPES, load_outline
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 LARGE = 100_000_000  # parameters from which on somebody thinks of GPUs

@@ -16,10 +16,9 @@ from jackpot.analysis.plan.sizes import Size
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
-from jackpot.launch.engines import DTYPES
 from jackpot.launch.local import model_paths, pick_device
 from jackpot.models.forward import keeps_plain_keys
-from jackpot.models.load import load_config, load_outline
+from jackpot.models.load import DTYPES, load_config, load_outline
 from jackpot.models.lora import target_layers
 from jackpot.models.quantization.convert import weight_bytes
 from jackpot.models.quantization.quantizer import SCHEMES

@@ -19,11 +19,10 @@ from jackpot.analysis.plan.memory import Memory
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
-from jackpot.launch.engines import DTYPES
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
-from jackpot.models.load import load_outline
+from jackpot.models.load import DTYPES, load_outline
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried
 TENSOR_PARALLEL = (1, 2, 4, 8)  # GPUs of one engine, within a machine

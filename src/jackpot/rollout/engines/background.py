@@ -1,7 +1,17 @@
-"""Engines that write while nobody waits for them.
+"""Base classes of engines that generate in the background, while the caller does other work.
 
-Somebody else (a thread, a server) writes and reports each rollout as it ends; `submit` returns at once and `collect`
-waits for reports. Everything that both sides touch is behind one condition.
+Two sides share the state of a `BackgroundEngine`, always under one condition (`_changed`):
+
+- The *caller* (the trainer's thread) adds requests in `submit`. In `collect` it waits for the condition; it is
+  unblocked when enough rollouts are finished, when none is unfinished, when generation has failed, or by its timeout.
+  It produces calls of `_begin`, which hand requests over and return at once.
+- The *generating side* (a thread of this process or servers) consumes those requests. It produces finished rollouts
+  through `_complete`, or one failure through `_fail`, after which every call of the caller raises.
+
+A `ThreadEngine` generates on one thread, which alone touches the model. That thread consumes a queue of calls (new
+requests, weights, sleep) and takes generation steps between them. It waits for the queue only while nothing is
+unfinished, is unblocked by `_post` and `close`, and produces the results of the calls as futures. A caller that waits
+for a future is also unblocked by the end of the thread.
 """
 
 import queue
@@ -15,19 +25,22 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_request
-from jackpot.rollout.engines.ledger import Ledger
+from jackpot.rollout.engines.in_flight import InFlightRequests
 
 Result = TypeVar("Result")
 
 
 class BackgroundEngine(Engine):
-    """`submit` and `collect` over a writer that runs by itself. Its `_capabilities` are set by who makes it."""
+    """Implements `submit` and `collect` for an engine that generates in the background.
+
+    A subclass sets `_capabilities` before the first request.
+    """
 
     _capabilities: Capabilities
 
     def __init__(self, version: Version) -> None:
         self._version = version
-        self._ledger = Ledger()
+        self._in_flight = InFlightRequests()
         self._changed = threading.Condition()
         self._failure: EngineError | None = None
         self._is_closed = False
@@ -42,51 +55,56 @@ class BackgroundEngine(Engine):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Have these written; returns at once. Each ends in one `_finish`, or everything ends in one `_fail`."""
+        """Start generating and return at once; each request ends in one `_complete`, or all of them in one `_fail`."""
 
     def _check(self, request: Request) -> None:
-        """Raises EngineError for a request that this engine cannot answer as asked."""
+        """Raise EngineError for a request that this engine cannot fulfil."""
         check_request(request, self.capabilities)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._open()
+        self._check_open()
         with self._changed:
-            self._ledger.check(requests)
+            self._in_flight.check_new(requests)
             for request in requests:
                 self._check(request)
-            self._ledger.admit(requests)
+            self._in_flight.add(requests)
         self._begin(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
-        """As `Engine.collect`. What has ended before a failure can still be collected; then the failure is raised."""
-        self._open(despite_failure=True)
+        """Return finished rollouts as `Engine.collect` says; after a failure first those that are left, then raise it.
+
+        Raises:
+            EngineError: the engine is closed or has failed, or `n` is negative.
+        """
+        self._check_open(despite_failure=True)
         if n < 0:
             raise EngineError(f"collect takes a number of rollouts, got {n}")
 
         def is_settled() -> bool:
-            ledger = self._ledger
-            return len(ledger.finished(uids)) >= n or not ledger.unfinished or self._failure is not None
+            in_flight = self._in_flight
+            return len(in_flight.completed(uids)) >= n or not in_flight.num_unfinished or self._failure is not None
 
         with self._changed:
             self._changed.wait_for(is_settled, timeout)
-            taken = self._ledger.take(n, uids)
-            if self._failure is not None and not taken:
+            rollouts = self._in_flight.pop(n, uids)
+            if self._failure is not None and not rollouts:
                 raise self._failure
-            return taken
+            return rollouts
 
-    def _finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Called by the writer."""
+    def _complete(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand finished rollouts to the caller; called by the generating side."""
         with self._changed:
-            self._ledger.finish(rollouts)
+            self._in_flight.complete(rollouts)
             self._changed.notify_all()
 
     def _fail(self, failure: EngineError) -> None:
-        """Called by the writer when it cannot go on; every later call raises this."""
+        """Record that generation cannot go on, so that every later call raises `failure`; called by that side."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
-    def _open(self, despite_failure: bool = False) -> None:
+    def _check_open(self, despite_failure: bool = False) -> None:
+        """Raise EngineError after `close`, and after a failure unless `despite_failure`."""
         if self._is_closed:
             raise EngineError("the engine is closed; make a new one")
         if self._failure is not None and not despite_failure:
@@ -94,85 +112,85 @@ class BackgroundEngine(Engine):
 
 
 class ThreadEngine(BackgroundEngine):
-    """The writer is a thread of this process, on which all that it touches lives: it steps while there is something to
-    write and takes jobs between two steps."""
+    """Generates on a thread of this process, on which everything lives that generation touches."""
 
-    def __init__(self, version: Version, writer: str) -> None:
-        """The thread starts here: what it needs has to be there before.
+    def __init__(self, version: Version, thread_name: str) -> None:
+        """Start the thread; a subclass sets the attributes that its `_step` reads before it calls this.
 
         Args:
-            writer: what errors call it.
+            thread_name: name of the thread, also in errors.
         """
         super().__init__(version)
-        self._writer = writer
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=writer, daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._jobs.put(None)
+            self._calls.put(None)
             self._thread.join()
-            self._ledger.clear()
+            self._in_flight.clear()
 
-    def _post(self, job: Callable[[], Result]) -> "Future[Result]":
-        """Have the thread do something between two steps."""
+    def _post(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Have the thread call a function between two steps; return a future of its result."""
         future: Future[Result] = Future()
-        self._jobs.put((job, future))
+        self._calls.put((function, future))
         return future
 
-    def _call(self, job: Callable[[], Result]) -> Result:
-        return self._wait(self._post(job))
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Have the thread call a function between two steps; wait for its result."""
+        return self._wait(self._post(function))
 
     def _wait(self, future: "Future[Result]") -> Result:
-        """The result, or the failure that ended the thread before it came."""
+        """Return the result of a future, or raise the failure that ended the thread before the result came."""
         while True:
             try:
                 return future.result(timeout=1.0)
             except TimeoutError:
                 if not self._thread.is_alive():
-                    raise self._failure or EngineError(f"the thread of {self._writer} has ended") from None
+                    raise self._failure or EngineError(f"the thread of {self._thread.name} has ended") from None
 
     # On the thread
 
     @property
     @abstractmethod
     def _is_busy(self) -> bool:
-        """Whether a step would get on with something."""
+        """Return whether a request is unfinished, so that a step has something to generate."""
 
     @abstractmethod
     def _step(self) -> None:
-        """Write a little, and `_finish` what has ended."""
+        """Generate for a short time, and `_complete` the rollouts that finished."""
 
-    def _end(self) -> None:
-        """The last thing that the thread does."""
+    def _shut_down(self) -> None:
+        """Free what the thread owns; the last thing that the thread does."""
 
     def _run(self) -> None:
+        """Serve calls and take steps until `close` or a failure."""
         try:
             while True:
                 try:
-                    job = self._jobs.get(block=not self._is_busy)
+                    call = self._calls.get(block=not self._is_busy)
                 except queue.Empty:
                     self._step()
                     continue
-                if job is None:
+                if call is None:
                     break
-                self._do(*job)
-        except BaseException as error:  # whatever it was, nobody may wait for ever
-            self._fail(self._broken(error))
+                self._serve(*call)
+        except BaseException as error:  # SystemExit included: a waiting caller must be unblocked by any of them
+            self._fail(self._as_failure(error))
         finally:
-            self._end()
+            self._shut_down()
 
-    def _do(self, job: Callable[[], Any], future: Future) -> None:
-        """An error of ours goes to whoever waits; any other ends the engine too."""
+    def _serve(self, function: Callable[[], Any], future: Future) -> None:
+        """Call a function for its future. An EngineError goes to the future alone; any other also ends the thread."""
         try:
-            future.set_result(job())
+            future.set_result(function())
         except EngineError as error:
             future.set_exception(error)
         except BaseException as error:
-            future.set_exception(self._broken(error))
+            future.set_exception(self._as_failure(error))
             raise
 
-    def _broken(self, error: BaseException) -> EngineError:
-        return EngineError(f"{self._writer} cannot go on: {type(error).__name__}: {error}. Make a new engine")
+    def _as_failure(self, error: BaseException) -> EngineError:
+        return EngineError(f"{self._thread.name} cannot go on: {type(error).__name__}: {error}. Make a new engine")

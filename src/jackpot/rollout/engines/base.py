@@ -1,11 +1,12 @@
-"""What every engine promises.
+"""The interface of every engine: generate and score responses, and take new weights.
 
-An engine owns one model and writes responses with it. It never trains: new weights come in through `update_weights`,
-and every token that it writes carries the version of the weights that wrote it.
+An engine owns one model and generates responses with it. It never trains: new weights come in through
+`update_weights`, and every generated token carries the version of the weights that generated it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,33 +16,34 @@ from torch import Tensor
 from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.models.quantization.convert import Conversion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """Asks an engine for one response. The same `seed` gives the same response in every batch."""
 
-    uid: str
-    prompt: Prompt
-    seed: int  # 64 bits, unsigned
-    sampling: Sampling
+    uid: str  # name of the response, unique among the requests in flight
+    prompt: Prompt  # token ids from which the response continues
+    seed: int  # seed of the response's draws, unsigned 64 bits
+    sampling: Sampling  # temperature, filters and length of the response
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What an engine can do and what its numbers mean."""
+    """The limits of an engine and the properties of the numbers that it returns."""
 
-    vocab_size: int
-    num_top_log_probs: int  # the most it returns for a token
-    context_length: int  # tokens of a prompt and its response together
-    quantised: bool  # True where it computes with other numbers than the weights it was sent
-    streaming: bool  # True where `collect` returns finished rollouts while others are still being written
-    updates_in_flight: bool  # True where weights may change while rollouts are written: tokens carry their own version
-    dtype: torch.dtype  # of its weights; weights arrive in the learner's dtype and are cast to this
+    vocab_size: int  # number of token ids of the model
+    num_top_log_probs: int  # largest number of top log-probs that the engine returns for a token
+    max_model_len: int  # largest length of a prompt and its response together, tokens
+    quantized: bool  # True where the engine computes with other numbers than the weights it was sent
+    streaming: bool  # True where `collect` returns finished rollouts while others are still being generated
+    updates_in_flight: bool  # True where weights may change during generation; each token carries its own version
+    dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
 
 
 class Engine(ABC):
-    """Writes rollouts and scores text with one model. Used from one thread."""
+    """Generates rollouts and scores given text with one model. All calls come from one thread."""
 
     @property
     @abstractmethod
@@ -50,48 +52,54 @@ class Engine(ABC):
     @property
     @abstractmethod
     def version(self) -> Version:
-        """The version that the next token will carry."""
+        """Return the version that the next generated token will carry."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue responses to write.
+        """Queue requests for generation.
 
         Raises:
-            EngineError: a uid already in flight, a prompt that leaves no room for one token in the context (nothing
-                of the call is queued), or more top log-probs asked for than the engine returns.
+            EngineError: a uid is already in flight, a prompt leaves no room for one token in the context, or more top
+                log-probs are asked for than the engine returns. Then no request of the call is queued.
         """
 
     @abstractmethod
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
-        """Up to `n` finished rollouts, each exactly once, in any order; only those named by `uids` where it is given.
+        """Return up to `n` finished rollouts, each exactly once, in any order.
 
-        Waits until `n` are there, until nothing is in flight, or for `timeout` seconds; None waits for as long as it
-        takes. Fewer than `n` means that the time was up or that no more were submitted.
+        The call waits until `n` rollouts are finished, until no request is in flight, or for `timeout` seconds (None:
+        without limit). Fewer than `n` rollouts mean that the time was up or that no more requests were submitted.
+
+        Args:
+            uids: return only rollouts with these uids; None: any.
         """
 
     @abstractmethod
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        """Log-probs of the response tokens under the engine's current weights, untruncated: [T] float32 for each."""
+        """Return the untruncated log-probs of response tokens under the current weights: [T] float32 per rollout."""
 
     @abstractmethod
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        """Replace all weights and return the `weights_digest` of what the engine took over, in `capabilities.dtype`.
+        """Replace all weights and return the `weights_digest`, in `capabilities.dtype`, of the weights received.
 
-        Where it keeps them in another form (fused, quantised), of what that form was made from. The trainer compares it
-        with the digest of what it sent. Tokens written later carry `version`; cached states of the old weights are
-        dropped.
+        An engine that stores weights in another form (fused, quantized) computes the digest of the tensors from which
+        that form was made. The trainer compares the digest with that of the weights it sent. Tokens generated later
+        carry `version`; cached keys and values of the old weights are dropped.
 
         Raises:
             EngineError: rollouts are in flight (unless `capabilities.updates_in_flight`), a name is missing or unknown,
                 or a shape differs. The old weights and version stay.
         """
 
-    def rest(self) -> None:  # noqa: B027  most engines have nothing to give back
-        """Nothing will be written before the next `update_weights`: give back what can be given back meanwhile."""
+    def sleep(self) -> None:
+        """Release memory until the next `update_weights`; the caller promises to generate nothing before it."""
+        return  # most engines have no memory to release
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What happened since the last call and a person should know of, such as a server that came back: an `event`
-        each, with its details."""
+        """Return and forget the events since the last call, such as a server that came back, for `events.jsonl`.
+
+        Each has a name under `event` and its details under further keys.
+        """
         return []
 
     @abstractmethod
@@ -99,17 +107,31 @@ class Engine(ABC):
         """Free the model. Closing twice is allowed; any other call after it raises EngineError."""
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """Submit, wait for all, and return them in the order of `requests`. What else is in flight stays there.
+        """Submit requests, wait for all of them, and return their rollouts in the same order.
+
+        Other requests in flight stay in flight.
 
         Raises:
-            EngineError: as `submit`, or what made the engine fail while it wrote.
+            EngineError: as `submit`, or the reason why the engine failed during generation.
         """
         self.submit(requests)
         uids, rollouts = {request.uid for request in requests}, {}
-        while len(rollouts) < len(requests):  # when it fails, the first `collect` gives what had ended, the next raises
-            if not (ended := self.collect(len(requests) - len(rollouts), uids=uids)):
+        while len(rollouts) < len(requests):  # of a failed engine, `collect` returns what had finished, then it raises
+            if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):
                 break
-            rollouts |= {rollout.uid: rollout for rollout in ended}
+            rollouts |= {rollout.uid: rollout for rollout in finished}
         if missing := [request.uid for request in requests if request.uid not in rollouts]:
             raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
         return [rollouts[request.uid] for request in requests]
+
+
+def quantized_event(quantization: str, conversion: Conversion, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the event that reports which share of the weights an engine quantized and how many tensors it did not.
+
+    Args:
+        quantization: key of `SCHEMES`.
+        sizes: number of elements of every parameter, by name.
+    """
+    share = sum(sizes[name] for name in conversion.converted) / sum(sizes.values())
+    kept = dict(Counter(conversion.kept.values()))  # reason: number of tensors
+    return {"event": "quantized", "to": quantization, "share": share, "kept": kept}

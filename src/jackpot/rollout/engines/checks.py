@@ -1,4 +1,4 @@
-"""What every engine asks of a request and of new weights, with one wording."""
+"""Checks of requests, rollouts to score and new weights that all engines share, with one wording of each error."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from jackpot.rollout.engines.base import Capabilities, Request
 
 
 def check_request(request: Request, capabilities: Capabilities) -> None:
-    """Raises EngineError for a request that cannot be answered as asked."""
-    prompt, wanted = request.prompt.token_ids, request.sampling.num_top_log_probs
-    context, vocab_size = capabilities.context_length, capabilities.vocab_size
+    """Raise EngineError for a request that the engine cannot fulfil: its prompt, top log-probs or seed."""
+    prompt, num_top = request.prompt.token_ids, request.sampling.num_top_log_probs
+    max_model_len, vocab_size = capabilities.max_model_len, capabilities.vocab_size
     if not prompt:
         raise EngineError(f"the prompt of {request.uid} is empty; it needs at least one token to predict from")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -21,14 +21,14 @@ def check_request(request: Request, capabilities: Capabilities) -> None:
             f"the prompt of {request.uid} has token ids from {min(prompt)} to {max(prompt)}; the model knows 0 to "
             f"{vocab_size - 1}. Use the model's own tokenizer"
         )
-    if len(prompt) >= context:
+    if len(prompt) >= max_model_len:
         raise EngineError(
-            f"the prompt of {request.uid} has {len(prompt)} tokens and leaves no room in the context of {context}; "
-            f"drop it or shorten it"
+            f"the prompt of {request.uid} has {len(prompt)} tokens and leaves no room in the context of "
+            f"{max_model_len}; drop it or shorten it"
         )
-    if wanted > capabilities.num_top_log_probs:
+    if num_top > capabilities.num_top_log_probs:
         raise EngineError(
-            f"{request.uid} asks for {wanted} top log-probs; the engine returns at most "
+            f"{request.uid} asks for {num_top} top log-probs; the engine returns at most "
             f"{capabilities.num_top_log_probs}, and the vocabulary has {vocab_size} tokens"
         )
     if not 0 <= request.seed < 2**64:
@@ -36,20 +36,20 @@ def check_request(request: Request, capabilities: Capabilities) -> None:
 
 
 def check_scores(rollouts: Sequence[Rollout], temperature: float, capabilities: Capabilities) -> None:
-    """Raises EngineError for rollouts that do not fit the context, or for a temperature without a distribution."""
+    """Raise EngineError for rollouts longer than the context, or for a temperature that is not positive."""
     if temperature <= 0.0:
         raise EngineError(f"score needs a temperature above 0, got {temperature}")
     for rollout in rollouts:
         length = len(rollout.prompt.token_ids) + len(rollout.token_ids)
-        if length > capabilities.context_length:
+        if length > capabilities.max_model_len:
             raise EngineError(
                 f"{rollout.uid} has {length} tokens with its prompt, more than the context of "
-                f"{capabilities.context_length}; shorten it, or score with the model that wrote it"
+                f"{capabilities.max_model_len}; shorten it, or score with the model that generated it"
             )
 
 
 def check_weights(sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size]) -> None:
-    """Raises EngineError unless every parameter is sent once and in its shape."""
+    """Raise EngineError unless every parameter is sent exactly once and in its shape."""
     names = Counter(name for name, _ in sent)
     problems = {
         "missing": sorted(shapes.keys() - names.keys()),

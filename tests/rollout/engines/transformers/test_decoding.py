@@ -17,14 +17,15 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers import kv_cache as cache_module
 from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_attention
-from jackpot.rollout.engines.transformers.decoding import _TAKE_READY_MASKS
+from jackpot.rollout.engines.transformers.decoding import _PASS_MASKS_ON
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
-from jackpot.rollout.engines.transformers.kv_cache import RowsCache, RowsLayer, make_cache
+from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, BatchKVLayer, make_cache
 
 VOCAB_SIZE, EOS, CONTEXT, WINDOW = 40, 1, 128, 12
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -80,8 +81,9 @@ def make_model(name: str, attention: str = "sdpa", **changes: Any) -> PreTrained
 
 
 def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
-    settings = {"eos_token_ids": [EOS], "version": Version(0, 0), "max_num_seqs": 64} | settings
-    return TransformersEngine(model, **settings)
+    eos_token_ids = settings.pop("eos_token_ids", [EOS])
+    config = TransformersEngineConfig(**{"max_num_seqs": 64} | settings)
+    return TransformersEngine(model, config, eos_token_ids=eos_token_ids, version=Version(0, 0))
 
 
 def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list[Request]:
@@ -136,12 +138,12 @@ def test_decoding_without_padding_equals_one_pass_over_the_whole_sequence(name):
     check_log_probs(reference, make_engine(model).generate(make_requests([6, 6, 6])))
 
 
-def test_every_architecture_that_gets_ready_masks_is_tried():
-    assert {CHANGES[name][0] for name in CHANGES} >= _TAKE_READY_MASKS
+def test_every_architecture_that_gets_masks_made_here_is_tried():
+    assert {CHANGES[name][0] for name in CHANGES} >= _PASS_MASKS_ON
 
 
 def test_responses_longer_than_the_first_room_of_the_cache(monkeypatch):
-    monkeypatch.setattr(cache_module, "_STEP", 4)
+    monkeypatch.setattr(cache_module, "_MIN_GROWTH", 4)
     model = make_model("qwen3")
     reference = copy.deepcopy(model)
     check_log_probs(reference, make_engine(model).generate(make_requests([3, 8], num_new=60)))
@@ -186,18 +188,18 @@ def test_masks_are_made_anew_where_a_window_ends_and_not_before(masks_made):
     ],
 )
 def test_only_layers_of_full_attention_and_of_windows_are_written_in_place(name, changes, is_in_place):
-    made = make_cache(make_config(name, **changes), longest=99)
-    assert type(made) is (RowsCache if is_in_place else DynamicCache)
+    made = make_cache(make_config(name, **changes), max_length=99)
+    assert type(made) is (BatchKVCache if is_in_place else DynamicCache)
 
 
 def test_the_smallest_window_counts():
-    assert make_cache(make_config("llama"), longest=99).window is None
-    assert make_cache(make_config("gemma2"), longest=99).window == WINDOW
+    assert make_cache(make_config("llama"), max_length=99).sliding_window is None
+    assert make_cache(make_config("gemma2"), max_length=99).sliding_window == WINDOW
 
 
 def test_a_layer_in_place_holds_what_one_that_copies_holds():
     draw = torch.Generator().manual_seed(0)
-    ours, theirs, rows = RowsLayer(longest=500), DynamicLayer(), 3
+    ours, theirs, rows = BatchKVLayer(max_length=500), DynamicLayer(), 3
     for step in range(300):
         states = [torch.randn(rows, 2, 7 if step == 0 else 1, 4, generator=draw) for _ in range(2)]
         for mine, expected in zip(ours.update(*states), theirs.update(*states), strict=True):
@@ -216,7 +218,7 @@ def test_a_layer_in_place_holds_what_one_that_copies_holds():
 
 
 def test_rows_that_stay_where_they_are_are_not_copied():
-    layer = RowsLayer(longest=100)
+    layer = BatchKVLayer(max_length=100)
     states = torch.randn(4, 1, 3, 2)
     layer.update(states, states)
     layer.reorder_cache(torch.tensor([0, 1, 2, 3, 3]))
@@ -228,7 +230,7 @@ def test_rows_that_stay_where_they_are_are_not_copied():
 
 
 def test_room_is_at_most_half_more_than_was_read_and_never_beyond_the_longest_row():
-    layer, rows = RowsLayer(longest=450), 6
+    layer, rows = BatchKVLayer(max_length=450), 6
     states = torch.randn(rows, 1, 200, 2)
     layer.update(states, states)
     for length in range(201, 451):
@@ -283,7 +285,7 @@ def test_only_the_model_of_the_engine_attends_in_groups():
 
 def test_eager_attention_writes_the_same_without_the_fused_kernel(monkeypatch):
     reference = make_model("qwen3")
-    engine = make_engine(make_model("qwen3"), attention="eager")
+    engine = make_engine(make_model("qwen3"), attn_implementation="eager")
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
     monkeypatch.setattr("jackpot.rollout.engines.transformers.attention.scaled_dot_product_attention", None)
     rollouts = engine.generate(make_requests([5, 9, 2, 9]))

@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from pathlib import Path
 
+import pydantic
 import pytest
 import torch
 from torch import Tensor
@@ -12,19 +13,20 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.engines.conformance import EngineConformance
 from helpers.engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
 from jackpot.models import scoring
 from jackpot.models.load import eos_token_ids, load_model
 from jackpot.rollout.engines.transformers import engine as engine_module
-from jackpot.rollout.engines.transformers.decoding import Reading
+from jackpot.rollout.engines.transformers.decoding import ModelRunner
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, version: Version = Version(0, 0), **settings):  # noqa: B008
     model = load_model(folder, dtype)
-    settings = {"max_num_seqs": 256} | settings
-    return TransformersEngine(model, eos_token_ids=eos_token_ids(model), version=version, **settings)
+    config = TransformersEngineConfig(**settings)
+    return TransformersEngine(model, config, eos_token_ids=eos_token_ids(model), version=version)
 
 
 class TestTransformersEngine(EngineConformance):
@@ -194,15 +196,15 @@ def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
 def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypatch):
     engine = make(folder)
     requests = [tiny_request(f"{i}", seed=i, max_new_tokens=3 + i) for i in range(8)]
-    keep, calls = Reading.keep, Counter()
+    reorder, calls = ModelRunner.reorder, Counter()
 
-    def fail_once(reading: Reading, order: Tensor) -> None:
+    def fail_once(runner: ModelRunner, order: Tensor) -> None:
         calls["all"] += 1
         if calls["all"] == 2:
             raise RuntimeError("out of memory")
-        keep(reading, order)
+        reorder(runner, order)
 
-    monkeypatch.setattr(Reading, "keep", fail_once)
+    monkeypatch.setattr(ModelRunner, "reorder", fail_once)
     engine.submit(requests)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.collect(8)
@@ -249,20 +251,20 @@ def test_the_cache_and_the_model_go_when_the_engine_closes(folder):
 
 
 def test_settings_that_cannot_work_are_refused(folder):
-    with pytest.raises(EngineError, match="max_num_seqs"):
+    with pytest.raises(pydantic.ValidationError, match="max_num_seqs"):
         make(folder, max_num_seqs=0)
     mixed = load_model(folder, torch.float32)
     mixed.lm_head.bfloat16()
     mixed.model.norm.bfloat16()
     with pytest.raises(EngineError, match="one dtype"):
-        TransformersEngine(mixed, eos_token_ids=[], version=Version(0, 0), max_num_seqs=1)
+        TransformersEngine(mixed, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
     boundless = load_model(folder, torch.float32)
     boundless.config.max_position_embeddings = 0
     with pytest.raises(EngineError, match="max_position_embeddings"):
-        TransformersEngine(boundless, eos_token_ids=[], version=Version(0, 0), max_num_seqs=1)
+        TransformersEngine(boundless, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
 
 
 def test_the_model_is_put_in_eval_mode(folder):
     model = load_model(folder, torch.float32).train()
-    TransformersEngine(model, eos_token_ids=[], version=Version(0, 0), max_num_seqs=1)
+    TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
     assert not model.training

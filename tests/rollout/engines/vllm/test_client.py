@@ -19,7 +19,7 @@ from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
-from jackpot.rollout.engines.vllm.server_engine import ServerSettings, VLLMServerEngine
+from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
 OLD, NEW = Version(0, 0), Version(1, 1)
 KEY = "a key that nobody else may see"
@@ -48,7 +48,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def make(*servers: ScriptedServer | str, **changes: Any) -> VLLMServerEngine:
         settings = {
             "weights_folder": str(tmp_path / "weights"),
-            "dtype": torch.float32,
+            "dtype": "fp32",
             "max_num_seqs": 8,
             "api_key_var": "TEST_API_KEY",
             "timeout": 20.0,
@@ -58,9 +58,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         urls = [server if isinstance(server, str) else server.url for server in servers]
         engine = VLLMServerEngine(
             tiny_model(seed=0),
+            VLLMServerEngineConfig(urls=urls, **settings | changes),
             eos_token_ids=(EOS,),
             version=OLD,
-            settings=ServerSettings(urls=urls, **settings | changes),
         )
         engines.append(engine)
         return engine
@@ -336,7 +336,7 @@ def test_a_restart_that_nobody_saw_is_noticed_and_the_newest_weights_are_sent_ag
 def test_weights_that_somebody_else_sent_are_an_error(make, server):
     engine = make(server)
     server.tag = "jackpot-another-3"
-    with pytest.raises(EngineError, match=r"somebody else updates the weights of .*jackpot-another-3"):
+    with pytest.raises(EngineError, match=r"another run updates the weights of .*jackpot-another-3"):
         engine.generate(requests(1))
 
 
@@ -489,16 +489,16 @@ def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
     server.settings["model_config"]["max_logprobs"] = 5
     other.settings["model_config"] |= {"max_model_len": 32, "quantization": "fp8"}
     can = make(server, other).capabilities
-    assert (can.num_top_log_probs, can.context_length, can.quantised) == (5, 32, True)
+    assert (can.num_top_log_probs, can.max_model_len, can.quantized) == (5, 32, True)
     assert (can.vocab_size, can.streaming, can.dtype) == (VOCAB_SIZE, True, torch.float32)
-    assert make(server).capabilities.context_length == CONTEXT
+    assert make(server).capabilities.max_model_len == CONTEXT
 
 
 def test_a_quantised_server_gets_codes_and_the_digest_is_of_what_these_were_made_from(make, server):
     server.settings["model_config"]["quantization"] = "compressed-tensors"
     server.settings["device_config"]["device"] = "cuda"
     engine = make(server, quantization="int8_w8a8")
-    assert engine.capabilities.quantised
+    assert engine.capabilities.quantized
     sent = weights(0.5)
     assert engine.update_weights(sent, NEW) == weights_digest(sent, torch.float32)
     codes = {name: array for name, array in server.weights.items() if name.endswith("_proj.weight")}
@@ -521,7 +521,7 @@ def test_a_server_that_is_not_quantised_as_the_settings_say_is_refused(make, ser
 
 def test_plain_servers_get_int8_weights_multiplied_out(make, server):
     engine = make(server, quantization="int8_w8a16")
-    assert engine.capabilities.quantised
+    assert engine.capabilities.quantized
     sent = [(name, tensor.detach()) for name, tensor in tiny_model(seed=1).named_parameters()]
     assert engine.update_weights(sent, NEW) == weights_digest(sent, torch.float32)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -534,7 +534,7 @@ def test_a_cache_of_another_kind_than_the_settings_say_is_refused_with_the_flag(
     with pytest.raises(EngineError, match=r"keeps keys and values in auto.*--kv-cache-dtype fp8"):
         make(server, kv_cache_dtype="fp8")
     server.settings["cache_config"]["cache_dtype"] = "fp8_e4m3"
-    assert make(server, kv_cache_dtype="fp8").capabilities.quantised
+    assert make(server, kv_cache_dtype="fp8").capabilities.quantized
 
 
 def test_more_log_probs_than_a_server_was_started_for_are_refused_with_the_flag(make, server):
@@ -583,9 +583,9 @@ def test_one_server_in_reach_is_enough(make, server):
 @pytest.mark.parametrize(
     "settings, told",
     [
-        ({"max_model_len": 32}, "context_length 32, and the others 64"),
+        ({"max_model_len": 32}, "max_model_len 32, and the others 64"),
         ({"max_logprobs": 5}, "num_top_log_probs 5, and the others 24"),
-        ({"quantization": "fp8"}, "is quantised"),
+        ({"quantization": "fp8"}, "is quantized"),
     ],
 )
 def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, other, settings, told):
@@ -622,7 +622,7 @@ def test_a_restart_between_two_batches_is_told_and_costs_nothing(make, server):
 def test_a_server_that_another_run_takes_between_two_batches_is_an_error_and_keeps_its_weights(make, server):
     engine = make(server)
     server.tag = "jackpot-another-3"
-    with pytest.raises(EngineError, match="somebody else updates the weights"):
+    with pytest.raises(EngineError, match="another run updates the weights"):
         engine.update_weights(weights(1.0), NEW)
     assert server.tag == "jackpot-another-3"
 

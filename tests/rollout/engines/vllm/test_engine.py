@@ -148,7 +148,7 @@ def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collect
     engine = make(folder)
     engine.submit([tiny_request("short", max_new_tokens=1)])
     deadline = time.monotonic() + 30.0
-    while engine._ledger.unfinished and time.monotonic() < deadline:
+    while engine._in_flight.num_unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
 
     def out_of_memory() -> None:
@@ -168,7 +168,7 @@ def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collect
 
 def test_a_shorter_context_than_the_models_can_be_asked_for(folder):
     engine = make(folder, max_model_len=32)
-    assert engine.capabilities.context_length == 32
+    assert engine.capabilities.max_model_len == 32
     rollouts = engine.generate([tiny_request(f"{i}", 30, seed=i, max_new_tokens=50) for i in range(10)])
     assert max(len(rollout.token_ids) for rollout in rollouts) == 2
     engine.close()
@@ -211,11 +211,11 @@ def test_a_saved_model_without_eos_writes_to_the_limit(tmp_path):
 def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
     """On a CPU vLLM keeps the memory and goes through the same states."""
     engine, new = make(folder), Reference(new_folder, torch.float32)
-    engine._settings = replace(engine._settings, sleeps=True)
+    engine._settings = engine._settings.model_copy(update={"enable_sleep_mode": True})
     requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
     engine.generate(requests)
-    engine.rest()
-    engine.rest()
+    engine.sleep()
+    engine.sleep()
     with pytest.raises(EngineError, match="sleeps and has no weights"):
         engine.submit(requests)
     with pytest.raises(EngineError, match="sleeps and has no weights"):
@@ -224,7 +224,7 @@ def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
     assert largest_gap(engine.generate(requests), new) < 1e-5
     engine.submit(requests)
     with pytest.raises(EngineError, match="in flight"):
-        engine.rest()
+        engine.sleep()
     assert len(engine.collect(4)) == 4
     engine.close()
 

@@ -11,17 +11,17 @@ from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
-from jackpot.rollout.engines.vllm.protocol import read_rollout, read_score, sampling_words, score_questions
+from jackpot.rollout.engines.vllm.protocol import join_log_probs, logprob_requests, make_rollout, to_sampling_params
 
 
-def words(**sampling) -> dict:
+def sampling_params(**sampling) -> dict:
     seed, length = sampling.pop("seed", 0), sampling.pop("length", 5)
-    return sampling_words(tiny_request("one", length, seed=seed, **sampling), (EOS,), CONTEXT)
+    return to_sampling_params(tiny_request("one", length, seed=seed, **sampling), (EOS,), CONTEXT)
 
 
 def test_every_setting_that_shapes_the_distribution_is_named():
     """A server fills in from generation_config.json what a request leaves open."""
-    asked = words(temperature=0.7, top_p=0.9, top_k=8, num_top_log_probs=3, stop_token_ids=(5, EOS))
+    asked = sampling_params(temperature=0.7, top_p=0.9, top_k=8, num_top_log_probs=3, stop_token_ids=(5, EOS))
     assert asked.pop("seed") >= 0
     assert asked == {
         "temperature": 0.7,
@@ -39,22 +39,22 @@ def test_every_setting_that_shapes_the_distribution_is_named():
 
 
 def test_a_response_may_fill_the_context_and_no_more():
-    assert words(length=CONTEXT - 3, max_new_tokens=50)["max_tokens"] == 3
-    assert words(length=CONTEXT - 3, max_new_tokens=2)["max_tokens"] == 2
+    assert sampling_params(length=CONTEXT - 3, max_new_tokens=50)["max_tokens"] == 3
+    assert sampling_params(length=CONTEXT - 3, max_new_tokens=2)["max_tokens"] == 2
 
 
 def test_seeds_differ_in_the_32_bits_that_a_cpu_keeps_and_fit_a_signed_number():
-    seeds = [words(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
+    seeds = [sampling_params(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seeds == [words(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
+    assert seeds == [sampling_params(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
 
 
 def test_an_answer_becomes_a_rollout():
     request = tiny_request("one", num_top_log_probs=2)
     ids = np.array([[7, 4, 7], [5, 3, 2]])
     log_probs = np.array([[-1.5, -0.5, -1.5], [-4.0, -0.25, -np.inf]])
-    rollout = read_rollout(request, [7, 5], ids, log_probs, "stop", Version(3, 4))
+    rollout = make_rollout(request, [7, 5], ids, log_probs, "stop", Version(3, 4))
     assert (rollout.uid, rollout.prompt, rollout.finish) == ("one", request.prompt, "stop")
     assert rollout.token_ids.tolist() == [7, 5]
     assert rollout.rollout_log_probs.tolist() == [-1.5, -4.0]
@@ -69,30 +69,30 @@ def test_an_answer_becomes_a_rollout():
 )
 def test_only_stop_and_length_are_whole_responses(word, finish):
     one = np.zeros((0, 1))
-    rollout = read_rollout(tiny_request("one", num_top_log_probs=0), [], one, one, word, Version(0, 0))
+    rollout = make_rollout(tiny_request("one", num_top_log_probs=0), [], one, one, word, Version(0, 0))
     assert rollout.finish == finish
     assert rollout.versions.shape == (0, 2) and rollout.top_ids.shape == (0, 0)
 
 
 def test_a_score_at_temperature_one_is_one_question_and_fits_a_full_context():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
-    [question] = score_questions(rollout, 1.0)
-    assert question.prompt == (*rollout.prompt.token_ids, 5, 6) and question.token == 7
-    assert question.words["prompt_logprobs"] == 0 and question.words["logprob_token_ids"] == [7]
-    assert read_score([[-0.5, -1.0, -2.0]]).tolist() == [-0.5, -1.0, -2.0]
+    [request] = logprob_requests(rollout, 1.0)
+    assert request.prompt == (*rollout.prompt.token_ids, 5, 6) and request.token == 7
+    assert request.sampling_params["prompt_logprobs"] == 0 and request.sampling_params["logprob_token_ids"] == [7]
+    assert join_log_probs([[-0.5, -1.0, -2.0]]).tolist() == [-0.5, -1.0, -2.0]
 
 
 def test_a_score_at_another_temperature_asks_for_every_token():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
-    questions = list(score_questions(rollout, 0.7))
-    assert [question.prompt[3:] for question in questions] == [(), (5,), (5, 6)]
-    assert [question.token for question in questions] == [5, 6, 7]
-    assert all(question.words["temperature"] == 0.7 for question in questions)
-    assert not any("prompt_logprobs" in question.words for question in questions)
-    assert read_score([[-0.5], [-1.0], [-2.0]]).tolist() == [-0.5, -1.0, -2.0]
+    requests = list(logprob_requests(rollout, 0.7))
+    assert [request.prompt[3:] for request in requests] == [(), (5,), (5, 6)]
+    assert [request.token for request in requests] == [5, 6, 7]
+    assert all(request.sampling_params["temperature"] == 0.7 for request in requests)
+    assert not any("prompt_logprobs" in request.sampling_params for request in requests)
+    assert join_log_probs([[-0.5], [-1.0], [-2.0]]).tolist() == [-0.5, -1.0, -2.0]
 
 
-@pytest.mark.parametrize("settings", [{"sleep": True}, {"device": 1}])
+@pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"device": 1}])
 def test_settings_for_gpus_are_refused_on_a_cpu(folder, settings):
     with pytest.raises(ConfigError, match="for GPUs"):
         make_engine(VLLMEngineConfig(**settings), str(folder), torch.device("cpu"), Version(0, 0))

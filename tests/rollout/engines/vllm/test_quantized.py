@@ -10,19 +10,19 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
 from helpers.engines.conformance import NEW
-from helpers.engines.quantised_reference import QuantisedReference
+from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
 from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.vllm.engine import VLLMEngine
-from rollout.engines.test_quantized import QuantisedConformance
+from rollout.engines.test_quantized import QuantizedConformance
 from rollout.engines.vllm.test_engine import make
 
 pytestmark = pytest.mark.vllm
 
 
-class TestVLLMInInt8WithAnFp8Cache(QuantisedConformance):
+class TestVLLMInInt8WithAnFp8Cache(QuantizedConformance):
     quantization, kv_cache_dtype = "int8_w8a8", "fp8 cut"
     training_gap = 0.3
 
@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_definition_and_after_an_update_those_of_a_fres
     settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     requests = [tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=16) for i in range(10)]
     engine, fresh = make(folder, **settings), make(new_folder, **settings)
-    assert engine.capabilities.quantised
+    assert engine.capabilities.quantized
     new = tiny_model(seed=1)
     try:
         for place, weights in ((folder, None), (new_folder, new), (new_folder, new)):
@@ -55,7 +55,7 @@ def test_numbers_are_those_of_the_definition_and_after_an_update_those_of_a_fres
                 digest = engine.update_weights(weights.named_parameters(), NEW)
                 assert digest == weights_digest(weights.named_parameters(), torch.float32)
             rollouts = engine.generate(requests)
-            rounded = QuantisedReference(place, quantization, kv_cache_dtype and "fp8 cut")
+            rounded = QuantizedReference(place, quantization, kv_cache_dtype and "fp8 cut")
             for log_probs in ([one.rollout_log_probs for one in rollouts], engine.score(rollouts, 1.0)):
                 assert gap(rollouts, log_probs, rounded) < 1e-3
                 assert gap(rollouts, log_probs, Reference(place, torch.float32)) > 1e-2

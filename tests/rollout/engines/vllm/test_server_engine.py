@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.joint_run import check_joint_run
-from helpers.engines.quantised_reference import QuantisedReference
+from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, save_tiny_model, tiny_model, tiny_prompt, tiny_request
 from helpers.engines.servers import VLLMServer, save_untied, started
 from jackpot.config.engines import VLLMServerEngineConfig
@@ -92,9 +92,9 @@ def test_no_cached_state_of_old_weights_is_used(servers, folder, new_folder, tmp
 
 def test_int8_weights_alone_need_no_other_server(servers, folder, new_folder, tmp_path):
     engine = make(folder, tmp_path, servers[0], quantization="int8_w8a16")
-    check_log_probs(engine.generate(long_requests(8)), QuantisedReference(folder, "int8_w8a16", None))
+    check_log_probs(engine.generate(long_requests(8)), QuantizedReference(folder, "int8_w8a16", None))
     engine.update_weights(tiny_model(seed=1).named_parameters(), NEW)
-    check_log_probs(engine.generate(long_requests(8)), QuantisedReference(new_folder, "int8_w8a16", None))
+    check_log_probs(engine.generate(long_requests(8)), QuantizedReference(new_folder, "int8_w8a16", None))
     engine.close()
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.engines.quantised_reference import round_blocks
+from helpers.engines.quantized_reference import round_blocks
 from helpers.engines.reference import save_tiny_model, tiny_model
 from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
-from jackpot.rollout.engines.vllm.weight_format import sent_form
+from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
 LAYERS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LAYERS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -38,7 +38,7 @@ def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
 def test_codes_and_scales_have_the_names_of_a_checkpoint_and_stand_for_the_rounded_weights(quantization, suffix, codes):
     model = tiny_model(0, hidden_size=160, intermediate_size=192)
     weights = dict(model.named_parameters())
-    sent = dict(sent_form(model, quantization).tensors(weights.items()))
+    sent = dict(WeightFormat.of_model(model, quantization).convert(weights.items()))
     assert set(sent) == {*weights, *(f"{name}{suffix}" for name in NAMES)}
     block = 1 if codes == torch.int8 else 128
     for name in weights.keys() - NAMES:
@@ -55,9 +55,9 @@ def test_codes_and_scales_have_the_names_of_a_checkpoint_and_stand_for_the_round
 
 def test_int8_weights_alone_are_sent_multiplied_out():
     model = tiny_model(0)
-    weights, form = dict(model.named_parameters()), sent_form(model, "int8_w8a16")
-    sent = dict(form.tensors(weights.items()))
-    assert form.config is None and sent.keys() == weights.keys()
+    weights, form = dict(model.named_parameters()), WeightFormat.of_model(model, "int8_w8a16")
+    sent = dict(form.convert(weights.items()))
+    assert form.quantization_config is None and sent.keys() == weights.keys()
     for name, weight in weights.items():
         expected = rounded(weight, "int8") if name in NAMES else weight
         torch.testing.assert_close(sent[name], expected, rtol=1e-6, atol=0)
@@ -65,33 +65,33 @@ def test_int8_weights_alone_are_sent_multiplied_out():
 
 def test_without_quantisation_the_weights_pass():
     model = tiny_model(0)
-    form = sent_form(model, None)
-    sent = list(form.tensors(model.named_parameters()))
+    form = WeightFormat.of_model(model, None)
+    sent = list(form.convert(model.named_parameters()))
     assert all(tensor is weight for (_, tensor), weight in zip(sent, model.parameters(), strict=True))
-    assert form.config is None and form.events == ()
+    assert form.quantization_config is None and form.events == ()
 
 
 def test_the_output_layer_and_routers_are_named_as_not_quantised_tied_or_not():
     for tied in (True, False):
         model = tiny_model(0, tie_word_embeddings=tied)
-        assert sent_form(model, "int8_w8a8").config["ignore"] == ["lm_head"]
-        assert sent_form(model, "fp8").config["modules_to_not_convert"] == ["lm_head"]
+        assert WeightFormat.of_model(model, "int8_w8a8").quantization_config["ignore"] == ["lm_head"]
+        assert WeightFormat.of_model(model, "fp8").quantization_config["modules_to_not_convert"] == ["lm_head"]
     routed = Experts()
     del routed.experts
-    assert sent_form(routed, "fp8").config["modules_to_not_convert"] == ["lm_head", "gate"]
+    assert WeightFormat.of_model(routed, "fp8").quantization_config["modules_to_not_convert"] == ["lm_head", "gate"]
 
 
 def test_models_of_which_vllm_would_quantise_something_else_are_refused():
     with pytest.raises(EngineError, match="no linear layer"):
-        sent_form(nn.Embedding(3, 4), "int8_w8a16")
+        WeightFormat.of_model(nn.Embedding(3, 4), "int8_w8a16")
     for quantization in ("int8_w8a8", "fp8"):
         with pytest.raises(EngineError, match=r"more of Experts than its linear layers: experts"):
-            sent_form(Experts(), quantization)
-    assert sent_form(Experts(), "int8_w8a16").names == {"up_proj.weight"}
+            WeightFormat.of_model(Experts(), quantization)
+    assert WeightFormat.of_model(Experts(), "int8_w8a16").quantized_names == {"up_proj.weight"}
 
 
 def test_what_was_quantised_is_told():
-    [event] = sent_form(tiny_model(0), "int8_w8a8").events
+    [event] = WeightFormat.of_model(tiny_model(0), "int8_w8a8").events
     layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
     assert event["to"] == "int8_w8a8" and event["kept"] == {"embedding": 1, "bias or norm": 9}
     assert event["share"] == layers / (layers + 24 * 64 + 5 * 64 + 4 * 32)

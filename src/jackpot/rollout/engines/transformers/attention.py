@@ -1,10 +1,8 @@
-"""Attention of one new token to everything before it, without copying keys and values for each query head.
+"""Attention for decoding: grouped-query attention without repeated keys, and attention on FP8 keys and values.
 
-Transformers repeats the keys and values of grouped-query attention wherever there is a mask, at every step. The query
-heads that share a key head can as well stand where several query tokens would: the kernel is the same, and so are the
-numbers to float rounding.
-
-Here too: attention on keys and values of 8 bits.
+Where there is a mask, transformers repeats the keys and values of grouped-query attention for each query head at every
+step. `grouped_attention` instead lets the query heads that share a key head stand in the dimension of query tokens: the
+kernel is the same, and the results are equal up to float rounding.
 """
 
 import sys
@@ -22,12 +20,12 @@ from jackpot.core.errors import EngineError
 from jackpot.models.forward import backbone
 from jackpot.models.quantization.linear import round_to_fp8
 
-AttentionKernel = Literal["sdpa", "eager"]
-Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers calls it: module, query, key, value, mask
-GROUPED = "jackpot_grouped"  # as `config._attn_implementation` names it
+# transformers' signature: (module, query, key, value, attention_mask, **options) -> (output, attention weights)
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+GROUPED = "jackpot_grouped"  # value of `config._attn_implementation`
 GROUPED_FP8, EAGER_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8"
-TAKE_MASKS = frozenset({"sdpa", "eager", GROUPED, GROUPED_FP8, EAGER_FP8})  # that are ready, [N, 1, T, S]
-_ON_FP8 = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}
+ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, GROUPED_FP8, EAGER_FP8})  # take a mask [N, 1, T, S] as it is
+_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}
 
 
 def grouped_attention(
@@ -40,21 +38,23 @@ def grouped_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' `sdpa`, which it calls for everything but one query token of grouped heads.
+    """Compute attention as transformers' `sdpa` does, without repeating keys for one query token of grouped heads.
+
+    All other cases call transformers' `sdpa`.
 
     Args:
         query: [N, heads, T, D].
         key, value: [N, key heads, S, D].
-        attention_mask: [N, 1, T, S], True or 0 where a token is seen; None where all are.
+        attention_mask: [N, 1, T, S], boolean (True: visible) or additive; None: all tokens are visible.
 
     Returns:
-        [N, T, heads, D]; no weights.
+        Output [N, T, heads, D], and None in place of attention weights.
     """
     rows, heads, length, size = query.shape
     special = dropout or options.get("position_bias") is not None or options.get("cache") is not None
     if length > 1 or heads == key.shape[1] or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    grouped = query.reshape(rows, key.shape[1], -1, size)  # heads that share a key stand next to each other
+    grouped = query.reshape(rows, key.shape[1], -1, size)  # heads that share a key are neighbors
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(rows, 1, heads, value.shape[-1]), None
 
@@ -62,27 +62,27 @@ def grouped_attention(
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What the model's own file has for attention in single steps. Shapes as in `grouped_attention`."""
+    """Call the eager attention of the model's own file in transformers. Shapes as in `grouped_attention`."""
     attend = sys.modules[type(module).__module__].eager_attention_forward
     return attend(module, query, key, value, attention_mask, **options)
 
 
-def on_rounded(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> Attention:
-    """The same on keys and values as a cache of fewer bits has them.
+def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> Attention:
+    """Return the attention function `attend` on rounded keys and values, as a low-precision cache stores them.
 
-    Those of the tokens that are read now stand last, and are rounded where they are: in what the cache holds too, and
-    once. So a prompt sees its own keys rounded, as in vLLM, and a cache need not know of it.
+    New tokens stand last in keys and values. They are rounded in place, once, so the cache holds rounded states too. A
+    prompt therefore sees its own keys rounded, as in vLLM.
 
     Args:
-        rounding: of keys or values [N, key heads, T, D].
+        rounding: function that rounds keys or values [N, key heads, T, D].
     """
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         for states in (key, value):
-            fresh = states[:, :, -query.shape[2] :]
-            fresh.copy_(rounding(fresh))
+            new = states[:, :, -query.shape[2] :]
+            new.copy_(rounding(new))
         return attend(module, query, key, value, attention_mask, **options)
 
     return attention
@@ -90,23 +90,23 @@ def on_rounded(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> Atten
 
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
-AttentionInterface.register(GROUPED_FP8, on_rounded(grouped_attention, round_to_fp8))
+AttentionInterface.register(GROUPED_FP8, with_rounded_kv(grouped_attention, round_to_fp8))
 AttentionMaskInterface.register(GROUPED_FP8, sdpa_mask)
-AttentionInterface.register(EAGER_FP8, on_rounded(eager_attention, round_to_fp8))
+AttentionInterface.register(EAGER_FP8, with_rounded_kv(eager_attention, round_to_fp8))
 AttentionMaskInterface.register(EAGER_FP8, eager_mask)
 
 
-def use_attention(model: PreTrainedModel, kernel: AttentionKernel | None, fp8_cache: bool = False) -> None:
-    """Let a model use a kernel: eager where that is asked for, else grouped in place of transformers' `sdpa`.
+def set_attention(model: PreTrainedModel, implementation: Literal["sdpa", "eager"], fp8_cache: bool = False) -> None:
+    """Set the attention implementation of a model, with `grouped_attention` in place of transformers' `sdpa`.
 
     Args:
-        kernel: with `sdpa` or None the model keeps what it was made with; an architecture may have no `sdpa`.
-        fp8_cache: it sees keys and values as an FP8 cache has them (`precision.kv.round_to_fp8`). Without gradient.
+        implementation: eager attention, or sdpa where the architecture has it (else its default stays).
+        fp8_cache: round keys and values to FP8 (`round_to_fp8`). Such a model must not be differentiated.
 
     Raises:
-        EngineError: eager attention or an FP8 cache for a model whose attention cannot be changed.
+        EngineError: eager attention or an FP8 cache for a model whose attention cannot be replaced.
     """
-    if kernel == "eager" and model.config._attn_implementation != "eager":
+    if implementation == "eager" and model.config._attn_implementation != "eager":
         model.set_attn_implementation("eager")
         if model.config._attn_implementation != "eager":
             raise EngineError(
@@ -114,12 +114,12 @@ def use_attention(model: PreTrainedModel, kernel: AttentionKernel | None, fp8_ca
             )
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     current, replaceable = model.config._attn_implementation, functions is ALL_ATTENTION_FUNCTIONS
-    if fp8_cache and not (replaceable and current in _ON_FP8):
+    if fp8_cache and not (replaceable and current in _FP8_VARIANTS):
         raise EngineError(
             f"{type(model).__name__} has an attention of its own ({current}), whose keys and values cannot be rounded "
             f"here; leave engine.kv_cache_dtype out"
         )
     if fp8_cache:
-        model.set_attn_implementation(_ON_FP8[current])
+        model.set_attn_implementation(_FP8_VARIANTS[current])
     elif current == "sdpa" and replaceable:
         model.set_attn_implementation(GROUPED)

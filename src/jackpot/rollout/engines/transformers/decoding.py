@@ -1,6 +1,6 @@
-"""A batch of responses written together, one token a step.
+"""Decode a batch of responses together, one token per step.
 
-Shapes: `R` rows at the start, `N` of them still being written, `V` vocabulary, `K` top log-probs.
+Shapes: `R` rows at the start, `N` of them unfinished, `H` hidden size, `V` vocabulary, `K` top log-probs.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from jackpot.core.types import Finish, Rollout, Version
 from jackpot.models.forward import backbone, head_logits, pad_tokens, position_ids
 from jackpot.models.sampling import Draw, draw_tokens
 from jackpot.rollout.engines.base import Request
-from jackpot.rollout.engines.transformers.attention import TAKE_MASKS
-from jackpot.rollout.engines.transformers.kv_cache import RowsCache, make_cache
+from jackpot.rollout.engines.transformers.attention import ACCEPT_4D_MASKS
+from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, make_cache
 
-# Architectures that do nothing with an attention mask but hand it to attention, so that one that is ready serves them.
-_TAKE_READY_MASKS = frozenset(
+# Architectures that only pass their attention mask on to attention, so that a mask [N, 1, 1, S] made here serves them.
+_PASS_MASKS_ON = frozenset(
     {
         "gemma",
         "gemma2",
@@ -41,21 +41,24 @@ _TAKE_READY_MASKS = frozenset(
 )
 
 
-class Reading:
-    """One forward pass a call. Prompts are padded on the left, so that every row writes to the same column."""
+class ModelRunner:
+    """Runs the forward passes of a batch with its KV cache: one prefill, then one pass per decoding step.
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], num_new: int) -> None:
+    Prompts are padded on the left, so that all rows write to the same column of the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
         """
         Args:
-            prompts: of each row. One that several rows share is read once.
-            num_new: tokens, the most that any row will read after its prompt.
+            prompts: token ids of each row's prompt. A prompt that several rows share is prefilled once.
+            max_new_tokens: largest number of tokens that any row reads after its prompt.
         """
         self._model, self._prompts = model, prompts
-        self._longest = max(map(len, prompts)) + num_new
-        self._cache = make_cache(model.config, self._longest)
+        self._max_length = max(map(len, prompts)) + max_new_tokens
+        self._cache = make_cache(model.config, self._max_length)
 
-    def read_prompts(self) -> Tensor:
-        """Comes first. The hidden states that predict the first tokens: [R, H]."""
+    def prefill(self) -> Tensor:
+        """Run the prompts; return the hidden states that predict the first tokens, [R, H]. Called first, once."""
         unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
         device = self._model.device
         ids, mask = pad_tokens(list(unique), "left", device)  # [U, P]
@@ -63,24 +66,28 @@ class Reading:
         index = torch.tensor([unique[prompt] for prompt in self._prompts], device=device)
         self._cache.reorder_cache(index)
         self._length = ids.shape[1]
-        self._positions = mask.sum(dim=1)[index]  # [N], of the token that is read next
-        self._exists = torch.ones(len(index), self._longest, dtype=torch.bool, device=device)
-        self._exists[:, : self._length] = mask[index]
+        self._positions = mask.sum(dim=1)[index]  # [N], position of the next token
+        self._is_token = torch.ones(len(index), self._max_length, dtype=torch.bool, device=device)  # False: padding
+        self._is_token[:, : self._length] = mask[index]
         self._is_padded = not mask.all()
-        self._bias = self._ready_mask() if self._is_padded else None
+        self._bias = self._additive_mask() if self._is_padded else None
         return hidden[index]
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read one more token in every row, [N]. The hidden states that predict the next: [N, H]."""
+    def decode_step(self, tokens: Tensor) -> Tensor:
+        """Run one more token of every row, [N]; return the hidden states that predict the next token, [N, H]."""
         self._length += 1
         hidden = self._forward(tokens[:, None], self._mask(), self._positions[:, None])
         self._positions = self._positions + 1
         return hidden[:, -1]
 
-    def keep(self, order: Tensor) -> None:
-        """Row i becomes what row `order[i]` was; rows not named leave. [N] int64, on the device of the model."""
+    def reorder(self, order: Tensor) -> None:
+        """Replace row i by the old row `order[i]`; rows not in `order` leave the batch.
+
+        Args:
+            order: [N] int64, on the device of the model.
+        """
         self._cache.reorder_cache(order)
-        self._positions, self._exists = self._positions[order], self._exists[order]
+        self._positions, self._is_token = self._positions[order], self._is_token[order]
         self._bias = None if self._bias is None else self._bias[order]
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
@@ -89,31 +96,34 @@ class Reading:
         ).last_hidden_state
 
     def _mask(self) -> Tensor | None:
-        """What the new token of each row sees; None is everything, up to a window.
+        """Return the mask of the new tokens; None: they see everything inside the sliding window.
 
-        Of one with two dimensions transformers makes its own, at every step, and knows where windows end. It takes one
-        with four as it is.
+        From a mask [N, S] transformers makes its own at every step, with sliding windows. A mask [N, 1, 1, S] is used
+        as it is.
         """
-        if not isinstance(self._cache, RowsCache):
-            return self._exists[:, : self._length]
+        if not isinstance(self._cache, BatchKVCache):
+            return self._is_token[:, : self._length]
         if not self._is_padded:
             return None
-        window = self._cache.window
+        window = self._cache.sliding_window
         if self._bias is None or (window is not None and self._length > window):
-            return self._exists[:, : self._length]
+            return self._is_token[:, : self._length]
         return self._bias[..., : self._length]
 
-    def _ready_mask(self) -> Tensor | None:
-        """What attention adds to its scores, [N, 1, 1, S]: 0 or the lowest number; None where it must not be given."""
+    def _additive_mask(self) -> Tensor | None:
+        """Return what attention adds to its scores, [N, 1, 1, S]: 0, or the lowest number for padding.
+
+        None for models that do not take such a mask.
+        """
         config, dtype = self._model.config, self._model.dtype
-        if config.model_type not in _TAKE_READY_MASKS or config._attn_implementation not in TAKE_MASKS:
+        if config.model_type not in _PASS_MASKS_ON or config._attn_implementation not in ACCEPT_4D_MASKS:
             return None
-        bias = torch.zeros(self._exists.shape, dtype=dtype, device=self._exists.device)
-        return bias.masked_fill_(~self._exists, torch.finfo(dtype).min)[:, None, None]
+        bias = torch.zeros(self._is_token.shape, dtype=dtype, device=self._is_token.device)
+        return bias.masked_fill_(~self._is_token, torch.finfo(dtype).min)[:, None, None]
 
 
 class BatchSettings(NamedTuple):
-    """What all rows of a batch share; lengths and stop tokens are each row's own."""
+    """The sampling settings that all rows of a batch share; lengths and stop tokens are each row's own."""
 
     temperature: float
     top_k: int
@@ -126,10 +136,10 @@ def batch_settings(sampling: Sampling) -> BatchSettings:
 
 
 class DecodingBatch:
-    """Requests with the same `batch_settings`, their cache, and what has been written so far.
+    """Decodes requests with the same `batch_settings` together, and keeps their tokens until each request finishes.
 
-    Each unique prompt is read once; a row that ends leaves the batch and the cache; of each step's distribution [N, V]
-    only the drawn token and the top K are kept.
+    A finished row leaves the batch and the cache. Of each step's distribution [N, V] only the sampled token and the top
+    K are kept.
     """
 
     def __init__(
@@ -137,74 +147,74 @@ class DecodingBatch:
         model: PreTrainedModel,
         requests: Sequence[Request],
         eos_token_ids: Sequence[int],
-        context_length: int,
+        max_model_len: int,
         version: Version,
     ) -> None:
         samplings, prompts = [request.sampling for request in requests], [request.prompt for request in requests]
-        self._model, self._all, self._version = model, list(requests), version
+        self._model, self._all_requests, self._version = model, list(requests), version
         self._settings = batch_settings(samplings[0])
-        self._rows = torch.arange(len(requests))  # [N], those not finished, in the order in which the model has them
+        self._rows = torch.arange(len(requests))  # [N], request index of each unfinished row, in the model's row order
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
         self._limits = torch.tensor(
             [
-                min(sampling.max_new_tokens, context_length - len(prompt.token_ids))
+                min(sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
                 for sampling, prompt in zip(samplings, prompts, strict=True)
             ]
-        )  # [R]
-        longest = int(self._limits.max())
-        self._reading = Reading(model, [prompt.token_ids for prompt in prompts], longest)
+        )  # [R], largest length of each response, tokens
+        limit = int(self._limits.max())
+        self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
         self._keys = key_tensor([stream_key("token", request.seed) for request in requests]).to(model.device)  # [N]
-        self._written = 0  # tokens in every row of `_rows`
-        # What was written, on the CPU; rows of `empty` cost no memory before they are written to.
-        self._records = torch.empty(len(requests), longest, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
+        self._num_generated = 0  # tokens of every unfinished row
+        # Packed draws (`_pack`), on the CPU; rows of `empty` take no memory before they are written.
+        self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
 
     @property
     def requests(self) -> list[Request]:
-        """Those not finished, in the order in which they came."""
-        return [self._all[row] for row in sorted(self._rows.tolist())]
+        """Return the unfinished requests in the order in which they were given."""
+        return [self._all_requests[row] for row in sorted(self._rows.tolist())]
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
-        """Write one token in every row; return the rows that this finished, which leave the batch."""
-        hidden = self._reading.read(self._last) if self._written else self._reading.read_prompts()
-        draws = uniforms(self._keys, [self._written])
+        """Generate one token in every row; remove and return the rows that this finished."""
+        hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
+        draws = uniforms(self._keys, [self._num_generated])
         draw = draw_tokens(head_logits(self._model, hidden), draws, **self._settings._asdict())
-        records = _pack(draw).cpu()  # the one transfer of a step
+        records = _pack(draw).cpu()  # the only transfer of a step to the CPU
         self._check_finite(records)
-        self._records[self._rows, self._written] = records
-        self._last = draw.tokens  # [N]
-        self._written += 1
-        return self._retire(records[:, 0])
+        self._records[self._rows, self._num_generated] = records
+        self._last_tokens = draw.tokens  # [N]
+        self._num_generated += 1
+        return self._remove_finished(records[:, 0])
 
     def _check_finite(self, records: Tensor) -> None:
         is_finite = records[:, 1].view(torch.float32).isfinite()
         if not is_finite.all():
             row = int(self._rows[~is_finite].min())
             raise EngineError(
-                f"the model gave no finite distribution for token {self._written} of {self._all[row].uid} at "
-                f"{self._version}; look for NaN in the weights that were sent last"
+                f"the model gave no finite distribution for token {self._num_generated} of "
+                f"{self._all_requests[row].uid} at {self._version}; look for NaN in the weights that were sent last"
             )
 
-    def _retire(self, tokens: Tensor) -> list[Rollout]:
-        """Take the rows that have ended with `tokens` [N] out of the batch and of the cache."""
-        stopped = (self._stops[self._rows] == tokens[:, None]).any(dim=1)
-        ended = stopped | (self._limits[self._rows] == self._written)  # [N]
-        if not ended.any():
+    def _remove_finished(self, tokens: Tensor) -> list[Rollout]:
+        """Remove the rows that end with `tokens` [N] from the batch and from the cache; return their rollouts."""
+        is_stop = (self._stops[self._rows] == tokens[:, None]).any(dim=1)
+        is_finished = is_stop | (self._limits[self._rows] == self._num_generated)  # [N]
+        if not is_finished.any():
             return []
         finished = [
-            self._rollout(row, "stop" if is_stop else "length")
-            for row, is_stop in zip(self._rows[ended].tolist(), stopped[ended].tolist(), strict=True)
+            self._rollout(row, "stop" if stopped else "length")
+            for row, stopped in zip(self._rows[is_finished].tolist(), is_stop[is_finished].tolist(), strict=True)
         ]
-        order = _close_ranks(~ended)
+        order = _compaction(~is_finished)
         if len(order):
-            places = order.to(self._last.device)
-            self._reading.keep(places)
-            self._last, self._keys = self._last[places], self._keys[places]
-        self._rows = self._rows[order]  # last: until here an error leaves the rows that ended in `requests`
+            on_device = order.to(self._last_tokens.device)
+            self._runner.reorder(on_device)
+            self._last_tokens, self._keys = self._last_tokens[on_device], self._keys[on_device]
+        self._rows = self._rows[order]  # last: after an error before this line `requests` has the finished ones too
         return finished
 
     def _rollout(self, row: int, finish: Finish) -> Rollout:
-        length, request = self._written, self._all[row]
+        length, request = self._num_generated, self._all_requests[row]
         draw = _unpack(self._records[row, :length])
         return Rollout(
             uid=request.uid,
@@ -220,13 +230,20 @@ class DecodingBatch:
 
 
 def _stop_table(stops: Sequence[set[int]]) -> Tensor:
-    """The tokens that end each row, [R, 1 or more] int64, filled up with -1, which no token is."""
+    """Return the stop tokens of each row, [R, 1 or more] int64, padded with -1, which is no token id."""
     width = max(1, *map(len, stops))
     return torch.tensor([[*row, *[-1] * (width - len(row))] for row in stops])
 
 
-def _close_ranks(kept: Tensor) -> Tensor:
-    """Where each row that is kept [N] comes from: rows from the end take the places of those that left."""
+def _compaction(kept: Tensor) -> Tensor:
+    """Return the old index of each kept row: the last kept rows move into the slots of removed ones.
+
+    Args:
+        kept: [N] bool.
+
+    Returns:
+        [number of kept rows] int64; rows before the first removed one keep their index.
+    """
     left = int(kept.sum())
     order = torch.arange(left)
     order[~kept[:left]] = left + kept[left:].nonzero()[:, 0]
@@ -234,7 +251,7 @@ def _close_ranks(kept: Tensor) -> Tensor:
 
 
 def _pack(draw: Draw) -> Tensor:
-    """A draw as one tensor, [N, 2 + 2K] int32: ids as they are, log-probs by their bits."""
+    """Pack a draw into one tensor, [N, 2 + 2K] int32: ids as they are, log-probs by their bits."""
     columns = [
         draw.tokens[:, None].int(),
         draw.log_probs[:, None].view(torch.int32),
@@ -245,7 +262,7 @@ def _pack(draw: Draw) -> Tensor:
 
 
 def _unpack(records: Tensor) -> Draw:
-    """What `_pack` packed, in memory of its own."""
+    """Undo `_pack`, into memory that does not alias `records`."""
     num_top = (records.shape[1] - 2) // 2
     tokens, log_probs, top_ids, top_log_probs = records.split([1, 1, num_top, num_top], dim=1)
     return Draw(

@@ -1,6 +1,7 @@
-"""The weights of a model that an engine holds, some of them quantised."""
+"""The weights of an engine's model, with its linear layers quantized where the settings say so."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,55 +9,55 @@ from transformers import PreTrainedModel
 
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
-from jackpot.models.quantization.convert import Conversion, quantise_linears
+from jackpot.models.quantization.convert import quantise_linears
 from jackpot.models.quantization.linear import QuantisedLinear
 from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.rollout.engines.base import quantized_event
 from jackpot.rollout.engines.checks import check_weights
 
 
-class HeldWeights:
-    """Takes new weights under the names that the model had before it was quantised, a tied weight once."""
+class ModelWeights:
+    """Loads new weights into a model under its original parameter names, quantized or not; a tied weight once."""
 
     def __init__(self, model: PreTrainedModel, quantization: str | None) -> None:
         """
         Args:
-            model: with all its weights in one dtype. With a quantisation its linear layers are replaced.
-            quantization: a key of `SCHEMES`.
+            model: model with all weights in one dtype. With a quantization its linear layers are replaced in place.
+            quantization: key of `SCHEMES`; None: no quantization.
 
         Raises:
-            EngineError: weights of several dtypes, an unknown quantisation, or one for a model without linear layers.
+            EngineError: weights of several dtypes, or a quantization for a model without linear layers.
         """
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
         self.dtype = dtypes.pop()
+        self.events: list[dict[str, Any]] = []  # the event that reports the quantization, if there is one
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.conversion = _converted(model, quantization)
+        self._quantized: dict[str, QuantisedLinear] = {}  # layer by the name of its weight
+        if quantization is not None:
+            try:
+                conversion = quantise_linears(model, SCHEMES[quantization])
+            except ValueError as error:
+                raise EngineError(f"{error}; leave engine.quantization out") from error
+            sizes = {name: shape.numel() for name, shape in self._shapes.items()}
+            self.events.append(quantized_event(quantization, conversion, sizes))
+            self._quantized = {name: model.get_submodule(name.removesuffix(".weight")) for name in conversion.converted}
         self._parameters = dict(model.named_parameters())
-        self._layers: dict[str, QuantisedLinear] = {
-            name: model.get_submodule(name.removesuffix(".weight")) for name in self.conversion.converted
-        }
-
-    @property
-    def quantised_share(self) -> float:
-        """Of all numbers, how many are held as codes."""
-        return sum(self._shapes[name].numel() for name in self._layers) / sum(
-            map(torch.Size.numel, self._shapes.values())
-        )
 
     @torch.no_grad()
-    def replace(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Take all weights; the digest, in `dtype`, of what is held now or what its codes were made from.
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Replace all weights; return the digest, in `dtype`, of the weights as loaded, before quantization.
 
-        All tensors are held until all are checked: nothing is replaced before. A weight is cast to `dtype` first.
+        All tensors are held until all are checked, so an error leaves the old weights. Each is cast to `dtype` first.
 
         Raises:
-            EngineError: a name is missing, unknown or there twice, or a shape differs.
+            EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
         sent = list(named_tensors)
         check_weights(sent, self._shapes)
         digest = WeightsDigest(self.dtype)
         for name, tensor in sent:
-            if layer := self._layers.get(name):
+            if layer := self._quantized.get(name):
                 source = tensor.to(layer.codes.device, self.dtype)
                 layer.take(source)
                 digest.add(name, source)
@@ -64,14 +65,3 @@ class HeldWeights:
                 self._parameters[name].copy_(tensor)
                 digest.add(name, self._parameters[name])
         return digest.hexdigest()
-
-
-def _converted(model: PreTrainedModel, quantization: str | None) -> Conversion:
-    if quantization is None:
-        return Conversion(converted=(), kept={})
-    if quantization not in SCHEMES:
-        raise EngineError(f"there is no quantisation {quantization!r}; take one of {', '.join(SCHEMES)}")
-    try:
-        return quantise_linears(model, SCHEMES[quantization])
-    except ValueError as error:
-        raise EngineError(f"{error}; leave engine.quantization out") from error

@@ -1,7 +1,7 @@
-"""One vLLM server as seen over HTTP. aiohttp is imported when an engine is made, not before.
+"""HTTP client of one vLLM server. aiohttp is imported when an engine is made, not before.
 
-Every question ends in an answer, in `ServerLost` (another server or another time may do better) or in an EngineError
-(nobody but a person can help).
+Every call ends in a result, in `ServerLost` (a retry, there or on another server, may help) or in an EngineError (only
+a change by the user can help).
 """
 
 import asyncio
@@ -12,35 +12,39 @@ from typing import Any, TypeVar
 from jackpot.core.errors import EngineError
 
 Result = TypeVar("Result")
-_LARGE = 1 << 16  # bytes; more than this are not read on the event loop
+_LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
-_KEEP_SECONDS = 2.0  # an idle connection; vLLM closes one after 5, which must not look like a server that died
-_SHORT_SECONDS = 60.0  # for a question that needs no work; the first about its settings takes vLLM some seconds
+_KEEP_SECONDS = 2.0  # for an idle connection; vLLM closes one after 5, which must not look like a lost server
+_SHORT_SECONDS = 60.0  # for a call without generation; vLLM takes some seconds for the first about its configuration
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
 
 class ServerLost(Exception):
-    """A server did not answer, or not with an answer to what was asked."""
+    """A server did not answer, or its answer is not one to the call."""
 
 
 class ServerRestarted(ServerLost):
-    """A server no longer holds what it was given: it has been started anew."""
+    """A server was restarted, so it has lost the weights that it was sent."""
 
 
-def open_session(api_key: str | None, variable: str) -> Any:
-    """What all servers are asked through; made on the event loop that uses it.
+class ServerRefused(ServerLost):
+    """A server answered that it cannot serve the call, at least now."""
+
+
+def open_session(api_key: str | None, api_key_var: str) -> Any:
+    """Return the aiohttp session that all clients share; called on the event loop that uses it.
 
     Args:
-        variable: of the environment, which has the key.
+        api_key_var: environment variable that holds the key, named in errors.
 
     Raises:
-        EngineError: aiohttp is not installed, or the key cannot be sent.
+        EngineError: aiohttp is not installed, or the key has characters that cannot be sent.
     """
     aiohttp = _import_aiohttp()
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise EngineError(
-            f"the API key in the environment variable {variable} has a line break or another character that cannot be "
-            f"sent; set it without"
+            f"the API key in the environment variable {api_key_var} has a line break or another character that cannot "
+            f"be sent; set it without"
         )
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
@@ -49,100 +53,105 @@ def open_session(api_key: str | None, variable: str) -> Any:
 
 
 class ServerClient:
-    """Asks one server."""
+    """Calls the HTTP routes of one vLLM server."""
 
     def __init__(self, url: str, session: Any, *, timeout: float, api_key_var: str) -> None:
         """
         Args:
-            timeout: seconds for a response or for new weights.
-            api_key_var: named in the advice where the server refuses the key.
+            timeout: longest time of a completion or a weight update, seconds.
+            api_key_var: environment variable that holds the key, named where the server refuses the key.
         """
         self._aiohttp = _import_aiohttp()
-        self._url, self._session, self._api_key_variable = url.rstrip("/"), session, api_key_var
+        self._url, self._session, self._api_key_var = url.rstrip("/"), session, api_key_var
         self._long, self._short = timeout, min(timeout, _SHORT_SECONDS)
 
     async def model_name(self) -> str:
-        """The name to ask for in completions."""
-        return await self._ask("GET", "/v1/models", read=lambda answer: str(answer["data"][0]["id"]))
+        """Return the model name that completions have to give."""
+        return await self._call("GET", "/v1/models", parse=lambda body: str(body["data"][0]["id"]))
 
-    async def settings(self) -> dict[str, Any]:
-        """vLLM's whole configuration."""
-        return await self._ask(
-            "GET", "/server_info?config_format=json", read=lambda answer: dict(answer["vllm_config"]), missing=_DEV_MODE
+    async def vllm_config(self) -> dict[str, Any]:
+        """Return vLLM's whole configuration."""
+        return await self._call(
+            "GET", "/server_info?config_format=json", parse=lambda body: dict(body["vllm_config"]), missing=_DEV_MODE
         )
 
-    async def structure(self) -> str:
-        """The model's modules and their sizes, as PyTorch prints them."""
+    async def model_inspection(self) -> str:
+        """Return the model's modules and their sizes as PyTorch prints them."""
         body = {"method": "get_model_inspection"}
-        return await self._ask(
-            "POST", "/collective_rpc", body, read=lambda answer: str(answer["results"][0]), missing=_DEV_MODE
+        return await self._call(
+            "POST", "/collective_rpc", body, parse=lambda body: str(body["results"][0]), missing=_DEV_MODE
         )
 
     async def checksums(self) -> dict[str, str]:
-        """SHA-256 of the bytes of every parameter, by rank and vLLM's name."""
-        return await self._ask(
+        """Return the SHA-256 of the bytes of every parameter, by rank and vLLM's name."""
+        return await self._call(
             "POST",
             "/weight_checker",
             {"action": "checksum"},
-            read=lambda answer: dict(answer["checksums"]),
+            parse=lambda body: dict(body["checksums"]),
             seconds=self._long,
             missing=_DEV_MODE,
         )
 
-    async def tag(self) -> str:
-        """The name of the weights that it holds; "default" after a start."""
-        return await self._ask(
-            "GET", "/weight_info", read=lambda answer: str(answer["weight_version"]), missing=_DEV_MODE
+    async def weight_version(self) -> str:
+        """Return the name of the weights that the server holds; "default" after a start."""
+        return await self._call(
+            "GET", "/weight_info", parse=lambda body: str(body["weight_version"]), missing=_DEV_MODE
         )
 
     async def pause(self) -> None:
-        """Returns when nothing is being written; what is asked from now on waits."""
-        await self._ask("POST", "/pause?mode=wait", seconds=self._long, missing=_DEV_MODE)
+        """Wait until the server generates nothing; later completions wait for `resume`."""
+        await self._call("POST", "/pause?mode=wait", seconds=self._long, missing=_DEV_MODE)
 
     async def resume(self) -> None:
-        await self._ask("POST", "/resume", missing=_DEV_MODE)
+        """End a `pause`."""
+        await self._call("POST", "/resume", missing=_DEV_MODE)
 
-    async def load(self, folder: str) -> None:
-        """Replace the weights by those in `folder`.
+    async def reload_weights(self, folder: str) -> None:
+        """Replace the server's weights by those in `folder`.
 
         Raises:
-            EngineError: it says that it cannot, and is well otherwise.
+            EngineError: the server refuses, and is healthy otherwise.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            await self._ask("POST", "/collective_rpc", body, seconds=self._long, missing=_DEV_MODE)
+            await self._call("POST", "/collective_rpc", body, seconds=self._long, missing=_DEV_MODE)
         except ServerRefused as refused:
-            await self._ask("GET", "/health", read=None)
+            await self._call("GET", "/health", parse=None)
             raise EngineError(
                 f"{self._url} cannot load the weights in {folder}: {refused}. Every server must see "
                 f"engine.weights_folder under the same path as the trainer, and serve the same model"
             ) from refused
 
-    async def forget_states(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Drop the cached keys and values of the old weights."""
-        await self._ask("POST", "/reset_prefix_cache", read=_check_success, missing=_DEV_MODE)
+        await self._call("POST", "/reset_prefix_cache", parse=_check_success, missing=_DEV_MODE)
 
-    async def set_tag(self, tag: str) -> None:
-        await self._ask("POST", "/update_weight_version", {"new_version": tag}, read=_check_success, missing=_DEV_MODE)
+    async def set_weight_version(self, version: str) -> None:
+        """Name the weights that the server holds."""
+        await self._call(
+            "POST", "/update_weight_version", {"new_version": version}, parse=_check_success, missing=_DEV_MODE
+        )
 
-    async def complete(self, body: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
-        """The answer to one prompt, as `read` makes of it; it may run on another thread."""
-        return await self._ask("POST", "/v1/completions", body, read=read, seconds=self._long)
+    async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
+        """Return the completion of one prompt, converted by `parse`, which may run on another thread."""
+        return await self._call("POST", "/v1/completions", body, parse=parse, seconds=self._long)
 
-    async def _ask(
+    async def _call(
         self,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        read: Callable[[Any], Result] | None = lambda answer: answer,
+        parse: Callable[[Any], Result] | None = lambda body: body,
         seconds: float | None = None,
         missing: str = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000",
     ) -> Result:
-        """
+        """Send a request and return its parsed JSON.
+
         Args:
-            read: of the JSON of the answer; None where nothing is to be read.
-            missing: what to do about a route that does not exist.
+            parse: function of the response's JSON; None: the body is not read.
+            missing: advice where the route does not exist.
         """
         seconds = seconds or self._short
         limits = self._aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
@@ -154,44 +163,40 @@ class ServerClient:
         except (self._aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{type(error).__name__}: {error}") from error
         if status != 200:
-            self._refuse(path, status, data, missing)
-        if read is None:
+            self._raise_for_status(path, status, data, missing)
+        if parse is None:
             return None
-        return await asyncio.to_thread(_read, path, data, read) if len(data) > _LARGE else _read(path, data, read)
+        return await asyncio.to_thread(_parse, path, data, parse) if len(data) > _LARGE else _parse(path, data, parse)
 
-    def _refuse(self, path: str, status: int, data: bytes, missing: str) -> None:
-        said = f"HTTP {status} to {path}: {_message(data)}"
+    def _raise_for_status(self, path: str, status: int, data: bytes, missing: str) -> None:
+        reply = f"HTTP {status} to {path}: {_error_message(data)}"
         if status == 429 or status >= 500:
-            raise ServerRefused(said)
+            raise ServerRefused(reply)
         if status in (401, 403):
             raise EngineError(
-                f"{self._url} refuses the API key ({said}); put the key that it was started with into the environment "
-                f"variable {self._api_key_variable}, or name another one in engine.api_key_var"
+                f"{self._url} refuses the API key ({reply}); put the key that it was started with into the environment "
+                f"variable {self._api_key_var}, or name another one in engine.api_key_var"
             )
-        raise EngineError(f"{self._url} answered {said}" + (f"; {missing}" if status in (404, 405) else ""))
+        raise EngineError(f"{self._url} answered {reply}" + (f"; {missing}" if status in (404, 405) else ""))
 
 
-class ServerRefused(ServerLost):
-    """A server answered that it cannot, at least now."""
-
-
-def _read(path: str, data: bytes, read: Callable[[Any], Result]) -> Result:
+def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
     try:
-        return read(json.loads(data))
+        return parse(json.loads(data))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        said = data[:200].decode(errors="replace")
+        reply = data[:200].decode(errors="replace")
         raise ServerLost(
-            f"an answer to {path} that cannot be read ({type(error).__name__}: {error}): {said}"
+            f"an answer to {path} that cannot be read ({type(error).__name__}: {error}): {reply}"
         ) from error
 
 
-def _check_success(answer: Any) -> None:
-    if answer["success"] is not True:
+def _check_success(body: Any) -> None:
+    if body["success"] is not True:
         raise ValueError("no success")
 
 
-def _message(data: bytes) -> str:
-    """What a server says about its error."""
+def _error_message(data: bytes) -> str:
+    """Return the message in the body of an error, or the start of the body."""
     try:
         error = json.loads(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

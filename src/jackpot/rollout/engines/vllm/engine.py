@@ -1,12 +1,19 @@
-"""vLLM in this process, on a thread of its own. It is imported when an engine is made, not before.
+"""vLLM in this process. It is imported when an engine is made, not before.
 
-All of vLLM lives on that thread: it steps while anything is unfinished and takes jobs (new requests, weights, sleep)
-between two steps. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
+Two threads take part (see `background.py`):
+
+- vLLM's thread owns vLLM. It consumes posted calls (new requests, weights, sleep) and takes vLLM's steps between them.
+  It waits for calls only while vLLM has no unfinished request. It produces rollouts through `_complete`; results of
+  calls and log-probs for `score` are futures.
+- The caller's thread posts those calls. It waits in `score`, `update_weights` and `sleep` for futures, and in `collect`
+  for rollouts; it is unblocked by the result, or by the failure of vLLM's thread.
+
+Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,85 +23,69 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
+from jackpot.config.engines import VLLMEngineConfig, is_quantised
 from jackpot.core.digest import WeightsDigest
-from jackpot.core.errors import EngineError
+from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Rollout, Version
+from jackpot.models.load import DTYPES, eos_token_ids, load_model, load_outline, resolve_path
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
 from jackpot.rollout.engines.vllm.protocol import (
     check_temperature,
-    read_rollout,
-    read_score,
-    sampling_words,
-    score_questions,
+    join_log_probs,
+    logprob_requests,
+    make_rollout,
+    to_sampling_params,
 )
-from jackpot.rollout.engines.vllm.weight_format import SentForm
+from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
-_GIVEN = "jackpot"  # a load format of ours
+_LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from this process
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-_ENVIRONMENT = {  # where the user has not set them
+_ENVIRONMENT = {  # defaults of environment variables that the user has not set
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMSettings:
-    """How the engine is set up; the fields are those of `VLLMEngineConfig`, in vLLM's units."""
-
-    dtype: torch.dtype
-    kv_cache_dtype: str | None
-    max_num_seqs: int
-    context_length: int | None
-    gpu_memory_utilization: float
-    cache_bytes: int | None
-    device: int | None
-    sleeps: bool
-    compiles: bool
-    on_gpu: bool  # where the learner is, for which the other numbers are meant
+_CPU_CACHE_BYTES = 2**30  # of keys and values, where `kv_cache_memory_bytes` is null on a CPU
 
 
 class VLLMEngine(ThreadEngine):
-    """Decodes with a copy of the model that vLLM owns."""
+    """Decodes with a copy of the model that vLLM owns, in this process."""
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        shapes: Mapping[str, Size],
-        form: SentForm,
-        first: Sequence[tuple[str, Tensor]],
-        eos_token_ids: Sequence[int],
-        version: Version,
-        settings: VLLMSettings,
-    ) -> None:
-        """
+    def __init__(self, path: str, settings: VLLMEngineConfig, *, device: torch.device, version: Version) -> None:
+        """Start vLLM with the model in `path` and its weights.
+
         Args:
-            folder: of the model, whose weights are the first ones.
-            shapes: of every parameter, by the names that `update_weights` will be given.
-            form: in which vLLM gets weights.
-            first: the folder's weights by these names, where the form is not the folder's; they are not kept.
-            eos_token_ids: end every response, beside `Sampling.stop_token_ids`.
+            path: path of the model as `load_model` takes it.
+            device: the learner's device. vLLM runs on the same kind of device, on a GPU by default on the same one.
 
         Raises:
-            EngineError: vLLM is not installed, is for another kind of device, or cannot load the model; says why.
+            ConfigError: a setting that vLLM does not have on this kind of device.
+            ModelError: the model cannot be loaded.
+            EngineError: vLLM is not installed, is for another kind of device, or cannot serve the model.
         """
-        self._shapes, self._eos_token_ids = shapes, tuple(eos_token_ids)
-        self._settings, self._form = settings, form
-        self._events = list(form.events)
+        _check_settings(settings, device)
+        self._settings, self._device = settings, device
+        self._dtype = DTYPES[settings.dtype]
+        # Only quantized weights are given to vLLM at its start; it reads others from the folder itself.
+        model = load_model(path, self._dtype) if settings.quantization else load_outline(path)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._eos_token_ids, folder = tuple(eos_token_ids(model)), resolve_path(path)
+        self._weight_format = WeightFormat.of_model(model, settings.quantization)
+        self._events = list(self._weight_format.events)
         self._llm: Any = None
-        self._answers: dict[str, Callable[[Any], None]] = {}  # by vLLM's request id, what to do with the answer
-        self._numbers = count()
+        self._handlers: dict[str, Callable[[Any], None]] = {}  # what to do with vLLM's output, by its request id
+        self._request_ids = count()
         self._is_asleep = False
-        super().__init__(version, writer="vLLM")
+        super().__init__(version, thread_name="vLLM")
+        weights = [(name, weight.detach()) for name, weight in model.named_parameters() if settings.quantization]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", category=FutureWarning)  # of torch to vLLM's authors
-                self._capabilities = self._call(lambda: self._load(folder, first))
+                warnings.simplefilter("ignore", category=FutureWarning)  # from torch, about vLLM's own calls
+                self._capabilities = self._call(lambda: self._load(folder, weights))
         except BaseException:
             self.close()
             raise
@@ -107,32 +98,36 @@ class VLLMEngine(ThreadEngine):
         version, threads = self._version, torch.get_num_threads()
 
         def add_all() -> None:
-            torch.set_num_threads(threads)  # a setting of each thread: as many as the learner has
+            torch.set_num_threads(threads)  # a setting of each thread: use as many as the learner
             self._add_all(requests, version)
 
         self._post(add_all)
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        """As `Engine.score`. At temperatures other than 1 vLLM is asked for every token by itself."""
-        self._open()
-        self._awake()
+        """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one vLLM request."""
+        self._check_open()
+        self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
-        questions = [list(score_questions(rollout, temperature)) for rollout in rollouts]
-        asked = [question for of_rollout in questions for question in of_rollout]
-        futures: list[Future] = [Future() for _ in asked]
+        by_rollout = [list(logprob_requests(rollout, temperature)) for rollout in rollouts]
+        requests = [request for of_rollout in by_rollout for request in of_rollout]
+        futures: list[Future] = [Future() for _ in requests]
 
         def add_all() -> None:
-            for question, future in zip(asked, futures, strict=True):
-                self._add(question.prompt, question.words, _score_reader(question.prompt_tokens, future))
+            for request, future in zip(requests, futures, strict=True):
+                handler = _log_prob_handler(request.num_prompt_log_probs, future)
+                self._add(request.prompt, request.sampling_params, handler)
 
         self._post(add_all)
-        answers = iter([self._wait(future) for future in futures])
-        return [read_score([next(answers) for _ in of_rollout]) for of_rollout in questions]
+        results = iter([self._wait(future) for future in futures])
+        return [join_log_probs([next(results) for _ in of_rollout]) for of_rollout in by_rollout]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        """As `Engine.update_weights`. vLLM keeps some weights fused or packed: the digest is of what it was given."""
-        self._open()
-        self._ledger.check_empty()
+        """Replace all weights as `Engine.update_weights` says.
+
+        vLLM holds some weights fused or packed, so the digest is computed from the tensors that it is given.
+        """
+        self._check_open()
+        self._in_flight.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(sent, self._shapes)
         digest = self._call(lambda: self._replace_weights(sent))
@@ -140,22 +135,23 @@ class VLLMEngine(ThreadEngine):
         return digest
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Once, what was quantised."""
+        """Return the event `quantized` at the first call, where the settings quantize."""
         events, self._events = self._events, []
         return events
 
-    def rest(self) -> None:
-        if self._settings.sleeps and not self._is_asleep:
-            self._open()
-            self._ledger.check_empty()
-            self._call(lambda: self._llm.sleep(level=2))  # forgets weights and cache: new weights come next
+    def sleep(self) -> None:
+        """Release the memory of weights and cache until the next `update_weights`, with `enable_sleep_mode`."""
+        if self._settings.enable_sleep_mode and not self._is_asleep:
+            self._check_open()
+            self._in_flight.check_empty()
+            self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights: new ones come next
             self._is_asleep = True
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._awake()
+        self._check_awake()
         super().submit(requests)
 
-    def _awake(self) -> None:
+    def _check_awake(self) -> None:
         if self._is_asleep:
             raise EngineError("the engine sleeps and has no weights; send them with update_weights first")
 
@@ -165,36 +161,44 @@ class VLLMEngine(ThreadEngine):
     def _is_busy(self) -> bool:
         return self._llm is not None and self._llm.has_unfinished_requests()
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         if self._llm is not None:
             self._llm.engine_core.shutdown()
         self._llm = None
 
-    def _load(self, folder: str, first: Sequence[tuple[str, Tensor]]) -> Capabilities:
-        vllm = _import_vllm(compiles=self._settings.compiles)
-        settings, config = self._settings, self._form.config
-        _check_device(settings.on_gpu, vllm.has_gpu)
+    def _load(self, folder: str, weights: Sequence[tuple[str, Tensor]]) -> Capabilities:
+        """Start vLLM.
+
+        Args:
+            weights: weights to start with, in the engine's dtype; none: those in `folder`.
+        """
+        settings, on_cpu = self._settings, self._device.type == "cpu"
+        enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
+        vllm = _import_vllm(compiles=not enforce_eager)
+        _check_device(not on_cpu, vllm.has_gpu)
+        config = self._weight_format.quantization_config
+        device = self._device.index if settings.device is None else settings.device
         set_num_threads = torch.set_num_threads
         try:
             arguments = vllm.EngineArgs(
                 model=folder,
                 skip_tokenizer_init=True,
                 generation_config="vllm",
-                load_format=vllm.load_format_of(self._form.tensors(first)) if first else "auto",
+                load_format=vllm.register_loader(self._weight_format.convert(weights)) if weights else "auto",
                 hf_overrides={"quantization_config": config} if config else {},
-                dtype=settings.dtype,
+                dtype=self._dtype,
                 kv_cache_dtype=settings.kv_cache_dtype or "auto",
                 seed=0,
                 max_num_seqs=settings.max_num_seqs,
-                max_model_len=settings.context_length,
+                max_model_len=settings.max_model_len,
                 max_logprobs=-1,
                 logprobs_mode="processed_logprobs",
-                enforce_eager=not settings.compiles,
+                enforce_eager=enforce_eager,
                 enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
                 gpu_memory_utilization=settings.gpu_memory_utilization,
-                kv_cache_memory_bytes=settings.cache_bytes,
-                enable_sleep_mode=settings.sleeps,
-                device_ids=None if settings.device is None else [settings.device],
+                kv_cache_memory_bytes=settings.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else None),
+                enable_sleep_mode=settings.enable_sleep_mode,
+                device_ids=None if device is None else [device],
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
             )
@@ -204,55 +208,58 @@ class VLLMEngine(ThreadEngine):
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
         finally:
-            torch.set_num_threads = set_num_threads  # which vLLM makes do nothing on a CPU
+            torch.set_num_threads = set_num_threads  # vLLM replaces it by a function without effect on a CPU
         model = self._llm.model_config
         return Capabilities(
             vocab_size=model.get_vocab_size(),
             num_top_log_probs=model.get_vocab_size(),
-            context_length=model.max_model_len,
-            quantised=bool(self._form.quantization or settings.kv_cache_dtype or model.quantization),
+            max_model_len=model.max_model_len,
+            quantized=is_quantised(settings) or bool(model.quantization),
             streaming=True,
             updates_in_flight=False,
-            dtype=settings.dtype,
+            dtype=self._dtype,
         )
 
     def _add_all(self, requests: Sequence[Request], version: Version) -> None:
         for request in requests:
-            words = sampling_words(request, self._eos_token_ids, self.capabilities.context_length)
-            self._add(request.prompt.token_ids, words, self._rollout_reader(request, version))
+            sampling_params = to_sampling_params(request, self._eos_token_ids, self.capabilities.max_model_len)
+            self._add(request.prompt.token_ids, sampling_params, self._rollout_handler(request, version))
 
-    def _add(self, prompt: Sequence[int], words: dict[str, Any], answer: Callable[[Any], None]) -> None:
-        number = str(next(self._numbers))
-        vllm = self._vllm
+    def _add(self, prompt: Sequence[int], sampling_params: dict[str, Any], handler: Callable[[Any], None]) -> None:
+        """Give vLLM a request, and have `handler` called with its output."""
+        request_id, vllm = str(next(self._request_ids)), self._vllm
         parameters = vllm.SamplingParams(
-            **words, detokenize=False, flat_logprobs=True, output_kind=vllm.RequestOutputKind.FINAL_ONLY
+            **sampling_params, detokenize=False, flat_logprobs=True, output_kind=vllm.RequestOutputKind.FINAL_ONLY
         )
-        self._answers[number] = answer
-        self._llm.add_request(number, vllm.tokens_input(list(prompt)), parameters)
+        self._handlers[request_id] = handler
+        self._llm.add_request(request_id, vllm.tokens_input(list(prompt)), parameters)
 
     def _step(self) -> None:
         for output in self._llm.step():
             if output.finished:
-                self._answers.pop(output.request_id)(output)
+                self._handlers.pop(output.request_id)(output)
 
-    def _rollout_reader(self, request: Request, version: Version) -> Callable[[Any], None]:
-        def read(output: Any) -> None:
-            answer = output.outputs[0]
-            shape = (len(answer.token_ids), 1 + request.sampling.num_top_log_probs)
-            ids = np.array(answer.logprobs.token_ids).reshape(shape)
-            log_probs = np.array(answer.logprobs.logprobs).reshape(shape)
-            self._finish([read_rollout(request, answer.token_ids, ids, log_probs, answer.finish_reason, version)])
+    def _rollout_handler(self, request: Request, version: Version) -> Callable[[Any], None]:
+        """Return a function that completes the request with vLLM's output."""
 
-        return read
+        def handle(output: Any) -> None:
+            response = output.outputs[0]
+            shape = (len(response.token_ids), 1 + request.sampling.num_top_log_probs)
+            ids = np.array(response.logprobs.token_ids).reshape(shape)
+            log_probs = np.array(response.logprobs.logprobs).reshape(shape)
+            rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
+            self._complete([rollout])
+
+        return handle
 
     def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """The digest of what vLLM has taken, or its codes were made from, tensor by tensor as it took them."""
+        """Have vLLM load new weights; return the digest of the tensors, before quantization, that it has taken."""
         if self._is_asleep:
             self._llm.wake_up(["weights"])
-        digest = WeightsDigest(self._settings.dtype)
-        cast = ((name, tensor.to(self._settings.dtype)) for name, tensor in sent)
-        given = self._form.tensors(digest.watch(cast))
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
+        digest = WeightsDigest(self._dtype)
+        cast = ((name, tensor.to(self._dtype)) for name, tensor in sent)
+        converted = self._weight_format.convert(digest.watch(cast))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
         self._llm.apply_model(_pack_tied_head)
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
@@ -262,16 +269,34 @@ class VLLMEngine(ThreadEngine):
         return digest.hexdigest()
 
 
+def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for settings that vLLM does not have on a CPU, where the learner is on one."""
+    if device.type != "cpu":
+        return
+    if settings.enable_sleep_mode or settings.device is not None:
+        raise ConfigError(
+            "engine.enable_sleep_mode and engine.device are for GPUs, and this run is on a CPU; leave them out"
+        )
+    if settings.quantization == "fp8":
+        raise ConfigError(
+            "vLLM computes with FP8 blocks on GPUs; its kernels for CPUs need AMX and most leave activations as they "
+            "are. Use engine.quantization=int8_w8a8, which it has here, or engine=transformers, which computes what a "
+            "GPU would"
+        )
+
+
 def _pack_tied_head(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs the output layer into a copy; that of a tied one `reload_weights` leaves as it was."""
+    """Pack a tied output layer again, because `reload_weights` does not update vLLM's packed copy of it on a CPU."""
     head = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
 
 def _keep_scales(model: torch.nn.Module) -> None:
-    """On a CPU (0.32) oneDNN reads the scales of INT8 weights where they were when it packed these, which
-    `reload_weights` frees afterwards; so somebody must hold them."""
+    """Keep the scales of INT8 weights alive on a CPU, where oneDNN reads them from the memory of their first tensor.
+
+    vLLM 0.32 frees that tensor at the end of `reload_weights`.
+    """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
         if hasattr(kernel, "dnnl_handler"):
@@ -283,43 +308,46 @@ def _pack_and_keep(kernel: Any, layer: torch.nn.Module) -> None:
     kernel.kept = layer.weight_scale
 
 
-def _score_reader(prompt_tokens: int, future: Future) -> Callable[[Any], None]:
-    """Puts the log-probs of the last `prompt_tokens` of the prompt and of the token after it into the future."""
+def _log_prob_handler(num_prompt_log_probs: int, future: Future) -> Callable[[Any], None]:
+    """Return a function that sets a future to the log-probs of the last prompt tokens and of the token asked for."""
 
-    def read(output: Any) -> None:
-        of_prompt = output.prompt_logprobs.logprobs[-prompt_tokens:] if prompt_tokens else []
-        future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])  # after the token that was drawn
+    def handle(output: Any) -> None:
+        of_prompt = output.prompt_logprobs.logprobs[-num_prompt_log_probs:] if num_prompt_log_probs else []
+        # Entry 0 is the sampled token's, entry 1 that of the token asked for.
+        future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])
 
-    return read
+    return handle
 
 
 @dataclass(frozen=True, slots=True)
 class _VLLM:
-    """What this file uses of vLLM."""
+    """The names of vLLM that this file uses."""
 
     EngineArgs: Any
     LLMEngine: Any
     SamplingParams: Any
     RequestOutputKind: Any
     tokens_input: Any
-    load_format_of: Callable[[Iterable[tuple[str, Tensor]]], str]
+    register_loader: Callable[[Iterable[tuple[str, Tensor]]], str]
     has_gpu: bool
 
 
 def _check_device(on_gpu: bool, has_gpu: bool) -> None:
-    """Raises EngineError where vLLM would run on another kind of device than the learner."""
+    """Raise EngineError where vLLM would run on another kind of device than the learner."""
     if on_gpu != has_gpu:
-        ours, its, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
+        learner, vllm, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
         raise EngineError(
-            f"training runs on {ours} and vLLM here is for {its}, so engine's settings would be meant for the wrong "
-            f"one; set device: {other}, install vLLM for {ours}, or use engine=transformers"
+            f"training runs on {learner} and vLLM here is for {vllm}, so engine's settings would be meant for the "
+            f"wrong one; set device: {other}, install vLLM for {learner}, or use engine=transformers"
         )
 
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """An engine made meanwhile is in this process, where weights are handed over as tensors, whatever the user has set
-    for other engines."""
+    """Have vLLM engines made inside the block run in this process, whatever the environment says.
+
+    Weights are handed over as tensors, which another process could not take.
+    """
     before = os.environ.get(_MULTIPROCESSING)
     os.environ[_MULTIPROCESSING] = "0"
     try:
@@ -332,11 +360,14 @@ def _one_process() -> Iterator[None]:
 
 
 def _import_vllm(compiles: bool) -> _VLLM:
-    """What this file uses of it. Without `compiles`, torch.compile does nothing in this process from now on, in the
-    learner neither: vLLM compiles at the first request, so it cannot be switched on again after the start.
+    """Import vLLM and return the names that this file uses.
+
+    Args:
+        compiles: False disables torch.compile in this process from now on, for the learner too. vLLM compiles at the
+            first request, so it cannot be enabled again after the start.
 
     Raises:
-        EngineError: it is not installed.
+        EngineError: vLLM is not installed.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -356,18 +387,18 @@ def _import_vllm(compiles: bool) -> _VLLM:
             f"engine=transformers; docs/vllm.md has the versions"
         ) from error
 
-    def load_format_of(weights: Iterable[tuple[str, Tensor]]) -> str:
-        """The name under which vLLM, asked next, loads a model with these weights instead of its folder's."""
+    def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
+        """Return the load format with which vLLM takes these weights instead of those in the model's folder."""
 
-        @register_model_loader(_GIVEN)
-        class Given(BaseModelLoader):
+        @register_model_loader(_LOAD_FORMAT)
+        class GivenWeightsLoader(BaseModelLoader):
             def download_model(self, model_config: Any) -> None:
-                """There is nothing to download."""
+                """Do nothing: the weights are in this process."""
 
             def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
                 model.load_weights(iter(weights))
 
-        return _GIVEN
+        return _LOAD_FORMAT
 
     has_gpu = not current_platform.is_cpu()
-    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input, load_format_of, has_gpu)
+    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input, register_loader, has_gpu)

@@ -1,177 +1,167 @@
-"""One of an engine's vLLM servers: what it holds, and how it is brought to hold the newest weights.
+"""One of an engine's vLLM servers: what the engine knows about it, and how it gets the newest weights.
 
-Lives on the engine's event loop.
+All methods run on the engine's event loop.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import torch
 
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.vllm.client import ServerClient, ServerLost, ServerRestarted
-from jackpot.rollout.engines.vllm.server_info import ServerFacts, check_bits, check_facts, read_facts
-from jackpot.rollout.engines.vllm.weight_sync import WrittenWeights, check_loaded
+from jackpot.rollout.engines.vllm.server_info import ExpectedModel, ServerInfo, check_server, parse_server_info
+from jackpot.rollout.engines.vllm.weight_sync import SavedWeights, check_loaded
 
 Result = TypeVar("Result")
-_UNNAMED = "default"  # what a server calls the weights that it started with
-_RESUME_SECONDS = 5.0  # for a server to be told to go on, where something has gone wrong before
+_INITIAL_VERSION = "default"  # a server's name of the weights that it started with
+_RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed update
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """What every server must serve."""
+class Replica:
+    """Tracks which weights one server holds, updates them, and sends it completions."""
 
-    sizes: Mapping[str, int]
-    parameters: frozenset[str]
-    dtype: torch.dtype
-    method: str | None  # of quantisation
-    kv_cache_dtype: str | None
-
-
-class Peer:
-    """A server and what the engine knows of it."""
-
-    def __init__(self, url: str, client: ServerClient, model: ModelFacts, nonce: str) -> None:
+    def __init__(self, url: str, client: ServerClient, expected: ExpectedModel, version_prefix: str) -> None:
         """
         Args:
-            nonce: how the tags of this engine's weights begin.
+            version_prefix: start of the names of all weights of this engine, unique to it.
         """
-        self.url, self._client, self._model, self._nonce = url, client, model, nonce
-        self.facts: ServerFacts | None = None
-        self.holds: WrittenWeights | None = None  # by which it may be given requests
-        self.load = 0  # requests that it is answering
-        self.trouble: ServerLost | None = None  # why it is given no more requests
-        self.failures = 0  # in a row
-        self.lost_since: float | None = None
-        self.sent_again = 0  # requests, since it last failed
-        self.was_restarted = False  # when it was last met
-        self._name = ""
-        self._was_given = False  # weights of ours, ever
-        self.reads: WrittenWeights | None = None  # what it is being given: their file must stay
-        self._given: WrittenWeights | None = None  # what it should hold; None where nobody knows
-        self._proven: tuple[WrittenWeights, Mapping[str, str]] | None = None  # what it last held, and its checksums
+        self.url, self._client, self._expected, self._version_prefix = url, client, expected, version_prefix
+        self.info: ServerInfo | None = None  # facts it last reported
+        self.weights: SavedWeights | None = None  # weights it holds; None while it must not get requests
+        self.loading: SavedWeights | None = None  # weights it is being sent, whose file must stay
+        self.num_running = 0  # number of completions it is working on
+        self.error: ServerLost | None = None  # why it gets no more requests
+        self.num_failures = 0  # number of failures since its last completion
+        self.lost_since: float | None = None  # time of the first failure since it was last ready, `time.monotonic`
+        self.num_resent = 0  # number of requests queued again since its last failure
+        self.was_restarted = False  # True where it was found restarted when it was last inspected
+        self._model_name = ""
+        self._was_updated = False  # True once this engine has sent it weights
+        self._sent: SavedWeights | None = None  # weights it should hold; None: unknown
+        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None  # last weights it had, and its checksums
         self._checks_begun = self._checks_passed = 0
-        self._checking = asyncio.Lock()
+        self._check_lock = asyncio.Lock()
 
     @property
     def is_lost(self) -> bool:
+        """Return whether it has failed and has not been ready since."""
         return self.lost_since is not None
 
-    def lose(self, why: ServerLost) -> None:
-        self.trouble, self.holds = why, None
-        self.failures += 1
+    def mark_lost(self, error: ServerLost) -> None:
+        """Record a failure; it gets no requests before the next `sync`."""
+        self.error, self.weights = error, None
+        self.num_failures += 1
         self.lost_since = self.lost_since or time.monotonic()
 
-    async def prepare(self, newest: WrittenWeights) -> None:
-        """Have it hold the newest weights. It answers nothing meanwhile.
+    async def sync(self, newest: SavedWeights) -> None:
+        """Make sure that the server holds the newest weights. It must have no completions running.
 
         Raises:
-            ServerLost: try again later.
-            EngineError: it serves something else, or somebody else gives it weights.
+            ServerLost: the server cannot be reached or updated now; try again later.
+            EngineError: it serves something else, or another run sends it weights.
         """
-        self.reads = newest
+        self.loading = newest
         try:
-            if self.trouble is None and self._given is not None:
-                await self._check_tag(self._given)
+            if self.error is None and self._sent is not None:
+                await self._check_version(self._sent)
             else:
-                await self._meet()
-            if self._given is not newest:
-                await self._give(newest)
+                await self._inspect()
+            if self._sent is not newest:
+                await self._update(newest)
         finally:
-            self.reads = None
-        self.holds, self.trouble, self.lost_since = newest, None, None
+            self.loading = None
+        self.weights, self.error, self.lost_since = newest, None, None
 
-    async def _meet(self) -> None:
-        """Learn what it is, and whether it still holds what it was given."""
-        self._name = await self._client.model_name()
-        settings = await self._client.settings()
+    async def _inspect(self) -> None:
+        """Read and check the server's facts, and find out whether it still holds the weights that it was sent."""
+        self._model_name = await self._client.model_name()
+        vllm_config = await self._client.vllm_config()
         try:
-            tag, self.was_restarted = await self._tag(), False
+            version, self.was_restarted = await self._weight_version(), False
         except ServerRestarted:
-            tag, self.was_restarted, self._proven = _UNNAMED, True, None
-        if self._given is not None and self._given.tag != tag:
-            self._given = None
+            version, self.was_restarted, self._verified = _INITIAL_VERSION, True, None
+        if self._sent is not None and self._sent.version != version:
+            self._sent = None
         try:
-            facts = read_facts(settings, await self._client.structure(), await self._client.checksums())
+            inspection, checksums = await self._client.model_inspection(), await self._client.checksums()
+            info = parse_server_info(vllm_config, inspection, checksums)
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self.url} has settings that cannot be read ({type(error).__name__}: {error}); this engine was made "
                 f"for vLLM 0.32, see docs/vllm.md"
             ) from error
-        model = self._model
-        check_facts(facts, self.url, model.sizes, model.parameters, model.dtype)
-        check_bits(facts, self.url, model.method, model.kv_cache_dtype)
-        self.facts = facts
+        check_server(info, self.url, self._expected)
+        self.info = info
 
-    async def _tag(self) -> str:
-        """The tag of the weights that it holds.
+    async def _weight_version(self) -> str:
+        """Return the name of the weights that the server holds.
 
         Raises:
-            ServerRestarted: it has the weights that it was started with.
-            EngineError: it once had ours and has somebody else's now.
+            ServerRestarted: it was sent weights and holds those of its start again.
+            EngineError: it was sent weights and holds those of another run now.
         """
-        tag = await self._client.tag()
-        if self._was_given:
-            if tag == _UNNAMED:
+        version = await self._client.weight_version()
+        if self._was_updated:
+            if version == _INITIAL_VERSION:
                 raise ServerRestarted("it was restarted")
-            if not tag.startswith(self._nonce):
+            if not version.startswith(self._version_prefix):
                 raise EngineError(
-                    f"somebody else updates the weights of {self.url}: it holds {tag!r}, not what this run gave it; "
+                    f"another run updates the weights of {self.url}: it holds {version!r}, not what this run sent; "
                     f"one server serves one run at a time"
                 )
-        return tag
+        return version
 
-    async def _check_tag(self, expected: WrittenWeights) -> None:
-        """Raises ServerLost unless it holds these weights, as far as it tells; otherwise as `_tag`."""
-        if (tag := await self._tag()) != expected.tag:
-            raise ServerLost(f"it holds {tag!r} and not the weights {expected.tag} that it was given")
+    async def _check_version(self, expected: SavedWeights) -> None:
+        """Raise ServerLost unless the server reports that it holds these weights; else as `_weight_version`."""
+        if (version := await self._weight_version()) != expected.version:
+            raise ServerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
-    async def _give(self, weights: WrittenWeights) -> None:
-        """Replace its weights. Whatever happens, it is told to go on writing afterwards."""
-        self.holds = self._given = None
+    async def _update(self, weights: SavedWeights) -> None:
+        """Replace the server's weights while it is paused. It is resumed afterwards, also after a failure."""
+        self.weights = self._sent = None
         try:
             await self._client.pause()
             await self._load(weights)
         except BaseException:
-            with contextlib.suppress(ServerLost, TimeoutError):  # what happened before says why
+            with contextlib.suppress(ServerLost, TimeoutError):  # the first error says why
                 await asyncio.wait_for(self._client.resume(), _RESUME_SECONDS)
             raise
         await self._client.resume()
-        self._given, self._was_given = weights, True
+        self._sent, self._was_updated = weights, True
 
-    async def _load(self, weights: WrittenWeights) -> None:
-        """Have it read the weights, and prove that it did."""
+    async def _load(self, weights: SavedWeights) -> None:
+        """Have the server load the weights, and check by its checksums that it did."""
         client = self._client
-        await client.load(str(weights.folder))
-        await client.forget_states()
+        await client.reload_weights(str(weights.folder))
+        await client.reset_prefix_cache()
         checksums = await client.checksums()
-        check_loaded(self.url, weights, checksums, self._proven)
-        await client.set_tag(weights.tag)
-        await self._check_tag(weights)
-        self._proven = (weights, checksums)
+        check_loaded(self.url, weights, checksums, self._verified)
+        await client.set_weight_version(weights.version)
+        await self._check_version(weights)
+        self._verified = (weights, checksums)
 
-    async def ask(self, body: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
-        """An answer that the weights which it `holds` wrote. Nobody prepares it while it is asked.
+    async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
+        """Return a parsed completion that was generated by `weights`. No `sync` may run meanwhile.
 
         Raises:
-            ServerLost: none, or one that other weights may have written.
+            ServerLost: there is no completion, or other weights may have generated it.
         """
-        answer = await self._client.complete({**body, "model": self._name}, read)
-        await self._confirm()
-        return answer
+        completion = await self._client.complete({**body, "model": self._model_name}, parse)
+        await self._confirm_weights()
+        return completion
 
-    async def _confirm(self) -> None:
-        """Returns when a check that began after this call has found it to hold the tag; one serves all who wait."""
+    async def _confirm_weights(self) -> None:
+        """Return once a check begun after this call finds that the server holds `weights`.
+
+        One check serves all calls that wait for it.
+        """
         begun = self._checks_begun
-        async with self._checking:
+        async with self._check_lock:
             if self._checks_passed > begun:
                 return
             self._checks_begun += 1
             number = self._checks_begun
-            await self._check_tag(self.holds)
+            await self._check_version(self.weights)
             self._checks_passed = number

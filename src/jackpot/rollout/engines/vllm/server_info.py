@@ -1,4 +1,4 @@
-"""What a vLLM server runs, and whether that is what the run needs. Needs no vLLM."""
+"""Facts that a vLLM server reports about its model and limits, and the checks that they fit the run. Needs no vLLM."""
 
 import re
 from collections.abc import Mapping
@@ -10,90 +10,104 @@ from transformers import PreTrainedModel
 
 from jackpot.core.errors import EngineError
 
-_DTYPE_WORDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_FP8_WORDS = ("fp8", "fp8_e4m3")
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_FP8_NAMES = ("fp8", "fp8_e4m3")
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerFacts:
-    """Of one server."""
+class ServerInfo:
+    """Facts that one vLLM server reports about its model and limits."""
 
-    sizes: Mapping[str, int]  # of its model, under the names of Hugging Face's config; what it does not tell is missing
-    parameters: frozenset[str]  # vLLM's names
-    dtype: str
-    device: str
-    splits_prompts: bool  # reads a long prompt in several steps
-    quantization: str | None  # vLLM's word for it
-    cache_dtype: str  # of keys and values
-    log_probs_mode: str
-    num_top_log_probs: int
-    context_length: int
-
-    @property
-    def quantised(self) -> bool:
-        return self.quantization is not None or self.cache_dtype not in ("auto", *_DTYPE_WORDS.values())
+    sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names; sizes not reported are missing
+    parameters: frozenset[str]  # vLLM's names of the parameters
+    dtype: str  # dtype of the weights, such as float32
+    device: str  # kind of device, such as cpu or cuda
+    chunked_prefill: bool  # True where a long prompt is read in several steps
+    quantization: str | None  # vLLM's name of the quantization of weights
+    cache_dtype: str  # dtype of keys and values; auto: that of the weights
+    logprobs_mode: str  # kind of log-probs that the server returns
+    num_top_log_probs: int  # largest number of top log-probs of a token
+    max_model_len: int  # largest length of a prompt and its response together, tokens
 
     @property
-    def ties_head(self) -> bool:
-        """Whether the output layer is the input embedding."""
+    def quantized(self) -> bool:
+        """Return whether weights or keys and values are quantized."""
+        return self.quantization is not None or self.cache_dtype not in ("auto", *_DTYPE_NAMES.values())
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Return whether the output layer shares its weight with the input embedding."""
         return not any(name.endswith(_HEAD) for name in self.parameters)
 
 
-def read_facts(settings: Mapping[str, Any], structure: str, checksums: Mapping[str, str]) -> ServerFacts:
-    """
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedModel:
+    """The model that every server has to serve, with its precision."""
+
+    sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names
+    parameters: frozenset[str]  # names of the parameters, tied ones under each of their names
+    dtype: torch.dtype  # dtype of the weights
+    quant_method: str | None  # vLLM's name of the quantization; None: any
+    kv_cache_dtype: str | None  # `engine.kv_cache_dtype`; None: any
+
+
+def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums: Mapping[str, str]) -> ServerInfo:
+    """Return the facts in three reports of a server.
+
     Args:
-        settings, structure, checksums: as `ServerClient` gives them.
+        vllm_config, inspection, checksums: results of `ServerClient.vllm_config`, `.model_inspection`, `.checksums`.
 
     Raises:
-        LookupError: not the settings of a vLLM server of a known version.
+        LookupError, TypeError, ValueError: a report of another form than that of the vLLM versions known here.
     """
-    model = settings["model_config"]
+    model = vllm_config["model_config"]
     tensor_parallel, pipeline_parallel = (
-        settings["parallel_config"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")
+        vllm_config["parallel_config"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")
     )
-    sizes = _sizes(structure, tensor_parallel, whole=pipeline_parallel == 1)
+    sizes = _inspected_sizes(inspection, tensor_parallel, has_all_layers=pipeline_parallel == 1)
     max_log_probs = int(model["max_logprobs"])
-    return ServerFacts(
+    return ServerInfo(
         sizes=sizes,
-        parameters=frozenset(plain_name(key) for key in checksums),
+        parameters=frozenset(without_rank(key) for key in checksums),
         dtype=str(model["dtype"]).removeprefix("torch."),
-        device=str(settings["device_config"]["device"]),
-        splits_prompts=bool(settings["scheduler_config"]["enable_chunked_prefill"]),
+        device=str(vllm_config["device_config"]["device"]),
+        chunked_prefill=bool(vllm_config["scheduler_config"]["enable_chunked_prefill"]),
         quantization=model["quantization"],
-        cache_dtype=str(settings["cache_config"]["cache_dtype"]),
-        log_probs_mode=str(model["logprobs_mode"]),
+        cache_dtype=str(vllm_config["cache_config"]["cache_dtype"]),
+        logprobs_mode=str(model["logprobs_mode"]),
         num_top_log_probs=sizes["vocab_size"] if max_log_probs < 0 else min(max_log_probs, sizes["vocab_size"]),
-        context_length=int(model["max_model_len"]),
+        max_model_len=int(model["max_model_len"]),
     )
 
 
-def plain_name(key: str) -> str:
-    """A parameter's name without the rank that `checksums` puts before it."""
+def without_rank(key: str) -> str:
+    """Return a parameter's name without the rank that precedes it in `ServerClient.checksums`."""
     return key.rpartition(":")[2]
 
 
-def _sizes(structure: str, tensor_parallel: int, whole: bool) -> dict[str, int]:
-    """
+def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool) -> dict[str, int]:
+    """Return the sizes in PyTorch's print of the modules of the first rank.
+
     Args:
-        structure: of the first rank.
-        whole: False where a rank has some of the layers only.
+        tensor_parallel: number of ranks among which heads and features are split.
+        has_all_layers: False where the layers are split among ranks.
     """
     sizes = {}
-    if found := re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", structure):
+    if found := re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", inspection):
         sizes |= {"hidden_size": int(found[1]), "vocab_size": int(found[2])}
-    if found := re.search(r"Attention\(head_size=(\d+), num_heads=(\d+), num_kv_heads=(\d+)", structure):
+    if found := re.search(r"Attention\(head_size=(\d+), num_heads=(\d+), num_kv_heads=(\d+)", inspection):
         sizes |= {"head_dim": int(found[1]), "num_attention_heads": int(found[2]) * tensor_parallel}
         sizes |= {"num_key_value_heads": int(found[3])} if tensor_parallel == 1 else {}
-    if found := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", structure):
+    if found := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", inspection):
         sizes |= {"intermediate_size": int(found[1]) * tensor_parallel}
-    if (layers := re.findall(r"\((?:\d+-)?(\d+)\): (?:\d+ x )?\w*DecoderLayer\(", structure)) and whole:
+    if (layers := re.findall(r"\((?:\d+-)?(\d+)\): (?:\d+ x )?\w*DecoderLayer\(", inspection)) and has_all_layers:
         sizes |= {"num_hidden_layers": 1 + max(int(layer) for layer in layers)}
     return sizes
 
 
 def model_sizes(model: PreTrainedModel) -> dict[str, int]:
-    """The sizes of our model that a server may tell of."""
+    """Return the sizes of a local model that a server may report, by Hugging Face's config names."""
     config = model.config.get_text_config()
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     named = {name: getattr(config, name, None) for name in names}
@@ -105,66 +119,69 @@ def model_sizes(model: PreTrainedModel) -> dict[str, int]:
     }
 
 
-def check_facts(
-    facts: ServerFacts, url: str, sizes: Mapping[str, int], parameters: frozenset[str], dtype: torch.dtype
-) -> None:
-    """Raises EngineError for a server whose numbers would not be those of the run's model.
+def check_server(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
+    """Raise EngineError for a server with another model, precision or kind of log-probs than the run needs."""
+    _check_model(info, url, expected)
+    _check_cpu_limits(info, url)
+    _check_quantization(info, url, expected)
 
-    Args:
-        sizes: of the run's model.
-        parameters: its names of parameters, with those that are tied to others.
-    """
-    if facts.log_probs_mode != "processed_logprobs":
+
+def _check_model(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
+    if info.logprobs_mode != "processed_logprobs":
         raise EngineError(
-            f"{url} returns {facts.log_probs_mode}, which are not those of what it samples from; start it "
+            f"{url} returns {info.logprobs_mode}, which are not those of what it samples from; start it "
             f"with --logprobs-mode processed_logprobs"
         )
-    other = [
-        f"{name} {facts.sizes[name]}, ours {size}"
-        for name, size in sizes.items()
-        if facts.sizes.get(name, size) != size
+    differences = [
+        f"{name} {info.sizes[name]}, ours {size}"
+        for name, size in expected.sizes.items()
+        if info.sizes.get(name, size) != size
     ]
-    # Fused and packed weights have names of vLLM's own; norms have those of the model wherever it runs.
-    other += sorted(name for name in facts.parameters - parameters if "norm" in name)[:3]
-    if other:
-        raise EngineError(f"{url} serves another model: {'; '.join(other)}. Start it with the run's rollout model")
-    if facts.dtype != _DTYPE_WORDS[dtype]:
+    # Fused and packed weights have names of vLLM's own; norms keep the model's names on every device.
+    differences += sorted(name for name in info.parameters - expected.parameters if "norm" in name)[:3]
+    if differences:
         raise EngineError(
-            f"{url} computes in {facts.dtype}, and engine.dtype says {_DTYPE_WORDS[dtype]}; start it with --dtype "
-            f"{_DTYPE_WORDS[dtype]} or change engine.dtype"
+            f"{url} serves another model: {'; '.join(differences)}. Start it with the run's rollout model"
         )
-    if facts.ties_head and facts.device == "cpu":
+    dtype = _DTYPE_NAMES[expected.dtype]
+    if info.dtype != dtype:
+        raise EngineError(
+            f"{url} computes in {info.dtype}, and engine.dtype says {dtype}; start it with --dtype {dtype} or change "
+            f"engine.dtype"
+        )
+
+
+def _check_cpu_limits(info: ServerInfo, url: str) -> None:
+    """Raise EngineError for settings with which vLLM 0.32 generates wrong tokens, or ends, on a CPU."""
+    if info.device != "cpu":
+        return
+    if info.ties_embeddings:
         raise EngineError(
             f"{url} runs on a CPU with tied embeddings, where vLLM keeps the first output layer forever. "
             f"Start it with an untied copy of the model: tie_word_embeddings false in its config.json, and "
-            f"{_HEAD} saved beside the embedding; docs/vllm.md has the lines that make one"
+            f"{_HEAD} saved with the embedding; docs/vllm.md has the lines that make one"
         )
-    if facts.splits_prompts and facts.device == "cpu":
+    if info.chunked_prefill:
         raise EngineError(
             f"{url} runs on a CPU and reads long prompts in several steps. vLLM would rewind a random generator there, "
-            f"which it cannot, and die; start it with --no-enable-chunked-prefill"
+            f"which it cannot, and end; start it with --no-enable-chunked-prefill"
         )
 
 
-def check_bits(facts: ServerFacts, url: str, method: str | None, kv_cache_dtype: str | None) -> None:
-    """Raises EngineError for a server that does not compute with what the settings say that it was started with.
-
-    Args:
-        method: vLLM's word for how it must be quantised; None: no matter how.
-        kv_cache_dtype: `engine.kv_cache_dtype`; None: no matter which.
-    """
-    if method and facts.quantization != method:
+def _check_quantization(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
+    method, kv_cache_dtype = expected.quant_method, expected.kv_cache_dtype
+    if method and info.quantization != method:
         raise EngineError(
-            f"{url} runs with quantization {facts.quantization or 'none'}, and engine.quantization needs {method}; "
+            f"{url} runs with quantization {info.quantization or 'none'}, and engine.quantization needs {method}; "
             f"start it with a copy of the model in that form (docs/vllm.md makes one), or change engine.quantization"
         )
-    if method and facts.device == "cpu":
+    if method and info.device == "cpu":
         raise EngineError(
-            f"{url} runs on a CPU, where vLLM computes with scales that it freed once quantised weights have been "
+            f"{url} runs on a CPU, where vLLM computes with scales that it freed once quantized weights have been "
             f"replaced. Use engine=vllm, which holds them, or engine.quantization=int8_w8a16"
         )
-    if kv_cache_dtype and facts.cache_dtype not in _FP8_WORDS:
+    if kv_cache_dtype and info.cache_dtype not in _FP8_NAMES:
         raise EngineError(
-            f"{url} keeps keys and values in {facts.cache_dtype}, and engine.kv_cache_dtype says {kv_cache_dtype}; "
+            f"{url} keeps keys and values in {info.cache_dtype}, and engine.kv_cache_dtype says {kv_cache_dtype}; "
             f"start it with --kv-cache-dtype {kv_cache_dtype}, or leave engine.kv_cache_dtype out"
         )

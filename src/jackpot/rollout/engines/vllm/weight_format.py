@@ -1,12 +1,11 @@
-"""In which form vLLM gets weights that it is to compute with in fewer bits. Needs no vLLM.
+"""The format in which vLLM gets weights that it computes with in fewer bits. Needs no vLLM.
 
-They are codes and scales of the one quantiser, under the names of a kind of checkpoint that vLLM reads; `config` is
-what the config.json of such a checkpoint says. So nothing is quantised anywhere else, at the start and at an update
-alike. INT8 weights with activations as they come (`int8_w8a16`) are multiplied out and sent as plain weights: vLLM has
-no kernel for them on a CPU, and this is their definition. They save no memory.
+Weights are sent as codes and scales of this project's quantizer, under the names of a kind of checkpoint that vLLM
+loads, so vLLM never quantizes weights itself, neither at the start nor at an update. INT8 weights with unquantized
+activations (`int8_w8a16`) are rounded and sent as plain weights: vLLM has no kernel for their codes on a CPU. They save
+no memory.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from jackpot.core.errors import EngineError
 from jackpot.models.quantization.convert import quantise_named, quantised_names
 from jackpot.models.quantization.quantizer import BLOCK, SCHEMES, dequantise, quantise
+from jackpot.rollout.engines.base import quantized_event
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -39,65 +39,70 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _KEPT_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}
-_HEAD = "lm_head"  # vLLM's name, which a tied output layer has there too
+_HEAD = "lm_head"  # vLLM's name of the output layer, tied or not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentForm:
-    """Of one model's weights."""
+class WeightFormat:
+    """The format in which vLLM gets the weights of one model."""
 
-    quantization: str | None
-    names: frozenset[str]  # of the weights that are quantised
-    config: Mapping[str, Any] | None  # None: vLLM gets plain weights
-    events: tuple[dict[str, Any], ...]  # what an engine says of it at its start
+    quantization: str | None  # key of `SCHEMES`; None: plain weights
+    quantized_names: frozenset[str]  # names of the weights that are quantized
+    quantization_config: Mapping[str, Any] | None  # entry of the checkpoint's config.json; None: plain weights
+    events: tuple[dict[str, Any], ...]  # the event that reports the quantization, if there is one
+
+    @classmethod
+    def of_model(cls, model: nn.Module, quantization: str | None) -> "WeightFormat":
+        """Return the format for the weights of a model, which may be on the meta device.
+
+        Args:
+            quantization: key of `SCHEMES`; None: plain weights.
+
+        Raises:
+            EngineError: the model has no linear layers, or other weights that vLLM would take for quantized ones.
+        """
+        if quantization is None:
+            return cls(quantization=None, quantized_names=frozenset(), quantization_config=None, events=())
+        conversion = quantised_names(model)
+        if not conversion.converted:
+            raise EngineError(f"no linear layer to quantize in {type(model).__name__}; leave engine.quantization out")
+        kept, config = conversion.kept, None
+        if quantization in _CONFIGS:
+            others = [name for name, why in kept.items() if why == "not of a linear layer"]
+            if others:
+                raise EngineError(
+                    f"vLLM would quantize more of {type(model).__name__} than its linear layers: "
+                    f"{', '.join(others[:3])}. Use engine.quantization=int8_w8a16, or engine=transformers"
+                )
+            layers = [
+                name.removesuffix(".weight")
+                for name, why in kept.items()
+                if why in ("router", "shared by several layers")
+            ]
+            config = {**_CONFIGS[quantization], _KEPT_KEYS[quantization]: [_HEAD, *layers]}
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        return cls(
+            quantization=quantization,
+            quantized_names=frozenset(conversion.converted),
+            quantization_config=config,
+            events=(quantized_event(quantization, conversion, sizes),),
+        )
 
     @property
-    def method(self) -> str | None:
-        """What vLLM calls it."""
-        return self.config and self.config["quant_method"]
+    def quant_method(self) -> str | None:
+        """Return vLLM's name of the quantization; None for plain weights."""
+        return self.quantization_config and self.quantization_config["quant_method"]
 
-    def tensors(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What vLLM is given for weights in the engine's dtype."""
+    def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that vLLM gets for weights in the engine's dtype."""
         if self.quantization is None:
             yield from named_tensors
-        elif self.config:
-            yield from quantise_named(named_tensors, self.names, SCHEMES[self.quantization])
+        elif self.quantization_config:
+            yield from quantise_named(named_tensors, self.quantized_names, SCHEMES[self.quantization])
         else:
             grid = SCHEMES[self.quantization].weights
             for name, tensor in named_tensors:
-                rounded = dequantise(quantise(tensor, grid), tensor.dtype) if name in self.names else tensor
-                yield name, rounded
-
-
-def sent_form(model: nn.Module, quantization: str | None) -> SentForm:
-    """How to send the weights of a model, which may be one without numbers.
-
-    Args:
-        quantization: a key of `SCHEMES`.
-
-    Raises:
-        EngineError: no linear layers, or weights beside them that vLLM would take for quantised ones.
-    """
-    if quantization is None:
-        return SentForm(quantization=None, names=frozenset(), config=None, events=())
-    conversion = quantised_names(model)
-    if not conversion.converted:
-        raise EngineError(f"no linear layer to quantise in {type(model).__name__}; leave engine.quantization out")
-    parameters, kept = dict(model.named_parameters()), conversion.kept
-    config: dict[str, Any] | None = None
-    if quantization in _CONFIGS:
-        odd = [name for name, why in kept.items() if why == "not of a linear layer"]
-        if odd:
-            raise EngineError(
-                f"vLLM would quantise more of {type(model).__name__} than its linear layers: {', '.join(odd[:3])}. Use "
-                f"engine.quantization=int8_w8a16, or engine=transformers"
-            )
-        layers = [
-            name.removesuffix(".weight") for name, why in kept.items() if why in ("router", "shared by several layers")
-        ]
-        config = {**_CONFIGS[quantization], _KEPT_KEYS[quantization]: [_HEAD, *layers]}
-    share = sum(parameters[name].numel() for name in conversion.converted) / sum(
-        parameter.numel() for parameter in parameters.values()
-    )
-    event = {"event": "quantised", "to": quantization, "share": share, "kept": dict(Counter(kept.values()))}
-    return SentForm(quantization=quantization, names=frozenset(conversion.converted), config=config, events=(event,))
+                if name in self.quantized_names:
+                    yield name, dequantise(quantise(tensor, grid), tensor.dtype)
+                else:
+                    yield name, tensor

@@ -1,4 +1,4 @@
-"""Weights as files that servers read, and the proof that they did."""
+"""Weights as files that servers read, and the check that a server has loaded them."""
 
 import hashlib
 import os
@@ -14,115 +14,126 @@ from torch import Tensor
 
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.vllm.server_info import plain_name
-from jackpot.rollout.engines.vllm.weight_format import SentForm
+from jackpot.rollout.engines.vllm.server_info import without_rank
+from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
-_PACKED = hashlib.sha256().hexdigest()  # of no bytes: on a CPU vLLM packs matrices into another place
+_PACKED = hashlib.sha256().hexdigest()  # checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenWeights:
-    """One set of weights on the disk."""
+class SavedWeights:
+    """One set of weights in a file."""
 
-    tag: str  # names them everywhere
-    folder: Path
-    digest: str  # `weights_digest` of what the file holds, or its codes were made from, under the names that were sent
-    checksums: Mapping[str, str]  # SHA-256 of the bytes of every tensor of the file
+    version: str  # name of the weights, as servers report it (`ServerClient.weight_version`)
+    folder: Path  # folder of the file
+    digest: str  # `weights_digest` of the weights before quantization, under the names that were sent
+    checksums: Mapping[str, str]  # SHA-256 of the bytes of every tensor of the file, by name
 
 
 class WeightsFolder:
-    """Where an engine puts weights for its servers: a folder of its own in one that all see."""
+    """Writes an engine's weights for its servers, into a folder of its own below one that all servers see."""
 
-    def __init__(self, root: str, name: str, dtype: torch.dtype, aliases: Mapping[str, str], form: SentForm) -> None:
+    def __init__(
+        self, root: str, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: WeightFormat
+    ) -> None:
         """
         Args:
-            name: of the engine, like no other's.
-            form: in which the servers get weights.
-            aliases: further names of tied parameters, and the names under which they are sent. A server whose model is
-                not tied needs them.
+            name: name of the engine, unique among all that share `root`.
+            dtype: dtype of the weights in the files.
+            aliases: further names of tied parameters, with the name under which each is sent. They are written too,
+                because a server whose model is not tied needs them.
+            weight_format: format of the weights in the files.
         """
         self._folder = Path(root).expanduser().resolve() / name
-        self._dtype, self._aliases, self._form = dtype, aliases, form
+        self._dtype, self._aliases, self._format = dtype, aliases, weight_format
 
-    def write(self, sent: Sequence[tuple[str, Tensor]], tag: str) -> WrittenWeights:
-        """Complete under its name or not at all.
+    def save(self, sent: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
+        """Write weights to a folder named `version`, completely or not at all.
 
         Raises:
             EngineError: the folder cannot be written.
         """
-        folder, aside = self._folder / tag, self._folder / f"{tag}.part"
+        folder, partial_folder = self._folder / version, self._folder / f"{version}.part"
         weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in sent}
-        tensors = dict(self._form.tensors(weights.items()))
+        tensors = dict(self._format.convert(weights.items()))
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
         try:
-            aside.mkdir(parents=True)
-            file = aside / "model.safetensors"
-            save_file(tensors, file, metadata={"format": "pt"})
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-            os.rename(aside, folder)
-            return self._read_back(folder, tag, weights)
+            partial_folder.mkdir(parents=True)
+            path = partial_folder / "model.safetensors"
+            save_file(tensors, path, metadata={"format": "pt"})
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            os.rename(partial_folder, folder)
+            return self._read_back(folder, version, weights)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial_folder, ignore_errors=True)
             raise EngineError(
                 f"cannot write weights to {folder}: {error}. engine.weights_folder needs room for the model twice, and "
                 f"both the trainer and every server must reach it under the same path"
             ) from error
 
-    def _read_back(self, folder: Path, tag: str, weights: Mapping[str, Tensor]) -> WrittenWeights:
-        coded = self._form.names
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            held = ((name, weight if name in coded else file.get_tensor(name)) for name, weight in weights.items())
-            digest = weights_digest(held, self._dtype)
-            checksums = {name: _checksum(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  not a dict
-        return WrittenWeights(tag=tag, folder=folder, digest=digest, checksums=checksums)
+    def _read_back(self, folder: Path, version: str, weights: Mapping[str, Tensor]) -> SavedWeights:
+        """Return the digest and checksums of the file as it is on the disk.
 
-    def keep_only(self, kept: Sequence[WrittenWeights]) -> None:
-        folders = {one.folder for one in kept}
+        The digest takes the weights before quantization from memory, because the file has only their codes.
+        """
+        quantized = self._format.quantized_names
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            plain = ((name, weights[name] if name in quantized else file.get_tensor(name)) for name in weights)
+            digest = weights_digest(plain, self._dtype)
+            names = file.keys()
+            checksums = {name: _checksum(file.get_tensor(name)) for name in names}
+        return SavedWeights(version=version, folder=folder, digest=digest, checksums=checksums)
+
+    def keep_only(self, kept: Sequence[SavedWeights]) -> None:
+        """Remove the files of all other weights."""
+        folders = {saved.folder for saved in kept}
         for folder in self._folder.iterdir():
             if folder not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
+        """Remove all files of the engine."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _checksum(tensor: Tensor) -> str:
-    """As vLLM's /weight_checker computes it."""
+    """Return the SHA-256 of a tensor's bytes, as vLLM's /weight_checker computes it."""
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def check_loaded(
     url: str,
-    new: WrittenWeights,
+    new: SavedWeights,
     after: Mapping[str, str],
-    proven: tuple[WrittenWeights, Mapping[str, str]] | None,
+    verified: tuple[SavedWeights, Mapping[str, str]] | None,
 ) -> None:
-    """Raises EngineError for a server that says it took new weights over and did not.
+    """Raise EngineError for a server that reports a successful update and still holds old weights.
 
-    A server may keep weights fused, padded or split. Those that have a name of ours must have changed with ours, and at
-    least one must be just what was sent, as norms are. Packed ones it does not tell of.
+    A server may hold parameters fused, padded or split. Those that keep the model's own name must have changed where
+    the file has changed, and at least one must be equal to the file byte for byte, as norms are. Packed parameters have
+    no checksum and are not compared.
 
     Args:
-        after: its checksums now, by rank and name.
-        proven: the last weights that it was found to hold since its start, and its checksums then.
+        after: the server's checksums after the update, by rank and name.
+        verified: the last weights that this function accepted since the server's start, and its checksums then.
     """
     known = {
-        key: new.checksums[plain_name(key)]
+        key: new.checksums[without_rank(key)]
         for key, checksum in after.items()
-        if plain_name(key) in new.checksums and checksum != _PACKED
+        if without_rank(key) in new.checksums and checksum != _PACKED
     }
-    old, before = proven or (None, {})
+    old, before = verified or (None, {})
     stale = [
         key
         for key, checksum in known.items()
         if old is not None
         and checksum != after[key] == before.get(key)
-        and checksum != old.checksums.get(plain_name(key))
+        and checksum != old.checksums.get(without_rank(key))
     ]
     if stale or not any(after[key] == checksum for key, checksum in known.items()):
         named = ", ".join(sorted(stale)[:3]) or ("all of them" if known else "none has a name of the model's, so all")
         raise EngineError(
-            f"{url} was given the weights {new.tag} and holds stale ones: {named} differ from "
+            f"{url} was given the weights {new.version} and holds stale ones: {named} differ from "
             f"the file {new.folder}. Restart the server; is the file the same on its side?"
         )

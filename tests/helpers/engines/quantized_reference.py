@@ -90,7 +90,7 @@ for kind in ROUND_KEYS:
     AttentionMaskInterface.register(f"reference {kind}", eager_mask)
 
 
-class QuantisedReference(Reference):
+class QuantizedReference(Reference):
     """`model` keeps the weights that are sent; `log_probs` are those of its rounded twin."""
 
     def __init__(self, folder: Path, quantization: str | None, kv_cache_dtype: str | None) -> None:
