@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jackpot.config.build import build_config
 from jackpot.config.run import Config
-from jackpot.core.types import Rollout, Score, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_trained, make_learner
 from jackpot.launch.objectives import policy_objective
@@ -86,7 +86,7 @@ def write(config: Config) -> tuple[list[Rollout], Action]:
 def batches_of(config: Config, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
     draw = torch.Generator().manual_seed(0)
     scored = [
-        ScoredRollout(
+        TrainingSample(
             rollout=rollout,
             score=Score(reward=0.0, correct=False),
             advantages=torch.randn(1, generator=draw).expand(len(rollout.token_ids)),

@@ -19,7 +19,7 @@ from jackpot.config.run import Config
 from jackpot.core.types import Prompt, Score
 from jackpot.launch import local
 from jackpot.rollout.tasks.base import Split, Task
-from jackpot.training.trainer import Line, Trainer
+from jackpot.training.trainer import MetricsLine, Trainer
 
 LONGEST_PROMPT = 53
 
@@ -96,7 +96,7 @@ def run(job: dict) -> dict:
     config, ends, marks = settings(job), [], {}
     local.make_task = lambda _, tokenizer: Words(tokenizer)
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         marks.setdefault("before", peak_mib())
         ends.append(time.process_time())
         marks["tokens"] = line.get("tokens/rollout", 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from helpers.runs import small_config
 from jackpot.launch.local import launch
-from jackpot.training.trainer import Line
+from jackpot.training.trainer import MetricsLine
 
 OVERRIDES = ("iterations=6", "rollouts.every=1", "checkpoint.keep=1")
 
@@ -43,7 +43,7 @@ def fill(ballast: Path) -> None:
 def main(folder: Path) -> None:
     ballast = folder.with_name("ballast")
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         if line["iteration"] == 2:
             fill(ballast)
         if line["iteration"] == 4:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from helpers.runs import small_config
-from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
+from jackpot.core.types import Prompt, Rollout, Score, TrainingSample
 from jackpot.training.run.rollouts import write_rollouts
 
 TOP = 12  # entries of each top-k
@@ -83,7 +83,7 @@ def save_tokens(
         reward = float(number % 2)
         advantages = torch.full((length,), reward - 0.5)
         scored.append(
-            ScoredRollout(rollout=rollout, score=Score(reward=reward, correct=bool(reward)), advantages=advantages)
+            TrainingSample(rollout=rollout, score=Score(reward=reward, correct=bool(reward)), advantages=advantages)
         )
         accepted = (random.random(length) < 0.8).astype(float)
         traces[rollout.uid] = {

@@ -14,14 +14,14 @@ from helpers.engines.reference import EOS, tiny_model
 from helpers.turns import Numbers, Tool
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import OptimizerConfig, Sampling
-from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.multi_turn import generate_rollouts
-from jackpot.training.batching import optimizer_steps
+from jackpot.training.batching import mini_batches
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import StepResult
 from jackpot.training.optimizer import ModelOptimizer
@@ -47,7 +47,7 @@ def write(
     max_new: int = MAX_NEW,
     turn_end_token_ids: Sequence[int] = (),
     **sampling,
-) -> list[ScoredRollout]:
+) -> list[TrainingSample]:
     """Sampled responses of the model to random prompts, with random advantages, and a tool between turns."""
     draw = np.random.default_rng(seed)
     engine = TransformersEngine(
@@ -67,12 +67,12 @@ def write(
     return [scored(rollout, draw.normal()) for rollout in rollouts]
 
 
-def scored(rollout: Rollout, advantage: float) -> ScoredRollout:
+def scored(rollout: Rollout, advantage: float) -> TrainingSample:
     advantages = torch.full((len(rollout.token_ids),), advantage)
-    return ScoredRollout(rollout=rollout, score=Score(reward=0.0, correct=False), advantages=advantages)
+    return TrainingSample(rollout=rollout, score=Score(reward=0.0, correct=False), advantages=advantages)
 
 
-def cut(item: ScoredRollout, length: int) -> ScoredRollout:
+def cut(item: TrainingSample, length: int) -> TrainingSample:
     """The same response, ended after `length` tokens."""
     names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
     shorter = {name: getattr(item.rollout, name)[:length] for name in names}
@@ -80,11 +80,11 @@ def cut(item: ScoredRollout, length: int) -> ScoredRollout:
 
 
 def batches(
-    items: Sequence[ScoredRollout], *, mini_batch_size=None, epochs=1, budget=10_000, seed=0
+    items: Sequence[TrainingSample], *, mini_batch_size=None, epochs=1, budget=10_000, seed=0
 ) -> list[list[TokenBatch]]:
     mini_batch_size = mini_batch_size or len(items)
     return list(
-        optimizer_steps(items, mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=seed)
+        mini_batches(items, mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=seed)
     )
 
 
@@ -134,7 +134,9 @@ def make_learner(
     """A learner on copies of the models."""
     policy, rollout_model = copy.deepcopy(policy), copy.deepcopy(rollout_model)
     trains = rollout_model is not None and not is_frozen
-    settings = dict(temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, faithful=True, autocast=None)
+    settings = dict(
+        temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, faithful=True, autocast=None, advantage="grpo"
+    )
     return JointLearner(
         policy=policy,
         policy_optimizer=ModelOptimizer(policy.parameters(), optimizer, total_steps),
@@ -187,7 +189,7 @@ def double(model: PreTrainedModel) -> PreTrainedModel:
 def reference_losses(
     now: dict[str, PreTrainedModel],
     old: dict[str, PreTrainedModel],
-    items: Sequence[ScoredRollout],
+    items: Sequence[TrainingSample],
     uniforms: dict[str, Tensor],
     *,
     target="old",

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from jackpot.config.run import Config
 from jackpot.core.clock import Clock
-from jackpot.core.types import ScoredRollout
-from jackpot.launch.local import make_parts
+from jackpot.core.types import TrainingSample
+from jackpot.launch.local import make_components
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import collate
@@ -21,12 +21,13 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     Of two ranks the first has one micro-batch, so that alone it would know kappa for nothing.
     """
     torch.set_num_threads(1)
-    parts = make_parts(config, None, None)
+    parts = make_components(config, None, None)
     prompts = PromptStream(parts.task, "train", config.seed)
-    made_of = (config, parts.engine, parts.task, parts.tokenizer, parts.writer_cost, prompts, Clock())
-    scored = Sampler(*made_of, lambda iteration, event: None).next_batch(1).scored
-    assert any(item.advantages.any() for item in scored)
-    mine: list[ScoredRollout] = scored[rank::ranks]
+    made_of = (config, parts.engine, parts.task, parts.tokenizer, parts.rollout_cost, prompts, Clock())
+    batch = Sampler(*made_of, lambda iteration, event: None).next_batch(1)
+    samples = parts.learner.compute_advantages(batch.scored)
+    assert any(sample.advantages.any() for sample in samples)
+    mine: list[TrainingSample] = samples[rank::ranks]
     pieces = [mine] if rank < ranks - 1 else [mine[:5], mine[5:]]
     for _ in range(2):
         parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])

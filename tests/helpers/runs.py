@@ -14,7 +14,7 @@ from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 from jackpot.launch.local import launch
 from jackpot.models.cost import ForwardCost
-from jackpot.training.trainer import Line
+from jackpot.training.trainer import MetricsLine
 
 SMALL = (
     "iterations=4",
@@ -38,11 +38,11 @@ class Killed(BaseException):
     """Ends a run as abruptly as an exception can: no checkpoint, nothing closed."""
 
 
-def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Line]:
+def run(config: Config, folder: Path, kill_after: int | None = None) -> list[MetricsLine]:
     """Train until the end, or until the line of iteration `kill_after` is written; the lines seen."""
-    lines: list[Line] = []
+    lines: list[MetricsLine] = []
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         lines.append(line)
         if line["iteration"] == kill_after:
             raise Killed
@@ -55,7 +55,7 @@ def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Lin
 def run_and_copy(config: Config, folder: Path, copy: Path, after: int) -> None:
     """Train until the end; `copy` is the folder as a kill leaves it once the line of iteration `after` is written."""
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         if line["iteration"] == after:
             shutil.copytree(folder, copy, symlinks=True)
 

@@ -16,6 +16,7 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.sampler import Sampler, shaped_score
 from jackpot.rollout.tasks.base import PromptStream, Task
+from jackpot.training.advantages import response_advantages
 
 LENGTH = 6
 
@@ -97,7 +98,8 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Num
 
 def without_advantage(batch):
     """Share of the responses."""
-    return sum(not item.advantages.any() for item in batch.scored) / len(batch.scored)
+    samples = response_advantages("grpo", batch.scored)
+    return sum(not sample.advantages.any() for sample in samples) / len(samples)
 
 
 def value(batch, name):
@@ -174,7 +176,7 @@ def test_after_the_last_round_equal_groups_fill_what_is_missing():
     assert kept(batch) == [7, 0, 1, 2]
     assert value(batch, "sampling/gen_batches") == 3.0 and value(batch, "sampling/groups_filtered") == 8.0
     assert without_advantage(batch) == 0.75
-    found = torch.stack([item.advantages for item in batch.scored])
+    found = torch.stack([sample.advantages for sample in response_advantages("grpo", batch.scored)])
     assert found[:4].abs().min() > 0.5 and not found[4:].any()
 
 
@@ -251,11 +253,11 @@ def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled()
         is_first = rollout.uid.endswith("#0")
         return replace(rollout, sampled_mask=torch.arange(LENGTH) < (2 if is_first else LENGTH))
 
-    sampler, *_ = sampler_of(lambda number: (1.0, 0.0, 0.0, 0.0), "objective.advantage=reinforce_pp", change=shorter)
-    batch = sampler.next_batch(1)
+    sampler, *_ = sampler_of(lambda number: (1.0, 0.0, 0.0, 0.0), change=shorter)
+    samples = response_advantages("reinforce_pp", sampler.next_batch(1).scored)
     tokens = torch.tensor(4 * (2 * [1.0] + 3 * LENGTH * [0.0]), dtype=torch.float64)
     wanted = ((1.0 - tokens.mean()) / tokens.std()).item()
-    assert batch.scored[0].advantages.tolist() == pytest.approx([wanted] * LENGTH, rel=1e-6)
+    assert samples[0].advantages.tolist() == pytest.approx([wanted] * LENGTH, rel=1e-6)
 
 
 def test_what_could_not_be_scored_is_counted_by_its_cause_and_reported():

@@ -15,7 +15,7 @@ from helpers.engines.servers import VLLMServer, save_untied, started
 from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.launch.local import launch
 from jackpot.models.load import resolve_path
-from jackpot.training.trainer import Line
+from jackpot.training.trainer import MetricsLine
 
 pytestmark = pytest.mark.vllm
 JACKPOT = Path(sys.executable).with_name("jackpot")
@@ -78,7 +78,7 @@ def test_a_tool_can_take_turns_with_vllm(tmp_path: Path) -> None:
 def test_a_server_that_dies_and_comes_back_during_training_costs_nothing_but_time(tmp_path: Path) -> None:
     server = VLLMServer(save_untied(Path(resolve_path("starter:rollout_model")), tmp_path / "untied"))
 
-    def restart(line: Line) -> None:
+    def restart(line: MetricsLine) -> None:
         if line["iteration"] == 2:  # of 4; what comes next is asked of a server that is not there
             server.kill()
             server.start()

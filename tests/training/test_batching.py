@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackpot.core.errors import ConfigError
-from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout, Version
-from jackpot.training.batching import collate, micro_batches, optimizer_steps
+from jackpot.core.types import Prompt, Rollout, Score, TrainingSample, Version
+from jackpot.training.batching import collate, micro_batches, mini_batches
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 K = 3
@@ -30,7 +30,7 @@ def make_rollouts(sizes, seed=0, share_prompts=False):
         sampled = torch.arange(length) % 4 != 3
         log_probs = -torch.rand(length, generator=generator) - 0.1
         items.append(
-            ScoredRollout(
+            TrainingSample(
                 rollout=Rollout(
                     uid=f"r{number}",
                     prompt=prompt,
@@ -66,7 +66,7 @@ def size(batch):
 def test_every_sequence_is_in_exactly_one_step_of_every_epoch(sizes, mini_batch_size, epochs, budget):
     items = make_rollouts(sizes)
     options = dict(mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=0)
-    steps = [uids(step) for step in optimizer_steps(items, **options)]
+    steps = [uids(step) for step in mini_batches(items, **options)]
     per_epoch = math.ceil(len(items) / mini_batch_size)
     assert len(steps) == per_epoch * epochs
     for epoch in range(epochs):
@@ -82,7 +82,7 @@ def test_several_steps_are_shuffled_by_seed_and_epoch_and_one_step_is_not():
     def order(seed, epochs=1, mini_batch_size=6):
         return [
             uids(step)
-            for step in optimizer_steps(items, mini_batch_size=mini_batch_size, epochs=epochs, seed=seed, **options)
+            for step in mini_batches(items, mini_batch_size=mini_batch_size, epochs=epochs, seed=seed, **options)
         ]
 
     first, second = order(0, epochs=2)[:4], order(0, epochs=2)[4:]
@@ -99,15 +99,15 @@ def test_different_rollout_batches_are_shuffled_differently():
     places = [
         [[batch_items.index(item) for item in batch_items if item.rollout.uid in uids(step)] for step in steps]
         for batch_items, steps in (
-            (items, optimizer_steps(items, **options)),
-            (others, optimizer_steps(others, **options)),
+            (items, mini_batches(items, **options)),
+            (others, mini_batches(others, **options)),
         )
     ]
     assert places[0] != places[1]
 
 
 def test_no_rollouts_make_no_steps():
-    assert list(optimizer_steps([], mini_batch_size=4, epochs=2, micro_batch_tokens=10, seed=0)) == []
+    assert list(mini_batches([], mini_batch_size=4, epochs=2, micro_batch_tokens=10, seed=0)) == []
 
 
 # Micro-batches
@@ -258,6 +258,6 @@ def test_another_seed_or_epoch_throws_other_coins():
     rows = [tuple(row.tolist()) for throw in throws for row in throw]
     assert len(set(rows)) == 6
     epochs = [
-        step[0].uniforms for step in optimizer_steps(items, mini_batch_size=2, epochs=2, micro_batch_tokens=99, seed=0)
+        step[0].uniforms for step in mini_batches(items, mini_batch_size=2, epochs=2, micro_batch_tokens=99, seed=0)
     ]
     assert torch.equal(epochs[0], throws[0]) and torch.equal(epochs[1], throws[2])

@@ -10,12 +10,12 @@ import torch
 
 from helpers.learners import LINEAR, batches, make_learner, smallest_model, write
 from helpers.runs import run, small_config
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.run import CriticConfig, OptimizerConfig
 from jackpot.core.types import Score
 from jackpot.launch.local import make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.losses import clipped_value_error
-from jackpot.training.critic import Critic, CriticNumbers
+from jackpot.training.critic import Critic
 from jackpot.training.optimizer import ModelOptimizer
 from objectives.test_advantages import gae_by_recursion
 
@@ -55,8 +55,9 @@ def model(fresh):
 
 
 def critic_of(model, optimizer=LINEAR, **numbers):
-    settings = dict(gamma=GAMMA, lam=LAM, clip=CLIP, micro_batch_tokens=60) | numbers
-    return Critic(model, ModelOptimizer(model.parameters(), optimizer, 100), CriticNumbers(**settings))
+    micro_batch_tokens = numbers.pop("micro_batch_tokens", 60)
+    config = CriticConfig(**dict(optimizer=optimizer, gamma=GAMMA, lam=LAM, clip=CLIP) | numbers)
+    return Critic(model, ModelOptimizer(model.parameters(), optimizer, 100), config, micro_batch_tokens)
 
 
 def raw_values(model, rollout):
@@ -114,8 +115,8 @@ def test_a_value_model_is_saved_with_its_head(model, tmp_path):
     assert again.score.weight.abs().max() > 0.0
 
 
-def test_credit_is_gae_on_the_sampled_tokens_whitened_over_the_batch(model):
-    found = critic_of(model).credit(WRITTEN, nullcontext())
+def test_advantages_are_gae_on_the_sampled_tokens_whitened_over_the_batch(model):
+    found = critic_of(model).compute_advantages(WRITTEN, nullcontext())
     raw = credited_by_hand(model, WRITTEN)
     own = np.concatenate([raw[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN])
     mean, std = own.mean(), own.std(ddof=1)
@@ -128,7 +129,7 @@ def test_credit_is_gae_on_the_sampled_tokens_whitened_over_the_batch(model):
 
 def test_the_value_loss_and_its_gradient_are_ppos_clipped_one_after_the_critic_has_moved(model):
     critic = critic_of(model)
-    critic.credit(WRITTEN, nullcontext())
+    critic.compute_advantages(WRITTEN, nullcontext())
     raw = credited_by_hand(model, WRITTEN)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -183,7 +184,7 @@ def test_the_learner_steps_the_critic_on_the_mean_over_sampled_tokens(model):
         loss = loss + ((values - torch.from_numpy(raw[item.rollout.uid][2]))[own] ** 2).sum() / 2
         count += int(own.sum())
     slopes = torch.autograd.grad(loss / count, list(slow.parameters()))
-    (result,) = learner.train(batches(learner.credit(WRITTEN), budget=60), False)
+    (result,) = learner.train(batches(learner.compute_advantages(WRITTEN), budget=60), False)
     norm = torch.cat([slope.flatten() for slope in slopes]).norm().item()
     assert result.metrics["critic/grad_norm"].value.item() == pytest.approx(norm, rel=1e-3)
     assert result.metrics["critic/loss"].value.item() == pytest.approx((loss / count).item(), rel=1e-3)
@@ -209,7 +210,7 @@ def test_the_critic_learns_what_a_prompt_is_worth(fresh):
     explained = []
     assert 0.0 < np.mean(rewards) < 1.0
     for _ in range(15):
-        (result,) = learner.train(batches(learner.credit(rewarded(items, rewards))), False)
+        (result,) = learner.train(batches(learner.compute_advantages(rewarded(items, rewards))), False)
         error, returns = (result.metrics[f"critic/{name}"] for name in ("error", "return"))
         explained.append(1.0 - (error.variance / returns.variance).item())
     assert abs(explained[0]) < 1e-6  # a head of zeros explains nothing
@@ -224,6 +225,6 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
     assert saved.score.weight.abs().max() > 0.0
 
 
-def test_a_batch_without_a_usable_rollout_gets_no_credit():
+def test_a_batch_without_a_usable_rollout_gets_no_advantages():
     config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
-    assert make_critic(config, None, torch.device("cpu")).credit([], nullcontext()) == []
+    assert make_critic(config, None, torch.device("cpu")).compute_advantages([], nullcontext()) == []

@@ -18,6 +18,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
+from jackpot.core.metrics import Total
 from jackpot.core.types import Prompt, Score, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -27,11 +28,12 @@ from jackpot.training.guards import (
     NonFiniteGuard,
     check_engine,
     engine_gap,
-    glance,
+    first_rollouts,
     largest_surplus,
-    some_rollouts,
+    sample_rollouts,
     top_token_surplus,
 )
+from jackpot.training.learner import StepResult
 from jackpot.training.run.checkpoint import load_state
 
 MODEL = smallest_model(1)
@@ -170,29 +172,41 @@ def test_a_sound_engine_fails_once_in_a_thousand_million_starts(count, p):
     assert allowed < 15.0 + 7.0 * math.sqrt(count * p * (1.0 - p))
 
 
-def test_some_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():
+def test_first_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():
     rollouts = written(TransformersEngine, PLAIN)
     many = rollouts * 8
-    some = some_rollouts(many)
+    some = first_rollouts(many)
     assert some == many[: len(some)]
     tokens = sum(len(one.token_ids) for one in some)
     assert tokens <= 4096 < tokens + len(many[len(some)].token_ids)
-    assert some_rollouts([]) == []
+    assert first_rollouts([]) == []
 
 
 # Gradients that are not finite
 
 
+def steps(*are_bad):
+    """Results of optimizer steps whose gradients were not finite where True."""
+    return [
+        StepResult(metrics={"health/non_finite_steps": Total.number(float(bad))}, events=(), traces={})
+        for bad in are_bad
+    ]
+
+
 def test_the_guard_counts_in_a_row_begins_again_after_a_good_step_and_raises_at_the_limit():
-    guard = NonFiniteGuard(3)
-    for is_bad, count in ((True, 1), (True, 2), (False, 0), (True, 1), (True, 2)):
-        guard.see(is_bad, 7)
+    recorded = []
+    guard = NonFiniteGuard(3, lambda iteration, event: recorded.append((iteration, event)))
+    for are_bad, count in (((True,), 1), ((True, False), 0), ((True, True), 2)):
+        guard.check(steps(*are_bad), 7)
         assert guard.count == count
+    assert not recorded
     with pytest.raises(TrainingError, match=r"last 3 optimizer steps, up to iteration 9.*max_non_finite_steps is 3"):
-        guard.see(True, 9)
-    continued = NonFiniteGuard(3, count=2)
+        guard.check(steps(True), 9)
+    [(iteration, event)] = recorded
+    assert iteration == 9 and event["event"] == "stopped" and "last 3 optimizer steps" in event["why"]
+    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2)
     with pytest.raises(TrainingError):
-        continued.see(True, 1)
+        continued.check(steps(True), 1)
 
 
 def events(folder):
@@ -308,23 +322,24 @@ def test_a_run_that_is_not_to_be_checked_is_not(tmp_path, monkeypatch):
     assert lines[-1]["iteration"] == 8 and lines[-1]["mismatch/engine_gap"] > 1e-3
 
 
-def test_a_glance_is_at_the_beginnings_of_rollouts_from_all_over_the_batch():
+def test_a_quick_check_reads_the_beginnings_of_rollouts_from_all_over_the_batch():
     rollouts = [replace(one, uid=f"{n}") for n, one in enumerate((written(TransformersEngine, PLAIN) * 2)[:288])]
-    some = glance(rollouts, seed=5)
+    some = sample_rollouts(rollouts, seed=5)
     places = [int(one.uid) for one in some]
     assert [place // 18 for place in places] == list(range(16))
     assert len({place % 4 for place in places}) == 4  # whichever of four servers takes turns
-    assert places != [int(one.uid) for one in glance(rollouts, seed=6)]
+    assert places != [int(one.uid) for one in sample_rollouts(rollouts, seed=6)]
     names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
     for one in some:
         whole = rollouts[int(one.uid)]
         assert all(torch.equal(getattr(one, name), getattr(whole, name)[:16]) for name in names)
 
 
-def test_a_glance_at_few_rollouts_sees_more_of_each():
+def test_a_quick_check_of_few_rollouts_reads_more_of_each():
     rollouts = [replace(one, uid=f"{n}") for n, one in enumerate(written(TransformersEngine, PLAIN)[:3])]
-    assert [one.uid for one in glance(rollouts, seed=0)] == ["0", "1", "2"]
+    assert [one.uid for one in sample_rollouts(rollouts, seed=0)] == ["0", "1", "2"]
     assert all(
-        torch.equal(one.token_ids, two.token_ids) for one, two in zip(glance(rollouts, 0), rollouts, strict=True)
+        torch.equal(one.token_ids, two.token_ids)
+        for one, two in zip(sample_rollouts(rollouts, 0), rollouts, strict=True)
     )
-    assert glance([], seed=0) == []
+    assert sample_rollouts([], seed=0) == []

@@ -18,12 +18,13 @@ from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, EngineError
 from jackpot.core.types import Role, Version
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import launch, load_trained, make_learner, make_parts, model_paths
+from jackpot.launch.local import launch, load_trained, make_components, make_learner, model_paths
 from jackpot.models.load import load_model, starter_path
 from jackpot.rollout.engines.base import Engine
+from jackpot.training.components import RunComponents
 from jackpot.training.run.checkpoint import load_state
 from jackpot.training.run.folder import RunFolder
-from jackpot.training.trainer import Parts, Trainer
+from jackpot.training.trainer import Trainer
 
 POLICY = ("policy.lora.rank=4", "policy.optimizer.learning_rate=3e-3")
 BOTH = (*POLICY, "rollout_model.lora.rank=2", "rollout_model.optimizer.learning_rate=3e-3")
@@ -40,7 +41,7 @@ class Finished(NamedTuple):
     config: Config
     adapted: list[Role]
     folder: Path
-    parts: Parts
+    parts: RunComponents
     models: dict[Role, PreTrainedModel]  # that it trained
 
 
@@ -51,7 +52,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     paths, device = model_paths(config, None), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
     learner = make_learner(config, models, faithful=True, critic=None)
-    parts = replace(make_parts(config, None, None), learner=learner)
+    parts = replace(make_components(config, None, None), learner=learner)
     run_folder = RunFolder(folder)
     run_folder.start(config, 1)
     run_folder.rewind(-1)
@@ -59,7 +60,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Finished(config, adapted, folder, parts, models)
 
 
-def largest_gap(engine: Engine, model: PreTrainedModel, parts: Parts) -> float:
+def largest_gap(engine: Engine, model: PreTrainedModel, parts: RunComponents) -> float:
     """Between the log-probs of the engine and of a model's own forward pass, on text that neither chose.
 
     In units of the log-prob where it is below -1: these reach -13, and the starter is 6e-6 from its own float64 copy.
@@ -148,6 +149,6 @@ def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(tmp_path: Path
     run(small_config(*POLICY), tmp_path / "first")
     start = tmp_path / "first" / "checkpoints" / "last" / "policy"
     config = small_config(*POLICY, f"policy.path={start}")
-    parts = make_parts(config, None, None)
+    parts = make_components(config, None, None)
     merged = weights(tmp_path / "first", "policy")
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))

@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 from helpers.ranks import run_rank, step
 from helpers.runs import small_config
-from jackpot.launch.local import make_parts
+from jackpot.launch.local import make_components
 
 CASES = {
     "accepted tokens, target new": ("objective.count=accepted", "objective.correction.target=new"),
@@ -26,7 +26,7 @@ def test_two_ranks_take_the_steps_of_one(case: str, tmp_path: Path) -> None:
     config = small_config(*CASES[case], *GRADIENT_DESCENT)
     mp.start_processes(run_rank, args=(config, tmp_path), nprocs=2, start_method="fork")  # nothing is imported again
     whole = step(config, 0, 1)
-    start = make_parts(config, None, None).learner
+    start = make_components(config, None, None).learner
     before = {f"{role}/{name}": w for role in ("policy", "rollout_model") for name, w in start.weights(role)}
     for rank in range(2):
         ours = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)

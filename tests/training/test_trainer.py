@@ -209,12 +209,12 @@ def test_a_trainer_closes_everything_though_an_engine_fails_at_it(
     closed: list[Task] = []
     monkeypatch.setattr(Arithmetic, "close", lambda task: closed.append(task))
     trainer = local.launch(small_config(), tmp_path, lambda line: None)
-    engines = {trainer._parts.engine, trainer._parts.policy_engine}
+    engines = {trainer._components.engine, trainer._components.policy_engine}
     closed.clear()  # that of the prompts that the launch looked at
     monkeypatch.setattr(TransformersEngine, "take_events", fail)
     with pytest.raises(EngineError, match="no events"):
         trainer.close()
-    assert closed == [trainer._parts.task]
+    assert closed == [trainer._components.task]
     for engine in engines:
         with pytest.raises(EngineError, match="closed"):
             engine.submit([])

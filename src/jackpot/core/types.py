@@ -65,9 +65,19 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRollout:
+    """One response with the score that its reward comes from."""
+
     rollout: Rollout
     score: Score
-    advantages: Tensor  # [T] float32; the same number for every token where the advantage is the response's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSample:
+    """One scored response with the advantages that the learner trains on."""
+
+    rollout: Rollout
+    score: Score
+    advantages: Tensor  # [T] float32; one number for all tokens where the response as a whole has the advantage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

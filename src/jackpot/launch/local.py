@@ -23,17 +23,17 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
-from jackpot.training.components import Parts
-from jackpot.training.critic import Critic, CriticNumbers
+from jackpot.training.components import RunComponents
+from jackpot.training.critic import Critic
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import RunFolder
-from jackpot.training.trainer import Listener, Trainer
+from jackpot.training.trainer import OnMetrics, Trainer
 
 
-def launch(config: Config, path: Path, listen: Listener) -> Trainer:
+def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
     """A trainer for a new run in `path`, or for the run that is there, from its newest checkpoint that is not corrupt.
 
     Raises:
@@ -48,18 +48,15 @@ def launch(config: Config, path: Path, listen: Listener) -> Trainer:
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         found, corrupt = checkpoints.find()
         state = found.state if found else None
-        parts = make_parts(config, found.folder if found else None, state)
-        for task in parts.tasks:
-            undo.callback(task.close)
-        undo.callback(parts.policy_engine.close)
-        undo.callback(parts.engine.close)
+        components = make_components(config, found.folder if found else None, state)
+        undo.callback(components.close)
         torch.set_num_threads(folder.start(config, threads(config)))
         folder.rewind(state["iteration"] if state else -1)
         for one in corrupt:
             names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
             folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
             checkpoints.set_aside(one.folder)
-        trainer = Trainer(parts, folder, state, listen)
+        trainer = Trainer(components, folder, state, on_metrics)
         undo.pop_all()
     return trainer
 
@@ -72,7 +69,7 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
     return {role: str(checkpoint / role) for role in paths} if checkpoint else paths
 
 
-def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> Parts:
+def make_components(config: Config, checkpoint: Path | None, state: dict | None) -> RunComponents:
     """Models, task, engines and learner, all with the same weights and version. An error leaves nothing open."""
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
@@ -94,7 +91,7 @@ def make_parts(config: Config, checkpoint: Path | None, state: dict | None) -> P
         if state is not None:
             learner.load_state_dict(state["learner"])
         undo.pop_all()
-    return Parts(
+    return RunComponents(
         config=config,
         task=task,
         benchmarks=benchmarks,
@@ -141,13 +138,8 @@ def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -
     model = load_value_model(path, torch.float32, device)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    numbers = CriticNumbers(
-        gamma=settings.gamma,
-        lam=settings.lam,
-        clip=settings.clip,
-        micro_batch_tokens=config.batch.micro_batch_tokens,
-    )
-    return Critic(model, _optimizer(model, settings.optimizer, _total_steps(config)), numbers)
+    optimizer = _optimizer(model, settings.optimizer, _total_steps(config))
+    return Critic(model, optimizer, settings, config.batch.micro_batch_tokens)
 
 
 def make_learner(
@@ -172,6 +164,7 @@ def make_learner(
         faithful=faithful,
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
         rollout_model_each_step=each_step,
+        advantage=config.objective.advantage,
         critic=critic,
         reference=make_reference(config, policy),
     )

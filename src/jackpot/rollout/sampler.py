@@ -1,4 +1,4 @@
-"""One iteration's rollout batch: prompts, responses, rewards, advantages."""
+"""The sampler makes the rollout batch of one iteration: prompts, responses, rewards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,6 @@ from jackpot.core.metrics import Mean, Sums, Total
 from jackpot.core.prng import stream_key
 from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
-from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import score_rollouts
 from jackpot.rollout.multi_turn import stream_rollouts
@@ -96,13 +95,15 @@ class Sampler:
             groups.sort(key=_is_equal)
         first = next((one.groups for one in rounds if one.groups), [])
         return RolloutBatch(
-            scored=self._with_advantages([item for group in groups[:wanted] for item in group]),
+            scored=[
+                ScoredRollout(rollout=item.rollout, score=item.score) for group in groups[:wanted] for item in group
+            ],
             first=[item.rollout for group in first for item in group],
             sums=_sums(rounds, groups, self._cost) | _rounds(rounds, groups, wanted),
         )
 
     @contextmanager
-    def beside_training(self, iteration: int) -> Iterator[None]:
+    def overlap_with_training(self, iteration: int) -> Iterator[None]:
         """While the body runs the engine rests, or with `batch.ahead` writes the rollout batch of `iteration`.
 
         That begins with the weights that the engine has now, and all of it is there at the end: only then are new
@@ -185,24 +186,6 @@ class Sampler:
         return [
             Judged(rollout=rollout, task_reward=score.reward, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(group, scores, strict=True)
-        ]
-
-    def _with_advantages(self, items: Sequence[Judged]) -> list[ScoredRollout]:
-        """Of whole responses; those of single tokens come from the learner's critic."""
-        name, numbers = self._config.objective.advantage, {}
-        index = [numbers.setdefault(item.rollout.prompt.uid, len(numbers)) for item in items]
-        rewards = torch.tensor([item.score.reward for item in items], dtype=torch.float64)
-        groups = torch.tensor(index, dtype=torch.int64)
-        lengths = torch.tensor([int(item.rollout.sampled_mask.sum()) for item in items], dtype=torch.int64)
-        has_critic = name == "gae"
-        advantages = torch.zeros_like(rewards) if has_critic else compute_advantages(name, rewards, groups, lengths)
-        return [
-            ScoredRollout(
-                rollout=item.rollout,
-                score=item.score,
-                advantages=torch.full((len(item.rollout.token_ids),), advantage),
-            )
-            for item, advantage in zip(items, advantages.tolist(), strict=True)
         ]
 
 

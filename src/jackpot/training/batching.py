@@ -1,4 +1,4 @@
-"""Scored rollouts into optimizer steps and micro-batches of tensors.
+"""Training samples are dealt out to mini-batches (one optimizer step each) and micro-batches (one forward pass each).
 
 Nothing is dropped and nothing is cut: every sequence of the rollout batch is in exactly one micro-batch of each epoch.
 """
@@ -13,12 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import stream_key, uniform_row
-from jackpot.core.types import ScoredRollout, TokenBatch, unique_rows
+from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, unique_rows
 from jackpot.models.packing import pack, rollout_lengths
 
 
-def optimizer_steps(
-    scored: Sequence[ScoredRollout],
+def mini_batches(
+    samples: Sequence[TrainingSample],
     *,
     mini_batch_size: int,
     epochs: int,
@@ -26,10 +26,10 @@ def optimizer_steps(
     seed: int,
     shares_prompts: bool = True,
 ) -> Iterator[list[TokenBatch]]:
-    """The micro-batches of every optimizer step over one rollout batch, epoch after epoch.
+    """Yield the mini-batch of every optimizer step over one rollout batch, epoch after epoch, as its micro-batches.
 
     With one step per epoch the order is the rollouts' own; with more, whole sequences are shuffled by `seed` and epoch,
-    as PPO does. The coins of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
+    as PPO does. The uniforms of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
 
     Args:
         mini_batch_size: sequences in one optimizer step; divides the number of rollouts.
@@ -37,7 +37,7 @@ def optimizer_steps(
         shares_prompts: as in `micro_batches`.
     """
     for epoch in range(epochs):
-        order = list(scored)
+        order = list(samples)
         if mini_batch_size < len(order):
             random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
         for start in range(0, len(order), mini_batch_size):
@@ -45,18 +45,18 @@ def optimizer_steps(
 
 
 def micro_batches(
-    scored: Sequence[ScoredRollout], budget: int, seed: int, epoch: int, shares_prompts: bool = True
+    samples: Sequence[TrainingSample], budget: int, seed: int, epoch: int, shares_prompts: bool = True
 ) -> list[TokenBatch]:
-    """Cut one optimizer step into runs of at most `budget` padded tokens.
+    """Cut one mini-batch into micro-batches of at most `budget` padded tokens.
 
-    Of two orders the one that makes models read fewer tokens is taken: by length, which leaves the least padding, or
-    prompt by prompt, which lets the responses of a group share the reading of their prompt. Where `shares_prompts` is
-    False, models read it with each of them anyway, and the order is that of lengths.
+    Of two orders it takes the one in which models read fewer tokens: by length, which leaves the least padding, or
+    prompt by prompt, which lets the responses of a group share one forward pass of their prompt. Where
+    `shares_prompts` is False, models read the prompt with each response anyway, and the order is that of lengths.
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
     """
-    by_length = sorted(scored, key=_length)
+    by_length = sorted(samples, key=_length)
     for item in by_length:
         if _length(item) > budget:
             raise ConfigError(
@@ -65,7 +65,7 @@ def micro_batches(
             )
     if not shares_prompts:
         return [collate(part, seed, epoch) for part in _cut(by_length, budget)]
-    widest: dict[tuple[int, ...], int] = {}  # of each prompt, the last in the order of lengths
+    widest: dict[tuple[int, ...], int] = {}  # longest sequence of each prompt, tokens
     for item in by_length:
         widest[item.rollout.prompt.token_ids] = _length(item)
     by_prompt = sorted(
@@ -75,22 +75,32 @@ def micro_batches(
     return [collate(part, seed, epoch) for part in parts]
 
 
-def _cut(ordered: Sequence[ScoredRollout], budget: int) -> list[list[ScoredRollout]]:
+def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, shares_prompts: bool = True) -> list[TokenBatch]:
+    """Cut rollouts that have no advantages yet into micro-batches, to be read and not trained on."""
+    nothing = Score(reward=0.0, correct=False)
+    samples = [
+        TrainingSample(rollout=rollout, score=nothing, advantages=torch.zeros(len(rollout.token_ids)))
+        for rollout in rollouts
+    ]
+    return micro_batches(samples, budget, seed, 0, shares_prompts)
+
+
+def _cut(ordered: Sequence[TrainingSample], budget: int) -> list[list[TrainingSample]]:
     return list(pack(ordered, budget, lambda item: rollout_lengths(item.rollout)))
 
 
-def _tokens_read(part: Sequence[ScoredRollout]) -> int:
-    """With padding, each prompt once."""
+def _tokens_read(part: Sequence[TrainingSample]) -> int:
+    """Count the tokens of a micro-batch with padding, each prompt once."""
     prompts = {item.rollout.prompt.token_ids for item in part}
     return len(prompts) * max(map(len, prompts)) + len(part) * max(len(item.rollout.token_ids) for item in part)
 
 
-def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatch:
-    """Tensors of some rollouts: unique prompts [U, P] padded on the left, responses [B, T] padded on the right.
+def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBatch:
+    """Stack samples into tensors: unique prompts [U, P] padded on the left, responses [B, T] padded on the right.
 
     An empty response is allowed: its row is all mask.
     """
-    rollouts = [item.rollout for item in scored]
+    rollouts = [item.rollout for item in samples]
     rows, index = unique_rows([rollout.prompt.token_ids for rollout in rollouts])
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
@@ -107,7 +117,7 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
         attention_mask=attention_mask,
         response_mask=response_mask,
         rollout_log_probs=torch.where(response_mask, rollout_log_probs, 0.0),
-        advantages=_pad([item.advantages for item in scored]),
+        advantages=_pad([item.advantages for item in samples]),
         uniforms=torch.stack([uniform_row(key, width) for key in keys]),
         top_ids=_pad([rollout.top_ids for rollout in rollouts]),
         top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
@@ -116,7 +126,7 @@ def collate(scored: Sequence[ScoredRollout], seed: int, epoch: int) -> TokenBatc
 
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    """The same batch with its tensors on `device`."""
+    """Copy the tensors of a batch to `device`."""
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "uids"}
     return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
@@ -125,5 +135,5 @@ def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_side="left" if left else "right")
 
 
-def _length(item: ScoredRollout) -> int:
+def _length(item: TrainingSample) -> int:
     return sum(rollout_lengths(item.rollout))

@@ -1,11 +1,16 @@
-"""What a run is made of. Only `launch` makes one."""
+"""What a run is made of. Only `launch` puts the components together."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
+from jackpot.core.digest import WeightsDigest
+from jackpot.core.errors import EngineError
 from jackpot.core.types import Role
 from jackpot.models.cost import ForwardCost
 from jackpot.rollout.engines.base import Engine
@@ -14,32 +19,69 @@ from jackpot.training.learner import Learner
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Engines and learner hold the same weights."""
+class RunComponents:
+    """Task, engines and learner of one run; engines and learner begin with the same weights."""
 
     config: Config
     task: Task
     tokenizer: PreTrainedTokenizerBase
-    engine: Engine  # writes the rollouts
-    policy_engine: Engine  # answers for the policy in evaluations; `engine` itself where the policy writes
+    engine: Engine  # generates the rollouts
+    policy_engine: Engine  # generates the policy's responses in evaluations; `engine` itself without a rollout model
     learner: Learner
-    costs: Mapping[Role, ForwardCost]  # of policy and rollout model, without adapters
-    benchmarks: Mapping[str, Task] = field(default_factory=dict)  # what else the policy is measured on: test splits
+    costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of policy and rollout model, without adapters
+    benchmarks: Mapping[str, Task] = field(default_factory=dict)  # further test sets that the policy is evaluated on
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All that somebody has to close."""
+        """The task that is trained on and all benchmarks."""
         return (self.task, *self.benchmarks.values())
 
     @property
-    def writer_cost(self) -> ForwardCost:
-        """Of the model that writes the rollouts."""
+    def rollout_cost(self) -> ForwardCost:
+        """FLOPs of a forward pass of the model that generates the rollouts."""
         return self.costs.get("rollout_model", self.costs["policy"])
 
     def training_flops(self, tokens: int) -> int:
-        """Of one sequence: forward through both models, and twice that backward through each that is trained."""
+        """FLOPs of training on one sequence: a forward pass of each model, and twice that backward where it is trained.
+
+        Args:
+            tokens: length of prompt and response together.
+        """
         trained = {
             "policy": True,
             "rollout_model": bool(self.config.rollout_model and self.config.rollout_model.optimizer),
         }
         return sum((3 if trained[role] else 1) * cost.sequence(tokens) for role, cost in self.costs.items())
+
+    def send_weights(self, engine: Engine, role: Role) -> None:
+        """Copy the learner's weights of one model into an engine and verify by digest that all of them arrived.
+
+        Raises:
+            EngineError: the engine holds other weights than the learner sent.
+        """
+        digest = WeightsDigest(engine.capabilities.dtype)
+        weights = digest.watch(self.learner.weights(role))
+        held = engine.update_weights(weights, self.learner.version)
+        deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
+        sent = digest.hexdigest()
+        if held != sent:
+            raise EngineError(
+                f"after the weight update at {self.learner.version} the engine holds digest {held[:12]}, the learner "
+                f"sent {sent[:12]}; training on its rollouts would be training on unknown weights"
+            )
+
+    def take_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of tasks and engines since the last call; `engine` names the setting of an engine."""
+        for task in self.tasks:
+            yield from task.take_events()
+        for setting, engine in {"engine": self.engine, "evaluation.engine": self.policy_engine}.items():
+            for event in engine.take_events():  # where both are one engine, the second call finds none
+                yield event | {"engine": setting}
+
+    def close(self) -> None:
+        """Close engines and tasks, all of them even if closing one raises."""
+        with ExitStack() as closing:
+            for task in self.tasks:
+                closing.callback(task.close)
+            closing.callback(self.policy_engine.close)
+            closing.callback(self.engine.close)

@@ -1,47 +1,43 @@
-"""The critic of PPO: a value of every state, and advantages of single tokens from it."""
+"""The critic of PPO estimates the value of every state, and from it the advantage of every token."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from jackpot.config.run import CriticConfig
 from jackpot.core.metrics import Mean, Sums
-from jackpot.core.types import ScoredRollout, TokenBatch
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
 from jackpot.models.forward import batch_sequences
 from jackpot.objectives.advantages import gae, whiten
 from jackpot.objectives.losses import clipped_value_error
-from jackpot.training.batching import batch_to, micro_batches
+from jackpot.training.batching import batch_to, plain_batches
 from jackpot.training.optimizer import ModelOptimizer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CriticNumbers:
-    """Of GAE and of the value loss; `config.CriticConfig` says what they are."""
-
-    gamma: float
-    lam: float
-    clip: float
-    micro_batch_tokens: int
-
-
 class Critic:
-    """A token-classification model with one label: the value of the state that each response token was sampled in.
+    """Estimates the value of the state that each response token is sampled in, and learns to.
 
-    A rollout batch is credited once, before any update on it; the values and returns of then stay what its updates
-    learn from.
+    Values and returns of a rollout batch are computed once, before any update on it; all updates on the batch learn
+    from these.
+
+    Args:
+        model: for token classification, with one label; trained in place.
+        micro_batch_tokens: the most padded tokens in one forward pass of `compute_advantages`.
     """
 
-    def __init__(self, model: PreTrainedModel, optimizer: ModelOptimizer, numbers: CriticNumbers) -> None:
+    def __init__(
+        self, model: PreTrainedModel, optimizer: ModelOptimizer, config: CriticConfig, micro_batch_tokens: int
+    ) -> None:
         self.model, self.optimizer = model.eval(), optimizer  # eval: no dropout
-        self._numbers = numbers
-        self._known: dict[str, tuple[Tensor, Tensor]] = {}  # by rollout uid: values and returns [T]
+        self._config, self._micro_batch_tokens = config, micro_batch_tokens
+        self._known: dict[str, tuple[Tensor, Tensor]] = {}  # values and returns [T] by rollout uid
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """V of every response token's state: [B, T], 0 where masked, with gradient."""
+        """Compute V of the state before each response token: [B, T], 0 where masked, with gradient."""
         sequences = batch_sequences(batch)
         values = self.model(
             input_ids=sequences.input_ids,
@@ -52,36 +48,47 @@ class Critic:
         return torch.where(batch.response_mask, values.float(), 0.0)
 
     @torch.no_grad()
-    def credit(self, scored: Sequence[ScoredRollout], autocast: AbstractContextManager) -> list[ScoredRollout]:
-        """The same rollouts with advantages of single tokens by GAE, whitened over the batch as PPO does.
+    def compute_advantages(
+        self, scored: Sequence[ScoredRollout], autocast: AbstractContextManager
+    ) -> list[TrainingSample]:
+        """Give every token its own advantage by GAE, whitened over the batch as PPO does.
 
-        The reward stands at the last token that the model sampled.
+        The reward of a response stands at the last token that the model sampled. Values and returns are kept for
+        `loss` until the next call.
         """
         self._known = {}
         if not scored:
             return []
         rewards = {item.rollout.uid: item.score.reward for item in scored}
         raw: dict[str, Tensor] = {}
-        for batch in micro_batches(scored, self._numbers.micro_batch_tokens, 0, 0, shares_prompts=False):
+        rollouts = [item.rollout for item in scored]
+        for batch in plain_batches(rollouts, self._micro_batch_tokens, seed=0, shares_prompts=False):
             with autocast:
                 values = self.values(batch_to(batch, self.model.device)).cpu()
             mask = batch.response_mask
             reward = torch.tensor([rewards[uid] for uid in batch.uids])[:, None] * _is_last(mask)
-            advantages, returns = gae(reward, values, mask, self._numbers.gamma, self._numbers.lam)
+            advantages, returns = gae(reward, values, mask, self._config.gamma, self._config.lam)
             for row, (uid, length) in enumerate(zip(batch.uids, batch.attention_mask.sum(-1).tolist(), strict=True)):
                 self._known[uid] = (values[row, :length], returns[row, :length])
                 raw[uid] = advantages[row, :length]
         rows = [raw[item.rollout.uid] for item in scored]
         sampled = torch.cat([item.rollout.sampled_mask for item in scored])
         white = whiten(torch.cat(rows).double(), sampled).float().split([len(row) for row in rows])
-        return [replace(item, advantages=row) for item, row in zip(scored, white, strict=True)]
+        return [
+            TrainingSample(rollout=item.rollout, score=item.score, advantages=row)
+            for item, row in zip(scored, white, strict=True)
+        ]
 
     def loss(self, batch: TokenBatch) -> tuple[Tensor, Sums]:
-        """Half the clipped squared error, summed over response tokens: numerator with gradient, and metrics."""
+        """Compute half the clipped squared error of a micro-batch, summed over its sampled tokens.
+
+        Returns:
+            The sum (scalar, with gradient), to be divided by the number of tokens of the optimizer step; and metrics.
+        """
         mask = batch.response_mask
         old, returns = (self._rows(batch, part) for part in (0, 1))
         values = self.values(batch)
-        errors, is_clipped = clipped_value_error(values, old, returns, self._numbers.clip)
+        errors, is_clipped = clipped_value_error(values, old, returns, self._config.clip)
         numerator = torch.where(mask, errors, 0.0).sum()
         return numerator, {
             "critic/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), mask.double().sum()),
@@ -92,12 +99,12 @@ class Critic:
         }
 
     def _rows(self, batch: TokenBatch, part: int) -> Tensor:
-        """What is known of the batch's rollouts, [B, T] on its device."""
+        """Pad the values (part 0) or returns (part 1) of the batch's rollouts to [B, T] on its device."""
         rows = [self._known[uid][part] for uid in batch.uids]
         return pad_sequence(rows, batch_first=True).to(batch.response_mask.device)
 
 
 def _is_last(mask: Tensor) -> Tensor:
-    """1 at the last True of every row: [B, T] float."""
+    """Return 1 at the last True of every row and 0 elsewhere: [B, T] float."""
     after = mask.flip(-1).cumsum(-1).flip(-1)
     return (mask & (after == 1)).float()

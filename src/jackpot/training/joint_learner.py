@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from jackpot.config.run import Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sums, Total, add_sums, all_reduce_sums
-from jackpot.core.types import Role, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.scoring import token_log_probs
@@ -36,6 +36,7 @@ from jackpot.objectives.joint import (
 )
 from jackpot.objectives.kernels.linear_head import LinearHead
 from jackpot.objectives.obrs import ZEstimate
+from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
 from jackpot.training.critic import Critic
 from jackpot.training.gradients import GradientBank, GradientParts
@@ -97,6 +98,7 @@ class JointLearner(Learner):
         autocast: dtype of the forward pass; None for the weights' own.
         rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the
             gradient of all its steps.
+        advantage: key of `objectives.advantages.ADVANTAGES`; a critic takes its place.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
     """
@@ -115,6 +117,7 @@ class JointLearner(Learner):
         max_length: int,
         faithful: bool,
         autocast: torch.dtype | None,
+        advantage: str,
         rollout_model_each_step: bool = True,
         critic: Critic | None = None,
         reference: Reference | None = None,
@@ -126,7 +129,7 @@ class JointLearner(Learner):
         self._temperature, self._top, self._max_length = temperature, num_top_log_probs, max_length
         self._faithful, self._autocast = faithful, autocast
         self._rollout_model_each_step = rollout_model_each_step
-        self._critic, self._reference = critic, reference
+        self._advantage, self._critic, self._reference = advantage, critic, reference
         self._parts = GradientParts(rollout_model_optimizer) if rollout_model_optimizer else None
         waits = rollout_model_optimizer is not None and not rollout_model_each_step
         self._bank = GradientBank(rollout_model_optimizer) if waits else None
@@ -150,8 +153,10 @@ class JointLearner(Learner):
             return Version(policy, policy)
         return Version(policy, self._rollout_optimizer.steps if self._rollout_optimizer else 0)
 
-    def credit(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-        return self._critic.credit(scored, self._precision()) if self._critic else list(scored)
+    def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
+        if self._critic:
+            return self._critic.compute_advantages(scored, self._precision())
+        return response_advantages(self._advantage, scored)
 
     def train(self, steps: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
         anchored, last = self.anchor(steps), len(steps) - 1

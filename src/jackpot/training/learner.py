@@ -1,4 +1,4 @@
-"""What every learner promises."""
+"""The interface of a learner."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from jackpot.config.run import Sampling
 from jackpot.core.metrics import Sums
-from jackpot.core.types import Role, ScoredRollout, TokenBatch, Version
+from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one optimizer step has to say."""
+    """Metrics, events and per-token columns of one optimizer step."""
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
@@ -28,39 +28,48 @@ class Learner(ABC):
     @property
     @abstractmethod
     def version(self) -> Version:
-        """Optimizer steps that each model has taken."""
+        """The number of optimizer steps that each model has taken."""
 
     @abstractmethod
-    def credit(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-        """Advantages of single tokens by the critic; as they are where there is none. Before `train` on the batch."""
+    def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
+        """Give every token of a rollout batch its advantage, before the batch is trained on.
+
+        A critic gives each token its own; without one all tokens of a response share the advantage of the response.
+        """
 
     @abstractmethod
-    def train(self, steps: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
-        """All optimizer steps on one rollout batch, each given as its micro-batches.
+    def train(self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
+        """Take all optimizer steps on one rollout batch.
 
-        `trace` asks for what costs extra and nobody may want: per-token columns, and the parts of the rollout model's
-        gradient.
+        Args:
+            mini_batches: one for each optimizer step, each as its micro-batches.
+            trace: also return what costs extra: per-token columns for saved rollouts, and how the rollout model's
+                gradient splits into its two losses.
         """
 
     @abstractmethod
     def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
-        """Log-probs of the response tokens by rollout uid, [T] float32 on the CPU, as training computes them.
+        """Compute the log-probs of response tokens by rollout uid, [T] float32 on the CPU.
 
-        Under the distribution that `sampling` draws from, filters included; -inf for a token that they drop.
+        They are those of the distribution that `sampling` draws from, filters included; -inf for a token that the
+        filters drop.
         """
 
     @abstractmethod
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        """The current weights of a model by name, tied ones once, an adapter merged in. The rollout model is the policy
-        where there is none."""
+        """Yield the current weights of a model by name: tied ones once, an adapter merged in.
+
+        Where there is no rollout model, its weights are the policy's.
+        """
 
     @abstractmethod
     def save_model(self, role: Role, folder: Path) -> None:
-        """Write a plain `save_pretrained` folder, an adapter merged in and once more by itself in `adapter/`."""
+        """Write a plain `save_pretrained` folder: an adapter is merged in, and stands by itself in `adapter/` too."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights: optimizers, versions, running sums; loadable with `weights_only`."""
+        """Return everything but the weights: optimizers, versions, running sums; loadable with `weights_only`."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""

@@ -1,148 +1,127 @@
-"""The loop, on one screen. It is given its engine and learner; only `launch` makes them."""
+"""The training loop.
 
-import math
-import signal
-import threading
-from collections import deque
+next batch -> check the engine -> advantages -> optimizer steps -> send weights -> save, evaluate, checkpoint
+"""
+
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from jackpot.config.run import Sampling
 from jackpot.core.clock import Clock
-from jackpot.core.digest import WeightsDigest
-from jackpot.core.errors import CheckpointError, EngineError, JackpotError
-from jackpot.core.metrics import Sums, Total, add_sums
-from jackpot.core.prng import stream_key
-from jackpot.core.types import Role, Rollout, Score, ScoredRollout, TokenBatch
-from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
-from jackpot.rollout.sampler import Sampler, mean, tokens_read, useless
+from jackpot.core.metrics import Sums
+from jackpot.core.types import TokenBatch, TrainingSample
+from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
-from jackpot.training.batching import micro_batches, optimizer_steps
-from jackpot.training.components import Parts
-from jackpot.training.guards import (
-    THOROUGH_CHECKS,
-    NonFiniteGuard,
-    check_engine,
-    check_gap,
-    engine_gap,
-    glance,
-    precision_of,
-    some_rollouts,
-)
+from jackpot.training.batching import mini_batches
+from jackpot.training.checkpointer import Checkpointer
+from jackpot.training.components import RunComponents
+from jackpot.training.evaluator import Evaluator
+from jackpot.training.guards import EngineCheck, NonFiniteGuard
+from jackpot.training.interrupt import StopSignal
+from jackpot.training.iteration_metrics import metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import WITH_STANDARD_ERROR, RunFolder, numbers
+from jackpot.training.run.folder import RunFolder
 from jackpot.training.run.rollouts import write_rollouts
 
-Line = dict[str, Any]
-Listener = Callable[[Line], None]
+MetricsLine = dict[str, Any]  # one line of metrics.jsonl
+OnMetrics = Callable[[MetricsLine], None]
 
 
 class Trainer:
-    """One run from where it stands to its last iteration.
+    """Trains a run from where it stands to its last iteration.
+
+    The loop runs in one thread and waits at four places:
+    - the sampler: consumes the weights in the engine and prompts, produces a rollout batch. Waits until the engine has
+      generated it, unless `batch.ahead` had it generated while the batch before was trained on.
+    - the learner: consumes the rollout batch, produces new weights.
+    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` it first
+      waits until the engine has generated the next batch with the old weights, so no batch mixes two versions.
+    - evaluation: waits until both engines have answered. Nothing is generated for training meanwhile.
 
     Args:
-        parts: engine and learner hold the same weights.
+        components: engines and learner hold the same weights.
         folder: opened and rewound to `state`.
-        state: of the checkpoint to continue, None for a new run.
-        listen: called with every line of metrics.jsonl as it is written.
+        state: content of the checkpoint to continue from; None for a new run.
+        on_metrics: called with every line of metrics.jsonl once it is written.
     """
 
-    def __init__(self, parts: Parts, folder: RunFolder, state: dict[str, Any] | None, listen: Listener) -> None:
-        self._parts, self._folder, self._listen = parts, folder, listen
-        self._config = parts.config
+    def __init__(
+        self, components: RunComponents, folder: RunFolder, state: dict[str, Any] | None, on_metrics: OnMetrics
+    ) -> None:
+        config = components.config
+        self._components, self._config, self._folder, self._on_metrics = components, config, folder, on_metrics
         self._clock = Clock()
-        prompts = PromptStream(parts.task, "train", self._config.seed)
+        prompts = PromptStream(components.task, "train", config.seed)
         self._sampler = Sampler(
-            parts.config,
-            parts.engine,
-            parts.task,
-            parts.tokenizer,
-            parts.writer_cost,
+            config,
+            components.engine,
+            components.task,
+            components.tokenizer,
+            components.rollout_cost,
             prompts,
             self._clock,
             folder.event,
         )
-        self._checkpoints = Checkpoints(folder.checkpoints, self._config.checkpoint.keep)
-        self._stopping = False
-        self._non_finite = NonFiniteGuard(self._config.guard.max_non_finite_steps, state["non_finite"] if state else 0)
-        self._thorough_checks = 0
-        self.iteration = self._saved = -1  # finished iterations, and the newest with a checkpoint
-        self._overdue = False  # the checkpoint that was last tried could not be written
-        self._accuracy = -1.0  # the policy's after this iteration, where it was measured
-        self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
+        self._engine_check = EngineCheck(config, components.learner, folder.event)
+        bad_steps = state["non_finite"] if state else 0
+        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, bad_steps)
+        self._evaluator = Evaluator(components, folder, self._engine_check)
+        self._checkpointer = Checkpointer(components, folder, state)
+        self.iteration = -1  # the last one that is finished; 0 is the evaluation before training
         if state is not None:
             prompts.load_state_dict(state["prompts"])
-            self.iteration = self._saved = state["iteration"]
-            self._best = self._checkpoints.restore_links(state["best"])
-            folder.failed.update(state.get("failed", {}))
-            self._prune_checkpoints()
+            self.iteration = state["iteration"]
 
     def train(self) -> bool:
-        """Run all iterations that are left; True when finished, False when a signal ended it after a checkpoint.
+        """Run the iterations that are left; return False where a signal ended the run early, after a checkpoint.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written. Others are tried again an iteration later.
+            CheckpointError: the last checkpoint cannot be written. Earlier ones are tried again an iteration later.
         """
-        config, parts = self._config, self._parts
-        with self._interruptible():
+        config, parts = self._config, self._components
+        with StopSignal() as stop:
             if self.iteration < 0:
                 self._finish_iteration({})
-            while self.iteration < config.iterations and not self._stopping:
-                batch = self._sampler.next_batch(self.iteration + 1)
-                self._check_engine(batch.first)
-                with self._sampler.beside_training(self.iteration + 2), self._clock("train"):
-                    scored = parts.learner.credit(batch.scored)
-                    results = parts.learner.train(list(self._steps(scored)), self._traced)
+            while self.iteration < config.iterations and not stop.requested:
+                number = self.iteration + 1
+                batch = self._sampler.next_batch(number)
+                self._engine_check.check_batch(parts.engine, batch.first, number)
+                with self._sampler.overlap_with_training(number + 1), self._clock("train"):
+                    samples = parts.learner.compute_advantages(batch.scored)
+                    results = parts.learner.train(list(self._mini_batches(samples)), self._saves_rollouts(number))
                 with self._clock("sync"):
-                    self._send_weights(parts.engine, "rollout_model")
-                self._save_rollouts(scored, results)
-                self._watch(results)
-                self._finish_iteration(batch.sums | _training_sums(scored, results, parts))
-            if self.iteration > max(self._saved, 0):  # stopped, or the last one could not be written
-                self._checkpoint(is_last=True)
+                    parts.send_weights(parts.engine, "rollout_model")
+                self._save(number, samples, results)
+                self._non_finite.check(results, number)
+                self._finish_iteration(batch.sums | training_sums(samples, results, parts))
+            self._checkpointer.save_last(self._state())
         return self.iteration == config.iterations
 
     def close(self) -> None:
-        """Free the engines and the task and flush what is being written; all of it, whatever fails on the way."""
+        """Free engines and tasks and flush the run folder, all of them even if one fails."""
         with ExitStack() as closing:
             closing.callback(self._folder.close)
-            for task in self._parts.tasks:
-                closing.callback(task.close)
-            closing.callback(self._parts.policy_engine.close)
-            closing.callback(self._parts.engine.close)
-            self._tell_events()  # of an iteration that did not end: perhaps they say why
+            closing.callback(self._components.close)
+            self._record_events()  # those of an iteration that did not end may say why
 
     def _finish_iteration(self, sums: Sums) -> None:
-        """Evaluate, report and checkpoint when due."""
+        """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
         self.iteration += 1
-        config, last = self._config, self.iteration == self._config.iterations
-        values = numbers(sums)
-        if last or self.iteration % config.evaluation.every == 0:
+        values, batch = metric_values(sums), self._config.batch
+        if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             with self._clock("evaluate"):
-                values |= self._evaluate()
-        self._tell_events()
-        values |= self._throughput(values)
+                values |= self._evaluator.evaluate(self.iteration)
+        self._record_events()
+        values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
         line = self._folder.report(self.iteration, values)
-        self._accuracy = values.get("eval/policy_accuracy", -1.0)
-        due = last or self._is_best or self._overdue or self.iteration % config.checkpoint.every == 0
-        if due and self.iteration > 0:
-            self._checkpoint()
-        self._listen(line)
+        self._checkpointer.save_if_due(self._state(), values.get("eval/policy_accuracy"))
+        self._on_metrics(line)
 
-    @property
-    def _is_best(self) -> bool:
-        return self._accuracy > (self._best["accuracy"] if self._best else -1.0)
-
-    def _steps(self, scored: Sequence[ScoredRollout]) -> Iterator[list[TokenBatch]]:
+    def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:
+        """Deal the rollout batch out to optimizer steps as the settings say."""
         batch = self._config.batch
-        return optimizer_steps(
-            scored,
+        return mini_batches(
+            samples,
             mini_batch_size=batch.mini_batch_size or batch.rollouts,
             epochs=batch.ppo_epochs,
             micro_batch_tokens=batch.micro_batch_tokens,
@@ -150,244 +129,30 @@ class Trainer:
             shares_prompts=not self._config.activation_checkpointing,
         )
 
-    def _send_weights(self, engine: Engine, role: Role) -> None:
-        """Give the engine a model's weights and make sure that it holds just those."""
-        learner = self._parts.learner
-        digest = WeightsDigest(engine.capabilities.dtype)
-        weights = digest.watch(learner.weights(role))
-        held = engine.update_weights(weights, learner.version)
-        deque(weights, maxlen=0)  # what the engine left counts as sent
-        sent = digest.hexdigest()
-        if held != sent:
-            raise EngineError(
-                f"after the weight update at {learner.version} the engine holds digest {held[:12]}, the learner sent "
-                f"{sent[:12]}; training on what it writes would be training on unknown weights"
-            )
+    def _save(self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult]) -> None:
+        """Record the events of every optimizer step, and write the rollouts of iteration `number` when due.
 
-    def _tell_events(self) -> None:
-        """What tasks and engines have to say goes to events.jsonl, with the setting that the engine is of."""
-        for event in (event for task in self._parts.tasks for event in task.take_events()):
-            self._folder.event(self.iteration, event)
-        for setting, engine in {"engine": self._parts.engine, "evaluation.engine": self._parts.policy_engine}.items():
-            for event in engine.take_events():  # of an engine that is both, the second time is none
-                self._folder.event(self.iteration, event | {"engine": setting})
-
-    def _evaluate(self) -> dict[str, float]:
-        """Both models on the same held-out problems with the same uniforms, and the policy on further sets."""
-        parts = self._parts
-        shared = parts.policy_engine is parts.engine
-        if not shared:
-            self._send_weights(parts.policy_engine, "policy")
-        engines = {"policy": parts.policy_engine} | ({} if shared else {"rollout_model": parts.engine})
-        results = {role: self._answered(engine, OWN_SET) for role, engine in engines.items()}
-        values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
-        for role, result in results.items():
-            self._folder.save_evaluation(self.iteration, role, result)
-        for role in ("policy", "rollout_model"):
-            result = results.get(role, results["policy"])  # the policy is its own rollout model where it writes itself
-            values |= {f"eval/{role}_{name}": value for name, value in result.role_metrics().items()}
-            values[f"eval/{role}_engine_gap"] = self._engine_gap(role, engines.get(role, parts.engine), result.rollouts)
-        for benchmark in parts.benchmarks:
-            result = self._answered(parts.policy_engine, benchmark)
-            self._folder.save_evaluation(self.iteration, benchmark, result)
-            values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
-            values["tokens/evaluate"] += result.tokens
-        if not shared:
-            parts.policy_engine.sleep()
-        return values
-
-    def _answered(self, engine: Engine, name: str) -> Evaluation:
-        """The task's own held-out problems, or all of a benchmark's."""
-        config, parts = self._config, self._parts
-        task = parts.task if name == OWN_SET else parts.benchmarks[name]
-        size, wanted = task.size("test"), config.evaluation.problems
-        count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
-        prompts = [task.prompt("test", index) for index in range(count)]
-        k = config.evaluation.k
-        return evaluate(engine, task, parts.tokenizer, prompts, config.sampling, config.seed, k=k, name=name)
-
-    def _engine_gap(self, role: Role, engine: Engine, rollouts: Sequence[Rollout]) -> float:
-        """Mean |p_engine - p_training| of tokens that the model's engine has just written; NaN where none can be used.
-
-        Raises:
-            EngineError: more than rounding, unless `guard.check_engine` is off.
+        Their per-token log-probs, acceptance and weights are those of the first update on each rollout.
         """
-        usable = [one for one in rollouts if one.sampled_mask.any() and not useless(one)]
-        config, some = self._config, some_rollouts(usable)
-        if not some:
-            return math.nan
-        batches = self._plain_batches(some)
-
-        def score(sampling: Sampling) -> dict[str, Tensor]:
-            return self._parts.learner.score(role, batches, sampling)
-
-        if not config.guard.check_engine:
-            return engine_gap(some, score(config.sampling))
-        with self._told_when_stopped():
-            return check_gap(some, config.sampling, self._precisions(engine), score)
-
-    def _precisions(self, engine: Engine) -> list[str]:
-        return [precision_of(engine.capabilities), self._config.precision]
-
-    def _checkpoint(self, is_last: bool = False) -> None:
-        """Write one. A failure is counted, told and tried again an iteration later; that of the last one raises."""
-        config = self._config
-        has: dict[Role, Any] = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
-        roles = [role for role, settings in has.items() if settings is not None]
-        learner, is_best = self._parts.learner, self._is_best
-        best = {"iteration": self.iteration, "accuracy": self._accuracy} if is_best else self._best
-        state = {
-            "iteration": self.iteration,
-            "best": best,
-            "prompts": self._sampler.prompt_state,
-            "version": list(learner.version),
-            "non_finite": self._non_finite.count,
-            "failed": self._folder.failed,
-        }
-        try:
-            self._checkpoints.save(self.iteration, learner, roles, self._parts.tokenizer, state, is_best)
-        except CheckpointError as error:
-            self._overdue = True
-            self._folder.failure(self.iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
-            if is_last:
-                raise CheckpointError(
-                    f"{error}. Free space there and run the same command: it continues from iteration "
-                    f"{max(self._saved, 0)}, the newest checkpoint"
-                ) from error
-        else:
-            self._overdue, self._saved, self._best = False, self.iteration, best
-            self._prune_checkpoints()
-
-    def _prune_checkpoints(self) -> None:
-        with self._folder.dispensable(self.iteration, "removal of old checkpoints"):
-            self._checkpoints.prune()
-
-    def _check_engine(self, rollouts: Sequence[Rollout]) -> None:
-        """Are the log-probs of a rollout batch those of what it was sampled from? A few of them, after the first ones.
-
-        Of what was written ahead nobody knows: the weights that wrote it are gone.
-        """
-        config, learner, number = self._config, self._parts.learner, self.iteration + 1
-        if not config.guard.check_engine:
-            return
-        is_thorough = self._thorough_checks < THOROUGH_CHECKS
-        some = some_rollouts(rollouts) if is_thorough else glance(rollouts, stream_key(config.seed, "glance", number))
-        now = learner.version.rollout_model
-        some = [one for one in some if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
-        if not some:
-            return
-        batches = self._plain_batches(some)
-        precisions = self._precisions(self._parts.engine)
-        check = check_engine if is_thorough else check_gap
-        with self._told_when_stopped():
-            found = check(
-                some, config.sampling, precisions, lambda sampling: learner.score("rollout_model", batches, sampling)
-            )
-        if is_thorough:
-            self._thorough_checks += 1
-            self._folder.event(number, found)
-
-    def _plain_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
-        """Micro-batches for `Learner.score`."""
-        scored = [
-            ScoredRollout(
-                rollout=rollout,
-                score=Score(reward=0.0, correct=False),
-                advantages=torch.zeros(len(rollout.token_ids)),
-            )
-            for rollout in rollouts
-        ]
-        return micro_batches(scored, self._config.batch.micro_batch_tokens, self._config.seed, epoch=0)
-
-    def _watch(self, results: Sequence[StepResult]) -> None:
-        """Stop where too many optimizer steps in a row were not finite."""
-        for result in results:
-            with self._told_when_stopped():
-                self._non_finite.see(bool(result.metrics["health/non_finite_steps"].value), self.iteration + 1)
-
-    @contextmanager
-    def _told_when_stopped(self) -> Iterator[None]:
-        """A guard that stops the run says why in events.jsonl."""
-        try:
-            yield
-        except JackpotError as error:
-            self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
-            raise
-
-    @property
-    def _traced(self) -> bool:
-        """Whether the rollouts of the iteration that is under way are saved."""
-        done, config = self.iteration + 1, self._config
-        return done in (1, config.iterations) or done % config.rollouts.every == 0
-
-    def _save_rollouts(self, scored: Sequence[ScoredRollout], results: Sequence[StepResult]) -> None:
-        """Events of every step, and the rollouts with what the first update on each made of its tokens."""
         for event in (event for result in results for event in result.events):
-            self._folder.event(self.iteration + 1, event)
-        if self._traced:
-            done, config = self.iteration + 1, self._config
+            self._folder.event(number, event)
+        if self._saves_rollouts(number):
             traces = {uid: trace for result in reversed(results) for uid, trace in result.traces.items()}
-            with self._folder.dispensable(done, "rollouts"):
-                write_rollouts(self._folder.rollouts, done, scored, traces, self._parts.tokenizer, config)
+            with self._folder.dispensable(number, "rollouts"):
+                folder, tokenizer = self._folder.rollouts, self._components.tokenizer
+                write_rollouts(folder, number, samples, traces, tokenizer, self._config)
 
-    def _throughput(self, values: dict[str, float]) -> dict[str, float]:
-        spent = self._clock.take()
-        seconds = {phase: one.wall for phase, one in spent.items()}
-        timings = {f"seconds/{phase}": value for phase, value in seconds.items()}
-        timings |= {f"cpu_seconds/{phase}": one.processor for phase, one in spent.items()}
-        tokens, busy = values.get("tokens/rollout"), seconds.get("rollout", 0.0) + seconds.get("train", 0.0)
-        if tokens and busy:
-            timings["speed/tokens_per_second"] = tokens / busy
-        if tokens and not self._config.batch.ahead:  # else nobody knows how long it took
-            timings["speed/rollout_tokens_per_second"] = tokens / seconds["rollout"]
-        return timings
+    def _saves_rollouts(self, number: int) -> bool:
+        return number == 1 or self._is_last(number) or number % self._config.rollouts.every == 0
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after this iteration, with a checkpoint; the second one at once.
+    def _is_last(self, number: int) -> bool:
+        return number == self._config.iterations
 
-        Only a main thread gets signals; elsewhere this does nothing. A process that a script starts in its background
-        ignores SIGINT; here it counts all the same, the first one and the second.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+    def _state(self) -> dict[str, Any]:
+        """Return what the loop needs to continue after `iteration`; the checkpointer adds the rest."""
+        prompts, bad_steps = self._sampler.prompt_state, self._non_finite.count
+        return {"iteration": self.iteration, "prompts": prompts, "non_finite": bad_steps}
 
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        def stop(signum: int, frame: Any) -> None:
-            self._stopping = True
-            restore()
-            if before[signal.SIGINT] is signal.SIG_IGN:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            restore()
-
-
-def _training_sums(scored: Sequence[ScoredRollout], results: Sequence[StepResult], parts: Parts) -> Sums:
-    """The sums of all optimizer steps of an iteration."""
-    sums, epochs = _sum_of(results), parts.config.batch.ppo_epochs
-    if sums:
-        # a standard error must not count a token twice: the first epoch only
-        first = _sum_of(results[: len(results) // epochs])
-        sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
-    trained = epochs * sum(len(item.rollout.token_ids) for item in scored)
-    flops = epochs * sum(parts.training_flops(tokens_read(item.rollout)) for item in scored)
-    return sums | {
-        "reward/frac_zero_std": mean([not item.advantages.any() for item in scored]),
-        "tokens/train": Total.number(trained),
-        "flops/train": Total.number(flops),
-    }
-
-
-def _sum_of(results: Sequence[StepResult]) -> Sums:
-    sums: Sums = {}
-    for result in results:
-        sums = add_sums(sums, result.metrics)
-    return sums
+    def _record_events(self) -> None:
+        for event in self._components.take_events():
+            self._folder.event(self.iteration, event)

@@ -12,12 +12,12 @@ from jackpot.config.run import Config
 from jackpot.core.digest import weights_digest
 from jackpot.core.metrics import Sums
 from jackpot.core.prng import stream_key
-from jackpot.core.types import Rollout, Score, ScoredRollout, Version
+from jackpot.core.types import Rollout, Score, TrainingSample, Version
 from jackpot.launch.local import make_learner
 from jackpot.models.load import load_model
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request
-from jackpot.training.batching import optimizer_steps
+from jackpot.training.batching import mini_batches
 
 ITERATIONS, PROMPTS, GROUP = 4, 6, 8
 
@@ -41,9 +41,7 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
     for iteration in range(ITERATIONS):
         version = learner.version
         rollouts = engine.generate(_requests(config, iteration))
-        steps = optimizer_steps(
-            _scored(rollouts), mini_batch_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0
-        )
+        steps = mini_batches(_scored(rollouts), mini_batch_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0)
         [micro_batches] = learner.anchor(list(steps))
         result = learner.update(micro_batches)
         history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))
@@ -91,12 +89,12 @@ def _requests(config: Config, iteration: int) -> list[Request]:
     ]
 
 
-def _scored(rollouts: list[Rollout]) -> list[ScoredRollout]:
+def _scored(rollouts: list[Rollout]) -> list[TrainingSample]:
     rewards = torch.tensor([float((rollout.token_ids % 2 == 0).double().mean()) for rollout in rollouts])
     groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
     advantages = compute_advantages("grpo", rewards, groups).tolist()
     return [
-        ScoredRollout(
+        TrainingSample(
             rollout=rollout,
             score=Score(reward=float(reward), correct=False),
             advantages=torch.full((len(rollout.token_ids),), advantage),

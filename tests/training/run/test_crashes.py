@@ -12,7 +12,7 @@ from jackpot.analysis.evaluate.sample import sample_answers
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.local import launch
 from jackpot.training.run.folder import RunFolder
-from jackpot.training.trainer import Line
+from jackpot.training.trainer import MetricsLine
 
 BOTH = ["policy", "rollout_model"]
 
@@ -114,7 +114,7 @@ def test_a_folder_in_use_is_refused_and_one_that_was_left_is_not(tmp_path: Path)
 def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(number, whole: Path, tmp_path: Path) -> None:
     config = small_config("checkpoint.every=100", "evaluation.every=2", "checkpoint.keep=2")
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         if line["iteration"] == 3:
             signal.raise_signal(number)
 
@@ -128,7 +128,7 @@ def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(number, who
 
 
 def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
 

@@ -19,7 +19,7 @@ from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.local import launch
 from jackpot.training.run.folder import RunFolder
-from jackpot.training.trainer import Line
+from jackpot.training.trainer import MetricsLine
 
 NO_CHECKPOINT = 300_000  # bytes: the policy has 1.1 million, everything else less than this
 NO_LINE = 500
@@ -33,11 +33,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_limited(config: Config, folder: Path, size: int, after: int, until: int, kill_after: int = -1) -> list[Line]:
+def run_limited(
+    config: Config, folder: Path, size: int, after: int, until: int, kill_after: int = -1
+) -> list[MetricsLine]:
     """Train with no file larger than `size` from the end of iteration `after` to the end of `until`; the lines seen."""
-    lines: list[Line] = []
+    lines: list[MetricsLine] = []
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         lines.append(line)
         if line["iteration"] == after:
             limit.enter_context(largest_file(size))

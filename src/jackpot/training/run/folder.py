@@ -18,7 +18,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -29,27 +29,13 @@ import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch import Tensor
 
 from jackpot.config.build import build_config, differences
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import PARTIAL, AppendedFile, hold_lock, needed, write_whole
-from jackpot.core.metrics import Sums
 from jackpot.rollout.evaluate import Evaluation
 
-WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens
-_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
-    **{name: {f"{name}_stderr": lambda entry: entry.standard_error} for name in WITH_STANDARD_ERROR},
-    "mismatch/log_ratio": {
-        f"mismatch/ratio_p{percent:g}": lambda entry, percent=percent: entry.quantile(percent / 100.0).exp()
-        for percent in (0.1, 1, 50, 99, 99.9)
-    },
-    "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
-    "correction/weight": {"correction/ess": lambda entry: entry.effective_share},
-}
-_DERIVED["mismatch/ratio"] |= {"mismatch/ess": lambda entry: entry.effective_share}
-_NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage", "mismatch/log_ratio", "critic/error")
 _log = logging.getLogger(__name__)
 
 
@@ -63,21 +49,6 @@ def run_config(run: Path) -> Config:
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
     return build_config(yaml.safe_load(path.read_text()))
-
-
-def numbers(sums: Sums) -> dict[str, float]:
-    """Metric names and values of accumulated sums, with what is derived from them; one wait for the device."""
-    values: dict[str, Tensor] = {name: entry.value for name, entry in sums.items() if name not in _NOT_SHOWN}
-    for name, derived in _DERIVED.items():
-        if name in sums:
-            values |= {other: value(sums[name]) for other, value in derived.items()}
-    if "critic/error" in sums:
-        values["critic/explained_variance"] = 1.0 - sums["critic/error"].variance / sums["critic/return"].variance
-    if not values:
-        return {}
-    device = next(iter(values.values())).device
-    packed = torch.stack([value.detach().double().to(device) for value in values.values()])
-    return dict(zip(values, packed.tolist(), strict=True))
 
 
 class RunFolder:

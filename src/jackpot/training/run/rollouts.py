@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.core.files import whole_file
-from jackpot.core.types import ScoredRollout
+from jackpot.core.types import TrainingSample
 from jackpot.rollout.tasks.base import decode
 
 SCHEMA_VERSION = 1
@@ -27,14 +27,14 @@ SCHEMA_VERSION = 1
 def write_rollouts(
     folder: Path,
     iteration: int,
-    scored: Sequence[ScoredRollout],
+    samples: Sequence[TrainingSample],
     traces: Mapping[str, Mapping[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
 ) -> Path:
     """Write iteration-N.parquet and remove the files beyond the newest `rollouts.keep`."""
     folder.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist([_row(iteration, item, traces[item.rollout.uid], tokenizer) for item in scored])
+    table = pa.Table.from_pylist([_row(iteration, item, traces[item.rollout.uid], tokenizer) for item in samples])
     metadata = {"schema_version": str(SCHEMA_VERSION), "config": config.model_dump_json()}
     path = folder / f"iteration-{iteration:06d}.parquet"
     with whole_file(path) as partial:
@@ -45,7 +45,7 @@ def write_rollouts(
 
 
 def _row(
-    iteration: int, item: ScoredRollout, trace: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
+    iteration: int, item: TrainingSample, trace: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     rollout = item.rollout
     ids = rollout.token_ids.tolist()

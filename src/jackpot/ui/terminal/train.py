@@ -19,7 +19,7 @@ from jackpot.analysis.plan.sizes import Size
 from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Prompt, Role
-from jackpot.training.trainer import Line, Listener
+from jackpot.training.trainer import MetricsLine, OnMetrics
 from jackpot.ui.report.report import Report
 
 _SHOWN = {  # column: metric and its format
@@ -33,7 +33,7 @@ _SHOWN = {  # column: metric and its format
 
 
 @contextmanager
-def live_progress(console: Console, config: Config) -> Iterator[Listener]:
+def live_progress(console: Console, config: Config) -> Iterator[OnMetrics]:
     """A listener that shows iteration, the numbers above and the time left: a live line in a terminal, else plain
     lines."""
     if not console.is_terminal:
@@ -48,9 +48,9 @@ def live_progress(console: Console, config: Config) -> Iterator[Listener]:
         console=console,
     )
     task = bar.add_task("train", total=config.iterations)
-    latest: Line = {}
+    latest: MetricsLine = {}
 
-    def listen(line: Line) -> None:
+    def listen(line: MetricsLine) -> None:
         latest.update({key: value for key, value in line.items() if value is not None})
         bar.update(task, completed=line["iteration"])
         live.update(_frame(bar, latest))
@@ -59,7 +59,7 @@ def live_progress(console: Console, config: Config) -> Iterator[Listener]:
         yield listen
 
 
-def _frame(bar: Progress, latest: Line) -> Table:
+def _frame(bar: Progress, latest: MetricsLine) -> Table:
     numbers = Table.grid(padding=(0, 2))
     numbers.add_row(*(f"[dim]{name}[/] {_format(latest, *shown)}" for name, shown in _SHOWN.items()))
     frame = Table.grid()
@@ -75,7 +75,7 @@ class _PlainProgress:
         self._console, self._iterations = console, iterations
         self._started, self._last, self._first_iteration = time.monotonic(), 0.0, None
 
-    def __call__(self, line: Line) -> None:
+    def __call__(self, line: MetricsLine) -> None:
         now, done = time.monotonic(), line["iteration"]
         self._first_iteration = done if self._first_iteration is None else self._first_iteration
         if now - self._last < 5.0 and "eval/policy_accuracy" not in line:
@@ -92,7 +92,7 @@ def _format(line: Mapping[str, Any], metric: str, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def show_result(console: Console, config: Config, lines: Sequence[Line], folder: Path, finished: bool) -> None:
+def show_result(console: Console, config: Config, lines: Sequence[MetricsLine], folder: Path, finished: bool) -> None:
     """Accuracy of both models before and after, and where everything is."""
     evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
     table = Table(title=f"Sampled accuracy on {config.evaluation.problems} held-out problems")

@@ -1,0 +1,36 @@
+"""Advantages that the rewards of a rollout batch give alone; those of a critic stand in `critic.py`."""
+
+from collections.abc import Sequence
+
+import torch
+
+from jackpot.core.types import ScoredRollout, TrainingSample
+from jackpot.objectives.advantages import compute_advantages
+
+
+def response_advantages(name: str, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
+    """Give every token of a response the advantage of the response.
+
+    The responses to one prompt are a group. Lengths, for the advantages that are whitened over tokens, count the
+    sampled tokens only.
+
+    Args:
+        name: key of `objectives.advantages.ADVANTAGES`.
+        scored: a whole rollout batch.
+    """
+    numbers: dict[str, int] = {}
+    groups = [numbers.setdefault(item.rollout.prompt.uid, len(numbers)) for item in scored]
+    advantages = compute_advantages(
+        name,
+        torch.tensor([item.score.reward for item in scored], dtype=torch.float64),
+        torch.tensor(groups, dtype=torch.int64),
+        torch.tensor([int(item.rollout.sampled_mask.sum()) for item in scored], dtype=torch.int64),
+    )
+    return [
+        TrainingSample(
+            rollout=item.rollout,
+            score=item.score,
+            advantages=torch.full((len(item.rollout.token_ids),), advantage),
+        )
+        for item, advantage in zip(scored, advantages.tolist(), strict=True)
+    ]

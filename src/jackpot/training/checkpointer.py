@@ -1,0 +1,87 @@
+"""Checkpoints of a run in progress: when one is due, what it holds, and what happens where it cannot be written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jackpot.core.errors import CheckpointError
+from jackpot.core.types import Role
+from jackpot.training.components import RunComponents
+from jackpot.training.run.checkpoint import Checkpoints
+from jackpot.training.run.folder import RunFolder
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run and prunes old ones.
+
+    One is due every `checkpoint.every` iterations, at the last iteration, where the policy is more accurate than ever
+    before, and one iteration after a checkpoint that could not be written.
+
+    Args:
+        folder: opened; counts the failures.
+        state: content of the checkpoint that the run continues from; None for a new run.
+    """
+
+    def __init__(self, components: RunComponents, folder: RunFolder, state: Mapping[str, Any] | None) -> None:
+        self._components, self._folder = components, folder
+        self._checkpoints = Checkpoints(folder.checkpoints, components.config.checkpoint.keep)
+        self._saved = -1  # newest iteration with a checkpoint
+        self._overdue = False  # True after a checkpoint that could not be written
+        self._accuracy = -1.0  # accuracy of the policy in this iteration; -1 where it is not measured
+        self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
+        if state is not None:
+            self._saved = state["iteration"]
+            self._best = self._checkpoints.restore_links(state["best"])
+            folder.failed.update(state.get("failed", {}))
+            self._prune(self._saved)
+
+    def save_if_due(self, state: Mapping[str, Any], accuracy: float | None) -> None:
+        """Write the checkpoint of an iteration if one is due. A failure is counted and shown, and the run goes on.
+
+        Args:
+            state: `iteration`, and the state of the loop's other parts that a resumed run needs.
+            accuracy: of the policy after this iteration; None where it is not measured.
+        """
+        self._accuracy = -1.0 if accuracy is None else accuracy
+        config, iteration = self._components.config.checkpoint, state["iteration"]
+        is_last = iteration == self._components.config.iterations
+        due = is_last or self._is_best or self._overdue or iteration % config.every == 0
+        if due and iteration > 0:
+            self._save(state)
+
+    def save_last(self, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint that a run ends with, unless it stands there already.
+
+        Raises:
+            CheckpointError: it cannot be written; names the iteration that the run would continue from.
+        """
+        if state["iteration"] > max(self._saved, 0) and (error := self._save(state)):
+            raise CheckpointError(
+                f"{error}. Free space there and run the same command: it continues from iteration "
+                f"{max(self._saved, 0)}, the newest checkpoint"
+            ) from error
+
+    @property
+    def _is_best(self) -> bool:
+        return self._accuracy > (self._best["accuracy"] if self._best else -1.0)
+
+    def _save(self, state: Mapping[str, Any]) -> CheckpointError | None:
+        """Write a checkpoint and prune older ones; return the error where it cannot be written."""
+        parts, iteration, is_best = self._components, state["iteration"], self._is_best
+        config = parts.config
+        has: dict[Role, Any] = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
+        roles = [role for role, settings in has.items() if settings is not None]
+        best = {"iteration": iteration, "accuracy": self._accuracy} if is_best else self._best
+        own = {"best": best, "version": list(parts.learner.version), "failed": self._folder.failed}
+        try:
+            self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, {**state, **own}, is_best)
+        except CheckpointError as error:
+            self._overdue = True
+            self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
+            return error
+        self._overdue, self._saved, self._best = False, iteration, best
+        self._prune(iteration)
+        return None
+
+    def _prune(self, iteration: int) -> None:
+        with self._folder.dispensable(iteration, "removal of old checkpoints"):
+            self._checkpoints.prune()

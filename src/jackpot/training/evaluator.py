@@ -1,0 +1,60 @@
+"""Evaluation of both models while a run trains them."""
+
+from jackpot.core.types import Role
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
+from jackpot.training.components import RunComponents
+from jackpot.training.guards import EngineCheck
+from jackpot.training.run.folder import RunFolder
+
+
+class Evaluator:
+    """Evaluates both models on the task's held-out problems, and the policy on every benchmark.
+
+    Args:
+        folder: gets a file with every response of every evaluation.
+        engine_check: measures how far each engine's log-probs are from training's.
+    """
+
+    def __init__(self, components: RunComponents, folder: RunFolder, engine_check: EngineCheck) -> None:
+        self._components, self._folder, self._engine_check = components, folder, engine_check
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Return the metrics `eval/*` and `tokens/evaluate` of the weights after `iteration`.
+
+        Both models get the same problems and the same uniforms, in every evaluation of a run. A policy without a
+        rollout model is its own: its numbers stand under both names.
+        """
+        parts = self._components
+        shared = parts.policy_engine is parts.engine
+        if not shared:
+            parts.send_weights(parts.policy_engine, "policy")
+        engines: dict[Role, Engine] = {"policy": parts.policy_engine}
+        engines |= {} if shared else {"rollout_model": parts.engine}
+        results = {role: self._run(engine, OWN_SET) for role, engine in engines.items()}
+        values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
+        for role, result in results.items():
+            self._folder.save_evaluation(iteration, role, result)
+        for role in ("policy", "rollout_model"):
+            result = results.get(role, results["policy"])
+            engine = engines.get(role, parts.engine)
+            values |= {f"eval/{role}_{name}": value for name, value in result.role_metrics().items()}
+            values[f"eval/{role}_engine_gap"] = self._engine_check.gap(role, engine, result.rollouts, iteration + 1)
+        for benchmark in parts.benchmarks:
+            result = self._run(parts.policy_engine, benchmark)
+            self._folder.save_evaluation(iteration, benchmark, result)
+            values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
+            values["tokens/evaluate"] += result.tokens
+        if not shared:
+            parts.policy_engine.sleep()
+        return values
+
+    def _run(self, engine: Engine, name: str) -> Evaluation:
+        """Evaluate on a set: `evaluation.problems` of the task's own held-out problems, or all of a benchmark's."""
+        config, parts = self._components.config, self._components
+        task = parts.task if name == OWN_SET else parts.benchmarks[name]
+        size, wanted = task.size("test"), config.evaluation.problems
+        count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
+        prompts = [task.prompt("test", index) for index in range(count)]
+        k = config.evaluation.k
+        return evaluate(engine, task, parts.tokenizer, prompts, config.sampling, config.seed, k=k, name=name)

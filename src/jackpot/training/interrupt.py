@@ -1,0 +1,36 @@
+"""Ctrl-C and SIGTERM: end a run after the iteration in progress, or at once."""
+
+import signal
+import threading
+from types import TracebackType
+from typing import Any
+
+
+class StopSignal:
+    """Context manager that turns the first SIGINT or SIGTERM into a request to stop; the second one ends the process.
+
+    Only the main thread of a process receives signals: in another thread `requested` stays False. SIGINT counts also
+    where it is ignored on entry, as in a process that a script starts in its background.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}  # the handlers on entry, by signal number
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+    def _request(self, signum: int, frame: Any) -> None:
+        self.requested = True
+        self._restore()
+        if self._before[signal.SIGINT] is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,85 @@
+"""Metrics of one iteration: sums over its optimizer steps, the numbers made of them, and the speed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackpot.core.clock import Seconds
+from jackpot.core.metrics import Sums, Total, add_sums
+from jackpot.core.types import TrainingSample
+from jackpot.rollout.sampler import mean, tokens_read
+from jackpot.training.components import RunComponents
+from jackpot.training.learner import StepResult
+
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens
+_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
+    **{name: {f"{name}_stderr": lambda entry: entry.standard_error} for name in WITH_STANDARD_ERROR},
+    "mismatch/log_ratio": {
+        f"mismatch/ratio_p{percent:g}": lambda entry, percent=percent: entry.quantile(percent / 100.0).exp()
+        for percent in (0.1, 1, 50, 99, 99.9)
+    },
+    "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
+    "correction/weight": {"correction/ess": lambda entry: entry.effective_share},
+}
+_DERIVED["mismatch/ratio"] |= {"mismatch/ess": lambda entry: entry.effective_share}
+_NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage", "mismatch/log_ratio", "critic/error")
+
+
+def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResult], components: RunComponents) -> Sums:
+    """Add up the metrics of all optimizer steps of an iteration, and count what was trained on.
+
+    A metric with a standard error takes the first epoch only: it must not count a token twice.
+    """
+    sums, epochs = _total(results), components.config.batch.ppo_epochs
+    if sums:
+        first = _total(results[: len(results) // epochs])
+        sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
+    trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
+    flops = epochs * sum(components.training_flops(tokens_read(sample.rollout)) for sample in samples)
+    return sums | {
+        "reward/frac_zero_std": mean([not sample.advantages.any() for sample in samples]),
+        "tokens/train": Total.number(trained),
+        "flops/train": Total.number(flops),
+    }
+
+
+def metric_values(sums: Sums) -> dict[str, float]:
+    """Return name and value of every metric, with the numbers derived from its sums; one wait for the device."""
+    values: dict[str, Tensor] = {name: entry.value for name, entry in sums.items() if name not in _NOT_SHOWN}
+    for name, derived in _DERIVED.items():
+        if name in sums:
+            values |= {other: value(sums[name]) for other, value in derived.items()}
+    if "critic/error" in sums:
+        values["critic/explained_variance"] = 1.0 - sums["critic/error"].variance / sums["critic/return"].variance
+    if not values:
+        return {}
+    device = next(iter(values.values())).device
+    packed = torch.stack([value.detach().double().to(device) for value in values.values()])
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overlaps: bool) -> dict[str, float]:
+    """Return the seconds of every phase of an iteration, and tokens per second.
+
+    Args:
+        spent: by phase.
+        rollout_tokens: tokens generated in the iteration; None or 0 for an iteration without rollouts.
+        overlaps: the engine generates while the learner trains, so the time that generation alone takes is unknown.
+    """
+    timings = {f"seconds/{phase}": one.wall for phase, one in spent.items()}
+    timings |= {f"cpu_seconds/{phase}": one.processor for phase, one in spent.items()}
+    busy = timings.get("seconds/rollout", 0.0) + timings.get("seconds/train", 0.0)
+    if rollout_tokens and busy:
+        timings["speed/tokens_per_second"] = rollout_tokens / busy
+    if rollout_tokens and not overlaps:
+        timings["speed/rollout_tokens_per_second"] = rollout_tokens / timings["seconds/rollout"]
+    return timings
+
+
+def _total(results: Sequence[StepResult]) -> Sums:
+    sums: Sums = {}
+    for result in results:
+        sums = add_sums(sums, result.metrics)
+    return sums
