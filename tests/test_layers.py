@@ -2,12 +2,12 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import jackpot
 from helpers.paths import TESTS
+from helpers.programs import run, without
 
 PACKAGE = Path(jackpot.__file__).parent
 # each folder imports only what stands before it
@@ -127,27 +127,12 @@ def test_no_file_outgrows_six_hundred_lines():
     assert long == {}
 
 
-BLOCKED = f"""
-import importlib.abc, sys
-class Blocker(importlib.abc.MetaPathFinder):
-    blocked = set({sorted(TRAIN | HEAVY)!r})
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in self.blocked:
-            raise ModuleNotFoundError(f"{{name}} is blocked in this test", name=name)
-sys.meta_path.insert(0, Blocker())
-"""
-
-
 def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
     light = [name for name in MODULES if name.split(".")[0] in LIGHT]
     assert "objectives.obrs" in light and "objectives.joint" in light
-    done = run(BLOCKED + "import jackpot\n" + "\n".join(f"import jackpot.{name}" for name in light))
+    done = run(without(TRAIN | HEAVY) + "import jackpot\n" + "\n".join(f"import jackpot.{name}" for name in light))
     assert done.returncode == 0, done.stderr
-    assert "rich is blocked in this test" in run(BLOCKED + "import rich").stderr
-
-
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "rich is blocked in this test" in run(without(TRAIN | HEAVY) + "import rich").stderr
 
 
 def test_answers_are_judged_without_torch_and_the_package_has_its_names_all_the_same():

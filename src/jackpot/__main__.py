@@ -1,6 +1,18 @@
-"""Lets `python -m jackpot` do what the command `jackpot` does."""
+"""Entry point of the command `jackpot` and of `python -m jackpot`."""
 
-from jackpot.ui.cli import main
+import sys
+from importlib import import_module
+
+
+def main() -> None:
+    """Run the command line; where a package of the extra `train` is missing, say how to install it."""
+    try:
+        import_module("jackpot.ui.cli").main()
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == "jackpot":
+            raise
+        sys.exit(f"error: {error}. The commands need the extra `train`: pip install 'jackpot-rl[train]'")
+
 
 if __name__ == "__main__":
     main()

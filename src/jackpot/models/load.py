@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from jackpot.core.errors import DataError, ModelError, unknown_name
 from jackpot.models.forward import check_head
@@ -92,6 +93,7 @@ def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options:
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
+    transformers_logging.disable_progress_bar()  # a bar for each loaded model would hide the run's own
     try:
         return cls.from_pretrained(
             source,

@@ -37,3 +37,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def folder_about(command: str, model: str) -> Path:
+    """Name the default folder for a command's results on a model, given as a path, a hub name or starter:NAME."""
+    return Path("runs") / f"{command}-{model.strip('/.').replace('/', '-').replace(':', '-')}"

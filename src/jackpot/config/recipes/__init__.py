@@ -12,6 +12,8 @@ from jackpot.config.recipes.notes import check_runnable
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
+_FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML has it, is ten times as fast
+
 
 def recipe_names() -> list[str]:
     """The recipes inside the package."""
@@ -54,7 +56,7 @@ def _read(name: str) -> tuple[Path, dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")
     try:
-        recipe = yaml.safe_load(path.read_text())
+        recipe = yaml.load(path.read_text(), Loader=_FILE_LOADER)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):

@@ -94,3 +94,5 @@ BENCHMARKS: dict[str, Benchmark] = {
         note="AIME and AMC before 2023, Omni-MATH and STILL; MIT as its card says (not checked)",
     ),
 }
+
+SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic")  # evaluation sets; the last two need no data

@@ -10,7 +10,7 @@ from jackpot.core.errors import DataError, unknown_name
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
-from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
 from jackpot.rollout.tasks.math import Math, make_benchmark
 
 TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_arithmetic": ToolArithmetic}
@@ -19,9 +19,6 @@ TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_ar
 def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """Make the task that the settings name, for models with this tokenizer."""
     return TASKS[config.name](tokenizer, config)
-
-
-SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic")  # evaluation sets; the last two need no data
 
 
 def check_sets(names: Sequence[str]) -> None:

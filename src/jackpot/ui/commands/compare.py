@@ -1,0 +1,49 @@
+"""`jackpot compare`: arms of a recipe, trained with one budget and compared."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_arms
+from jackpot.config.recipes import resolve_arms, split_names
+from jackpot.ui.results import write_folder
+from jackpot.ui.terminal.progress import arms_progress
+from jackpot.ui.terminal.tables import show_files, show_tables
+from jackpot.ui.views.comparison import comparison_sections
+
+
+def compare(
+    recipe: str,
+    overrides: list[str] | None,
+    arms: str,
+    seeds: int,
+    first_seed: int,
+    jobs: int | None,
+    folder: Path | None,
+    budget: float | None,
+    unit: str,
+    accuracy: float | None,
+    baseline: str | None,
+    keep_collapsed: bool,
+) -> None:
+    """Run or continue every arm with every seed; write and print their comparison."""
+    console, given = Console(), overrides or []
+    configs = resolve_arms(recipe, split_names(arms), range(first_seed, first_seed + seeds), given)
+    if not arms and (different := differing_arms(configs)):
+        console.print(f"Left out, for they cannot be compared: {'; '.join(map(': '.join, different.items()))}")
+        configs = {key: config for key, config in configs.items() if key[0] not in different}
+    where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
+    plan = ComparisonPlan(
+        unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed
+    )
+    try:
+        found, runs = run_arms(configs, given, where, plan, jobs, arms_progress(console))
+    except KeyboardInterrupt:
+        console.print("Stopped; the same command continues from the newest checkpoints.")
+        raise typer.Exit(130) from None
+    sections = comparison_sections(found, runs)
+    files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
+    show_tables(console, sections.values())
+    show_files(console, files)

@@ -1,0 +1,50 @@
+"""`jackpot mismatch`: how far samplers and learners of one model are apart."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from jackpot.analysis.mismatch.run import measure_mismatch
+from jackpot.analysis.mismatch.sides import mismatch_config
+from jackpot.config.recipes import parse_override, parse_overrides, split_names
+from jackpot.ui.results import folder_about, write_folder
+from jackpot.ui.terminal.progress import mismatch_progress, show_mismatch
+from jackpot.ui.terminal.tables import show_files
+from jackpot.ui.views.mismatch import mismatch_sections
+
+
+def mismatch(
+    model: str,
+    overrides: list[str] | None,
+    sampler: list[str] | None,
+    learner: list[str] | None,
+    benchmarks: str,
+    responses: int | None,
+    max_new_tokens: int | None,
+    short: int | None,
+    reread: bool,
+    seed: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure every pair of a sampler and a learner; write the results and print their tables, or JSON."""
+    console = Console(stderr=as_json)
+    given = {"responses": responses, "short": short, "reread": reread or None, "seed": seed}
+    given |= {"benchmarks": split_names(benchmarks) or None, "sampling": {"max_new_tokens": max_new_tokens}}
+    if max_new_tokens is None:
+        del given["sampling"]
+    changes = [{key: value} for key, value in given.items() if value is not None]
+    sides = [[parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
+    config = mismatch_config(model, *sides, [*changes, *map(parse_override, overrides or [])])
+    with mismatch_progress(console) as listen:
+        found = measure_mismatch(config, listen)
+    folder = out or folder_about("mismatch", model)
+    sections = mismatch_sections(found)
+    files = write_folder(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
+    if as_json:
+        typer.echo(files[-1].read_text(), nl=False)
+        return
+    show_mismatch(console, found, sections)
+    show_files(console, files)

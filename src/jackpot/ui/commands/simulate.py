@@ -1,0 +1,51 @@
+"""`jackpot simulate`: what OBRS does to a mismatch, without training."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from jackpot.analysis.simulate.pairs import PROMPTS
+from jackpot.analysis.simulate.runs import simulate_candidates, simulate_run
+from jackpot.analysis.simulate.simulate import simulate_families
+from jackpot.config.recipes import resolve
+from jackpot.core.errors import ConfigError
+from jackpot.ui.results import write_folder
+from jackpot.ui.terminal.tables import show_files, show_tables
+from jackpot.ui.views.simulation import view_sections
+from jackpot.ui.views.simulation_pairs import pair_sections
+
+
+def simulate(
+    recipe: str | None,
+    overrides: list[str] | None,
+    arm: str | None,
+    rollout_model: list[str] | None,
+    run: Path | None,
+    prompts: int | None,
+    seed: int,
+    out: Path | None,
+) -> None:
+    """Simulate synthetic distributions, a recipe's models or a run's checkpoints; write and print the results."""
+    if run and (recipe or rollout_model or arm):
+        raise ConfigError("--run measures the models of a run; leave out the recipe, its arm and --rollout-model")
+    if not recipe and (rollout_model or arm):
+        raise ConfigError("--rollout-model and --arm need a recipe, whose policy and task are taken")
+    console, prompts = Console(), prompts or PROMPTS
+    if recipe or run:
+        with console.status("measuring both models"):
+            if run:
+                found = simulate_run(run, prompts, seed)
+            else:
+                found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
+        sections = pair_sections(found)
+    else:
+        with console.status("simulating"):
+            found = simulate_families(seed)
+        sections = view_sections(found)
+    name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))
+    folder = out or (run / "simulate" if run else Path("runs") / name)
+    title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
+    files = write_folder(folder, "simulate", title, sections, asdict(found))
+    show_tables(console, sections.values())
+    show_files(console, files)

@@ -1,0 +1,93 @@
+"""The front of the command line: what it imports, what it says, and that each command's two halves fit."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import jackpot
+from helpers.programs import run, without
+from jackpot.analysis.compare.comparison import UNITS
+from jackpot.analysis.replay.formats import AUTO, FORMATS
+from jackpot.analysis.simulate.pairs import PROMPTS
+from jackpot.ui import cli, commands
+from jackpot.ui.report.inspector import MAX_TOKENS
+
+COMMANDS = sorted(path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py"))
+HEAVY = ("torch", "transformers", "plotly", "matplotlib", "numpy", "pyarrow", "datasets")
+LIGHT_COMMANDS = (["--help"], ["--version"], ["trian"], ["train", "--help"], ["recipes"], ["recipes", "joint_8b"])
+
+
+def text_of(*arguments: str, cwd: Path) -> str:
+    result = jackpot(*arguments, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return " ".join(result.stdout.replace("│", " ").split())
+
+
+def test_help_a_typo_and_the_recipes_need_no_heavy_package() -> None:
+    program = f"""
+import contextlib, io, sys
+from jackpot.__main__ import main
+for arguments in {LIGHT_COMMANDS!r}:
+    sys.argv = ["jackpot", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main()
+    print(arguments, [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = run(program)
+    assert done.stdout == "".join(f"{arguments} []\n" for arguments in LIGHT_COMMANDS), done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "yaml"])
+def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
+    done = run(without([package]) + "from jackpot.__main__ import main; main()")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{package} is blocked" in done.stderr and "pip install 'jackpot-rl[train]'" in done.stderr
+
+
+def test_a_package_that_only_the_command_itself_needs_is_named_too() -> None:
+    done = run(without(["pyarrow"]) + "from jackpot.__main__ import main; main()", "report", "nowhere")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "pyarrow is blocked" in done.stderr and "pip install 'jackpot-rl[train]'" in done.stderr
+
+
+def test_an_error_of_our_own_package_keeps_its_traceback() -> None:
+    done = run(without(["nothing"]) + "sys.modules['jackpot.ui.cli'] = None\nfrom jackpot.__main__ import main; main()")
+    assert "Traceback" in done.stderr and "pip install" not in done.stderr
+
+
+def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -> None:
+    result = jackpot("trian", cwd=tmp_path)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "unknown command 'trian'; did you mean 'train'?" in result.stderr
+    assert "compare, " in result.stderr and "simulate" in result.stderr
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    assert text_of("--version", cwd=tmp_path).startswith("jackpot 0.")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_takes_what_the_command_line_gives_it(name: str) -> None:
+    body = getattr(import_module(f"jackpot.ui.commands.{name}"), name)
+    declared = inspect.signature(getattr(cli, name)).parameters
+    assert list(declared) == list(inspect.signature(body).parameters)
+    assert getattr(cli, name).__doc__
+
+
+def test_every_command_has_a_help_text_and_every_option_one(tmp_path: Path) -> None:
+    listed = text_of("--help", cwd=tmp_path)
+    for name in COMMANDS:
+        typed = "eval" if name == "evaluate" else name
+        assert typed in listed
+        for parameter in inspect.signature(getattr(cli, name)).parameters.values():
+            assert parameter.annotation.__metadata__[0].help, f"{name} {parameter.name}"
+
+
+def test_the_help_names_the_units_the_formats_and_the_defaults_of_the_code(tmp_path: Path) -> None:
+    compare, replay = text_of("compare", "--help", cwd=tmp_path), text_of("replay", "--help", cwd=tmp_path)
+    assert all(unit in compare for unit in UNITS)
+    assert all(name in replay for name in [AUTO, *FORMATS])
+    assert f"default {MAX_TOKENS:,}" in text_of("report", "--help", cwd=tmp_path)
+    assert f"default {PROMPTS}" in text_of("simulate", "--help", cwd=tmp_path)
