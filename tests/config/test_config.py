@@ -17,7 +17,9 @@ from jackpot.config import corrections as config_corrections
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
 from jackpot.config.build import build_config, merge, nest
+from jackpot.config.published import RecipeNotes
 from jackpot.config.run import Config
+from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
 from jackpot.objectives import advantages, corrections, joint, losses
 from jackpot.objectives.corrections.budgeted import MASKS
@@ -397,6 +399,25 @@ def test_a_resolved_config_is_a_recipe_for_itself():
 # The classes themselves
 
 
+def blocks(*roots):
+    found = list(roots)
+    for block in found:
+        for field in block.model_fields.values():
+            found += [cls for cls in config_build._model_classes(field.annotation) if cls not in found]
+    return found
+
+
+ROOTS = (Config, BenchmarksConfig, MismatchConfig, RecipeNotes)
+
+
+@pytest.mark.parametrize("block", blocks(*ROOTS), ids=lambda block: block.__name__)
+def test_every_block_and_every_setting_has_a_docstring(block):
+    """The name that chooses a class is explained by the docstring of the class."""
+    assert (block.__doc__ or "").strip(), block
+    fields = {name: field for name, field in block.model_fields.items() if name != "name" or field.is_required()}
+    assert [name for name, field in fields.items() if not field.description] == []
+
+
 def test_settings_and_recipes_are_read_without_the_packages_that_take_seconds_to_import():
     modules = (path.relative_to(PACKAGE).with_suffix("").parts for path in sorted((PACKAGE / "config").rglob("*.py")))
     names = [".".join(["jackpot", *parts]).removesuffix(".__init__") for parts in modules]
@@ -407,15 +428,7 @@ def test_settings_and_recipes_are_read_without_the_packages_that_take_seconds_to
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
-def blocks():
-    found = [Config]
-    for block in found:
-        for field in block.model_fields.values():
-            found += [cls for cls in config_build._model_classes(field.annotation) if cls not in found]
-    return found
-
-
-@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.__name__)
+@pytest.mark.parametrize("block", blocks(*ROOTS), ids=lambda block: block.__name__)
 def test_every_block_is_frozen_and_refuses_unknown_keys(block):
     assert block.model_config["frozen"] and block.model_config["extra"] == "forbid"
 
@@ -450,7 +463,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
     assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
-    names = {block.model_fields["name"].default for block in blocks() if block.__name__.endswith("Correction")}
+    names = {block.model_fields["name"].default for block in blocks(Config) if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys()
     tasks = config_build._model_classes(Config.model_fields["task"].annotation)
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys()

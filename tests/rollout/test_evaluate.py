@@ -184,7 +184,7 @@ def test_another_model_in_the_same_folder_is_refused(whole) -> None:
 def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         evaluation(tmp_path, kill_after=30)
-    evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"workers": 3}})
+    evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"reward_workers": 3}})
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     [result] = evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
     told = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]

@@ -45,7 +45,7 @@ def test_the_policy_trains_on_what_its_quantised_copy_wrote_and_sees_the_gap(set
     assert "stopped" not in {event["event"] for event in told}
 
 
-def test_a_rollout_model_of_its_own_is_quantised_and_the_policy_of_the_evaluations_is_not(tmp_path):
+def test_a_rollout_model_of_its_own_is_quantized_and_the_policy_of_the_evaluations_is_not(tmp_path):
     settings = ("engine.quantization=fp8", "evaluation.engine=transformers")
     run(small_config(*settings, "iterations=1"), tmp_path / "quantised")
     run(small_config("iterations=1"), tmp_path / "plain")

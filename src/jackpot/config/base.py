@@ -1,6 +1,7 @@
-"""What every block of settings shares. Pydantic only; frozen, unknown keys refused."""
+"""The base class of every block of settings, and the types of numbers and names that the blocks share."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -17,11 +18,23 @@ Names = Annotated[AnyNames, Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    """A block of settings: frozen, without conversions of types, and unknown keys are refused.
+
+    The docstring below a field is its description, which `jackpot config KEY` prints.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Marks a block that is written as what differs from another block with the same settings."""
+
+    key: str  # dotted key of the other block
 
 
 def by_name(default: str) -> BeforeValidator:
-    """`correction: tis` is short for `correction: {name: tis}`; a block without a name has the default one."""
+    """Let `correction: tis` stand for `correction: {name: tis}`, and a block without a name be the default one."""
 
     def named(value: Any) -> Any:
         if isinstance(value, str):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic import BaseModel
 
-from jackpot.config.published import BESIDE_SETTINGS
+from jackpot.config.published import NOT_SETTINGS
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
@@ -53,7 +53,7 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
     Raises:
         ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
     """
-    settings = {key: value for key, value in recipe.items() if key not in BESIDE_SETTINGS}
+    settings = {key: value for key, value in recipe.items() if key not in NOT_SETTINGS}
     arms = recipe.get("arms") or {}
     if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
         raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")

@@ -1,6 +1,8 @@
-"""The settings of every correction, with their defaults. Pydantic only.
+"""Settings of the corrections, one class each, chosen by name.
 
-What each computes, and what it is biased towards, stands in `objectives/corrections/`.
+`objectives/corrections/` computes them; docs/corrections.md has their formulas and biases. In the docstrings below,
+rho = p_target / p_inf is the ratio of a sampled token, R the product of rho over a response, and
+Z = sum min(p_inf, p_target / lam) over the vocabulary.
 """
 
 from typing import Annotated, Literal, get_args
@@ -11,30 +13,45 @@ from jackpot.config.base import NonNegative, Positive, Strict, by_name
 
 Kappa = Literal["auto", "prepass", "previous", "none"]
 Mask = Literal["sampled", "expected"]
+AnyProximal = Annotated[
+    Literal["old", "new", "rollout"],
+    Field(
+        description="Log-probs that PPO's ratio is taken from: of the policy before the iteration's first update "
+        "(old), of the current policy without its gradient (new), or of the engine (rollout)."
+    ),
+]
+C1 = Annotated[Positive, Field(description="Cap of the weight of an accepted token; .inf: no cap.")]
+C2 = Annotated[
+    Positive,
+    Field(description="Cap of p_proximal / p_target, a factor of the weight; it is 1 where both are the same policy."),
+]
 
 
 class NoCorrection(Strict):
+    """No correction: the loss treats the rollouts as if the policy had sampled them."""
+
     name: Literal["none"] = "none"
-    proximal: Literal["old", "new", "rollout"] = "old"
+    proximal: AnyProximal = "old"
 
 
 class PPOISCorrection(Strict):
+    """PPO's ratio is taken from the engine's log-probs, so that its clip also bounds the mismatch (PPO-IS)."""
+
     name: Literal["ppo_is"] = "ppo_is"
     proximal: Literal["rollout"] = "rollout"
+    """Log-probs that PPO's ratio is taken from: always the engine's."""
 
 
 class _RatioCorrection(Strict):
-    """Its target is the proximal point."""
+    """A correction by rho, whose target is the proximal point."""
 
     proximal: Literal["old", "new"] = "old"
-
-
-class ISCorrection(_RatioCorrection):
-    name: Literal["is"] = "is"
+    """Log-probs that PPO's ratio is taken from and that rho is formed with: of the policy before the iteration's first
+    update (old), or of the current policy without its gradient (new)."""
 
 
 class _BandCorrection(_RatioCorrection):
-    """Keeps tokens or responses whose ratio lies from `low` to `high`."""
+    """A correction that keeps tokens or responses whose ratio lies from `low` to `high`."""
 
     low: NonNegative
     high: Positive
@@ -46,94 +63,151 @@ class _BandCorrection(_RatioCorrection):
         return self
 
 
+class ISCorrection(_RatioCorrection):
+    """Importance sampling: each token is weighted by rho."""
+
+    name: Literal["is"] = "is"
+
+
 class TISCorrection(_RatioCorrection):
+    """Truncated importance sampling: each token is weighted by min(rho, cap)."""
+
     name: Literal["tis"] = "tis"
     cap: Positive = 3.0
+    """Largest weight of a token; .inf: no cap."""
 
 
 class TISAdjustedCorrection(Strict):
+    """Truncated importance sampling towards the current policy, without PPO's clip (Jackpot's "TIS + adjustment")."""
+
     name: Literal["tis_adjusted"] = "tis_adjusted"
     proximal: Literal["new"] = "new"
+    """Log-probs that PPO's ratio is taken from: always those of the current policy, without their gradient."""
     cap: Positive = 3.0
+    """Largest weight of a token; .inf: no cap."""
 
 
 class IcePopCorrection(_BandCorrection):
+    """IcePop: tokens with low <= rho <= high are weighted by rho, the others are dropped."""
+
     name: Literal["icepop"] = "icepop"
     low: NonNegative = 0.5
+    """Smallest rho of a token that is kept."""
     high: Positive = 5.0
+    """Largest rho of a token that is kept; .inf: no bound."""
 
 
 class DropCorrection(_RatioCorrection):
+    """Tokens with rho <= cap are weighted by rho, the others are dropped (AReaL)."""
+
     name: Literal["drop"] = "drop"
     cap: Positive = 5.0
+    """Largest rho of a token that is kept."""
 
 
 class SequenceTISCorrection(_RatioCorrection):
+    """Every token of a response is weighted by min(R, cap) (verl's `rollout_is: sequence`)."""
+
     name: Literal["seq_tis"] = "seq_tis"
     cap: Positive = 2.0
+    """Largest weight of a response; .inf: no cap."""
 
 
 class SequenceMaskCorrection(_BandCorrection):
+    """Responses with low <= R <= high are weighted by R, the others are dropped whole (TRL's `sequence_mask`)."""
+
     name: Literal["seq_mask"] = "seq_mask"
     low: NonNegative = 0.0
+    """Smallest R of a response that is kept."""
     high: Positive = 3.0
+    """Largest R of a response that is kept; .inf: no bound."""
 
 
 class GeometricMaskCorrection(_BandCorrection):
+    """Responses with low <= R^(1/n) <= high, n sampled tokens, keep the weight 1; the others are dropped whole."""
+
     name: Literal["geo_mask"] = "geo_mask"
     low: NonNegative = 0.999
+    """Smallest geometric mean of rho of a response that is kept."""
     high: Positive = 1.001
+    """Largest geometric mean of rho of a response that is kept; .inf: no bound."""
 
 
 class TargetCorrection(Strict):
-    """Aligns to a target of its own, OBRS and its parts."""
+    """A correction with a target of its own: OBRS and its parts."""
 
-    proximal: Literal["old", "new", "rollout"] = "old"
+    proximal: AnyProximal = "old"
     target: Literal["old", "new"] = "old"
+    """Policy that the rollouts are aligned to, p_target: the one before the iteration's first update (old) or the
+    current one (new)."""
 
 
-class ZCorrection(TargetCorrection):
-    """Weighs by Z."""
+class _LamCorrection(TargetCorrection):
+    """A correction that compares rho with lam."""
 
     lam: Positive = 1.0
-    c1: Positive = 3.0
+    """lambda of OBRS: a token is accepted with probability min(1, rho / lam), so a larger one rejects more."""
+
+
+class ZCorrection(_LamCorrection):
+    """A correction that weights by Z."""
+
+    c1: C1 = 3.0
     normalizer: Literal["topk", "exact"] = "topk"
-    # auto: of this step where that is free, else of the step before; with an exact Z, none spares its noise
+    """How Z is summed: over the most probable tokens that the engine returns (topk), or over the vocabulary (exact),
+    which needs rollouts of the unquantized, untruncated weights that training holds."""
     kappa: Kappa = "auto"
+    """Factor that brings the mean of Z over an optimizer step to the mean acceptance: measured on this step before its
+    first backward pass (prepass, one more forward pass), taken from the step before (previous), or 1 (none). auto: this
+    step's where it costs no forward pass, else the previous one's."""
 
 
 class OBRSCorrection(ZCorrection):
+    """Optimal Budgeted Rejection Sampling, the paper's method: rejects tokens and reweights the accepted ones."""
+
     name: Literal["obrs"] = "obrs"
-    c2: Positive = 3.0
+    c2: C2 = 3.0
     mask: Mask = "sampled"
+    """Rejection by a random draw for each token (sampled, the paper's), or each token kept with its acceptance
+    probability as a factor (expected, less variance)."""
 
 
 class ReweightOnlyCorrection(ZCorrection):
+    """The weight of OBRS without its rejection."""
+
     name: Literal["reweight_only"] = "reweight_only"
-    c2: Positive = 3.0
+    c2: C2 = 3.0
 
 
 class ZOnlyCorrection(ZCorrection):
+    """Each token is weighted by min(kappa Z, c1), the weight that OBRS gives to the state."""
+
     name: Literal["z_only"] = "z_only"
 
 
-class MaskOnlyCorrection(TargetCorrection):
+class MaskOnlyCorrection(_LamCorrection):
+    """The rejection of OBRS without its weight."""
+
     name: Literal["mask_only"] = "mask_only"
-    lam: Positive = 1.0
     mask: Mask = "sampled"
+    """Rejection by a random draw for each token (sampled, the paper's), or each token kept with its acceptance
+    probability as a factor (expected, less variance)."""
 
 
 class TargetOnlyCorrection(TargetCorrection):
+    """Truncated importance sampling with the target and the caps of OBRS, without Z and without rejection."""
+
     name: Literal["target_only"] = "target_only"
-    c1: Positive = 3.0
-    c2: Positive = 3.0
+    c1: C1 = 3.0
+    c2: C2 = 3.0
 
 
-class CoinOnlyCorrection(TargetCorrection):
+class CoinOnlyCorrection(_LamCorrection):
+    """The rejection of OBRS with the weight min(max(lam, rho), c1), without Z."""
+
     name: Literal["coin_only"] = "coin_only"
-    lam: Positive = 1.0
-    c1: Positive = 3.0
-    c2: Positive = 3.0
+    c1: C1 = 3.0
+    c2: C2 = 3.0
 
 
 RatioCorrection = (

@@ -1,4 +1,4 @@
-"""Settings of the engines, one class each, chosen by name. Pydantic only."""
+"""Settings of the inference engines, one class each, chosen by name."""
 
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -12,12 +12,12 @@ Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Addresses of servers, each once, without a path and without a password."""
+    """Return the servers' addresses; refuse one that is given twice, has a path, or holds a password."""
     for url in urls:
         try:
             parts = urlsplit(url)
             is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # no number from 0 to 65535
+        except ValueError:  # the port is no number from 0 to 65535
             is_address = False
         rest = is_address and (parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
         if not is_address or rest or url != url.strip() or " " in url:
@@ -30,55 +30,70 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
-class TransformersEngineConfig(Strict):
-    """The learner's process decodes with Hugging Face transformers. Runs everywhere."""
+class _Engine(Strict):
+    """The settings that every engine has."""
+
+    name: str
+    max_num_seqs: Count = 256
+    """Sequences that the engine decodes at once; of servers, requests in flight to each server."""
+    dtype: Dtype = "fp32"
+    """Number format of the engine's weights and activations. Servers must have been started with the same one."""
+    quantization: Quantization | None = None
+    """Number format that the linear layers compute with (docs/precision.md); null: `dtype`. vLLM has `fp8` on a GPU
+    only. Servers must have been started with the same one."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one."""
+
+
+class TransformersEngineConfig(_Engine):
+    """Hugging Face transformers decodes in the learner's process. It runs everywhere."""
 
     name: Literal["transformers"] = "transformers"
-    max_num_seqs: Count = 256  # sequences decoded at once
-    dtype: Dtype = "fp32"
-    attn_implementation: Literal["sdpa", "eager"] = (
-        "sdpa"  # torch's fused kernel where the model has it, or plain matmuls
-    )
-    quantization: Quantization | None = None  # what linear layers compute with (docs/precision.md); null: dtype
-    kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are rounded to; null: dtype
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention kernel: torch's fused one where the model supports it, or plain matrix products."""
 
 
-class VLLMEngineConfig(Strict):
-    """vLLM in the learner's process, on a thread of its own; needs the extra `vllm`. See docs/vllm.md."""
+class VLLMEngineConfig(_Engine):
+    """vLLM decodes in the learner's process, on a thread of its own (docs/vllm.md). It needs the extra `vllm`."""
 
     name: Literal["vllm"] = "vllm"
-    max_num_seqs: Count = 256  # sequences decoded at once
-    dtype: Dtype = "fp32"
-    quantization: Quantization | None = None  # what linear layers compute with; fp8 on a GPU only
-    kv_cache_dtype: Literal["fp8"] | None = None  # what keys and values are kept in; null: dtype
-    max_model_len: Count | None = None  # tokens of prompt and response; null: the model's
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4  # of the GPU, weights and cache together
-    kv_cache_memory_bytes: Count | None = (
-        None  # for keys and values; null: what gpu_memory_utilization leaves, on a CPU 1 GiB
-    )
-    device: Annotated[int, Field(ge=0)] | None = None  # number of a GPU; null: the learner's
-    enable_sleep_mode: bool = False  # give the GPU's memory back while training; one engine of a process can
-    enforce_eager: bool | Literal["auto"] = "auto"  # no torch.compile and no CUDA graphs; auto: so on a CPU
+    max_model_len: Count | None = None
+    """Limit of prompt and response together, tokens; null: the model's own limit."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    """Share of the GPU's memory that vLLM takes for weights and cache together."""
+    kv_cache_memory_bytes: Count | None = None
+    """Size of the cache of keys and values, bytes; null: what `gpu_memory_utilization` leaves, 1 GiB on a CPU."""
+    device: Annotated[int, Field(ge=0)] | None = None
+    """Number of the GPU that vLLM runs on; null: the learner's."""
+    enable_sleep_mode: bool = False
+    """Release the GPU's memory while the learner trains. Only one engine of a process can."""
+    enforce_eager: bool | Literal["auto"] = "auto"
+    """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
 
-class VLLMServerEngineConfig(Strict):
-    """vLLM's OpenAI-compatible servers that somebody started, all with the same model. See docs/vllm.md."""
+class VLLMServerEngineConfig(_Engine):
+    """The user's own vLLM servers decode, reached by vLLM's OpenAI-compatible HTTP interface (docs/vllm.md).
+
+    All of them serve the same model. Where they ask for an API key, it is read from the environment variable
+    VLLM_API_KEY.
+    """
 
     name: Literal["vllm_server"] = "vllm_server"
-    urls: Annotated[Names, AfterValidator(_check_urls)]  # of the servers, such as http://127.0.0.1:8000
-    weights_folder: str  # written here and read by every server under the same path, with room for two models
-    max_num_seqs: Count = 256  # responses asked of one server at once
-    dtype: Dtype = "fp32"  # that the servers were started with
-    quantization: Quantization | None = None  # as well: weights are sent in its form
-    kv_cache_dtype: Literal["fp8"] | None = None  # as well
-    api_key_var: str = "VLLM_API_KEY"  # of the environment; a key itself would end up in the run folder
-    timeout: Positive = 600.0  # seconds for one response, or for one weight update
-    max_retries: Count = 5  # of one response, whichever servers failed at it
-    connect_timeout: Positive = 600.0  # seconds to wait while no server can be reached
+    urls: Annotated[Names, AfterValidator(_check_urls)]
+    """Addresses of the servers, such as http://127.0.0.1:8000."""
+    weights_folder: str
+    """Folder through which the servers get new weights, under the same path on every machine. It needs room for two
+    copies of the model."""
+    timeout: Positive = 600.0
+    """Time limit of one response and of one weight update, seconds."""
+    max_retries: Count = 5
+    """Failed attempts at one response, over all servers, after which the run stops."""
+    connect_timeout: Positive = 600.0
+    """Time to wait while no server can be reached, seconds; after that the run stops."""
 
 
-def is_quantised(engine: "EngineConfig") -> bool:
-    """Whether the settings say that the engine computes with other numbers than weights in its dtype."""
+def is_quantized(engine: "EngineConfig") -> bool:
+    """Return whether the engine computes with other numbers than weights, keys and values in its dtype."""
     return bool(engine.quantization or engine.kv_cache_dtype)
 
 

@@ -1,4 +1,4 @@
-"""What stands in a recipe beside its settings: the GPUs it is meant for, and what a paper published."""
+"""The parts of a recipe that no run depends on: the GPUs it is meant for, and the numbers that a paper published."""
 
 from typing import Annotated, Literal
 
@@ -17,27 +17,38 @@ PAPERS = {  # a recipe's name for a paper, and its title
 class GpusConfig(Strict):
     """The machine that a recipe is meant for."""
 
-    kind: Literal["A6000", "A100", "H100", "H200"]  # 48, 80, 80 and 141 GB
+    kind: Literal["A6000", "A100", "H100", "H200"]
+    """Model of the GPUs, with 48, 80, 80 or 141 GB."""
     count: Count
+    """Number of GPUs."""
 
 
 class PublishedRow(Strict):
     """One row of a paper's table, or one curve of a figure."""
 
-    row: str  # as the paper names it
-    arm: str  # of this recipe; where not_runnable is set, the name that it will have
-    numbers: Annotated[tuple[float | None, ...], Field(strict=False)] = ()  # one a column; null: none
+    row: str
+    """Name of the row in the paper."""
+    arm: str
+    """Arm of the recipe that repeats it; where `not_runnable` is set, the name that the arm will have."""
+    numbers: Annotated[tuple[float | None, ...], Field(strict=False)] = ()
+    """Published number of each column; null: the paper has none."""
     note: str = ""
-    not_runnable: str = ""  # why the recipe has no such arm yet
+    """Remark about the row."""
+    not_runnable: str = ""
+    """Reason why the recipe has no such arm yet; empty: it has one."""
 
 
 class PublishedTable(Strict):
     """Rows of one table of one paper that this recipe is about. Accuracies are in percent."""
 
     paper: Literal[tuple(PAPERS)]
-    table: str  # its name, and which block of it
+    """Short name of the paper."""
+    table: str
+    """Name of the table, and which block of it."""
     columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of the columns; a curve of a figure may have none."""
     rows: Annotated[tuple[PublishedRow, ...], Field(strict=False, min_length=1)]
+    """Rows of the table or curves of the figure."""
 
     @model_validator(mode="after")
     def _check(self) -> "PublishedTable":
@@ -51,10 +62,12 @@ class PublishedTable(Strict):
 
 
 class RecipeNotes(Strict):
-    """What a recipe says beside its settings and arms. No run depends on it."""
+    """The parts of a recipe that are neither settings nor arms. No run depends on them."""
 
-    gpus: GpusConfig | None = None  # null: whatever is there
+    gpus: GpusConfig | None = None
+    """Machine that the recipe is meant for; null: any."""
     published: Annotated[tuple[PublishedTable, ...], Field(strict=False)] = ()
+    """Tables and figures that the recipe repeats."""
 
 
-BESIDE_SETTINGS = ("arms", *RecipeNotes.model_fields)  # keys of a recipe that are not settings
+NOT_SETTINGS = ("arms", *RecipeNotes.model_fields)  # keys of a recipe that are not settings

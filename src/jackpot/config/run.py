@@ -1,13 +1,13 @@
-"""Every setting of a run, with its default written once. Pydantic only; frozen, unknown keys refused.
+"""Every setting of a training run, in the order of a recipe, with its default written once.
 
-A recipe is the YAML form of `Config`, with `arms: {name: overrides}` beside it. Overrides are dotted keys with values.
+A recipe is the YAML form of `Config`, with `arms: {name: overrides}` added. Overrides are dotted keys with values.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jackpot.config.base import AnyNames, Count, Decay, Finite, Names, NonNegative, Positive, Strict
+from jackpot.config.base import AnyNames, Count, Decay, Differences, Finite, Names, NonNegative, Positive, Strict
 from jackpot.config.corrections import (
     OBRSCorrection,
     PolicyCorrection,
@@ -15,116 +15,162 @@ from jackpot.config.corrections import (
     TISCorrection,
     ZCorrection,
 )
-from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantised
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantized
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
 
 class Sampling(Strict):
     """How an engine samples. `rollout_log_probs` and the top-k describe the distribution after all of this."""
 
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Positive = 1.0
+    """Temperature of sampling. Every model's log-probs in training use the same one."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off. This is the sampling filter, not num_top_log_probs.
-    max_new_tokens: Annotated[int, Field(ge=1)] = 256  # of the whole response, what a tool wrote in it included
-    num_top_log_probs: Annotated[int, Field(ge=0)] = 20  # K, captured for the normaliser
-    stop_token_ids: Annotated[
-        tuple[int, ...], Field(strict=False)
-    ] = ()  # beside the end-of-sequence tokens that the model folder names
+    """Probability mass of nucleus sampling; 1: off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Number of most probable tokens that are sampled from; 0: all. It is not `num_top_log_probs`."""
+    max_new_tokens: Count = 256
+    """Limit of a whole response, tokens, those of tools' replies included."""
+    num_top_log_probs: Annotated[int, Field(ge=0)] = 20
+    """Most probable tokens whose log-probs the engine returns at each position: the k of OBRS, which Z is summed
+    over."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Token ids that end a response, in addition to the end-of-sequence tokens that the model folder names."""
 
     @property
     def truncated(self) -> bool:
-        """True where some tokens have probability zero by a filter and not by the model."""
+        """Return whether a filter gives probability zero to tokens that the model would sample."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
 class ReferenceConfig(Strict):
-    """A frozen model that the policy is held near by kl_loss_coef * KL(policy || reference), a term of the loss."""
+    """A frozen model that the policy stays near: kl_loss_coef * KL(policy || reference) is a term of the loss."""
 
-    path: str | None = None  # null: the policy as it was at the start
+    path: str | None = None
+    """Folder or hub name of the reference; null: the policy as it is at the start of the run."""
     kl_loss_coef: Positive = 0.001
-    kl_loss_type: Literal["exact", "k2", "k3"] = "exact"  # exact: over the vocabulary; k3: GRPO's
+    """Coefficient of the KL divergence in the loss."""
+    kl_loss_type: Literal["exact", "k2", "k3"] = "exact"
+    """Estimator of the KL divergence: summed over the vocabulary (exact), or from the sampled tokens: k2 (verl's mse)
+    or k3 (verl's low_var_kl, GRPO's)."""
 
 
 class OverlongBufferConfig(Strict):
-    """DAPO's soft punishment of length (arXiv 2503.14476 eq. 13): from 0 to -penalty_factor over the last tokens."""
+    """DAPO's soft penalty of long responses (arXiv 2503.14476 eq. 13): it falls linearly over the last tokens."""
 
-    len: Count  # response tokens before sampling.max_new_tokens over which it falls
+    len: Count
+    """Response tokens before `sampling.max_new_tokens` over which the penalty falls from 0 to -`penalty_factor`."""
     penalty_factor: Positive = 1.0
+    """Penalty of a response that reaches the limit, in units of reward."""
 
 
 class ObjectiveConfig(Strict):
     """The policy's loss."""
 
     correction: PolicyCorrection = OBRSCorrection()
+    """Correction of the mismatch between the engine that sampled the rollouts and the policy."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
-    clip_low: NonNegative | None = 0.2  # null: no clip
+    """Advantage estimator; `gae` needs a critic."""
+    clip_low: NonNegative | None = 0.2
+    """PPO's clip of the ratio from below, at 1 - clip_low; null: no clip."""
     clip_high: NonNegative | None = 0.2
+    """PPO's clip of the ratio from above, at 1 + clip_high; null: no clip."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """Denominator of the loss over an optimizer step: tokens (DAPO), each response's tokens and then responses (GRPO),
+    or responses times `sampling.max_new_tokens` (Dr. GRPO)."""
     count: Literal["proposed", "accepted"] = "proposed"
-    entropy_coeff: NonNegative = 0.0  # a bonus, nats; exact entropy of every response token's state
+    """Tokens that the denominator counts: all that the model sampled, or those that the correction accepts."""
+    entropy_coeff: NonNegative = 0.0
+    """Coefficient of the entropy bonus: the exact entropy at every response token, nats."""
     reference: ReferenceConfig | None = None
+    """Penalty that keeps the policy near a frozen model; null: none."""
     overlong_buffer: OverlongBufferConfig | None = None
+    """Penalty of responses near the length limit; null: none."""
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveConfig":
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.count == "accepted":
             raise ValueError(
-                "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens whatever is accepted; "
-                "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean"
+                "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens, accepted or not; use "
+                "count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean"
             )
         if self.count == "accepted" and (self.entropy_coeff or self.reference):
             raise ValueError(
-                "count 'accepted' divides by the tokens that were kept, but entropy_coeff and reference act on all "
-                "response tokens; use count: proposed with them"
+                "count 'accepted' divides by the accepted tokens, but entropy_coeff and reference act on all response "
+                "tokens; use count: proposed with them"
             )
         return self
 
 
 class OptimizerConfig(Strict):
-    """AdamW for one model. Steps are optimizer steps."""
+    """AdamW for one model."""
 
     learning_rate: Finite
+    """Learning rate after warm-up."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.99)  # a list in YAML
+    """Decay rates of AdamW's running means of the gradient and of its square."""
     eps: Finite = 1e-8
+    """AdamW's epsilon, added to the root of the mean square."""
     weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay."""
     max_grad_norm: Positive = 1.0
+    """Largest norm of a step's gradient, which is scaled down to it; .inf: no limit."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up, down to 0 at the last step
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up; linear and cosine fall to 0 at the run's last step."""
 
 
 ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Strict):
-    """An adapter beside frozen weights, and only it is trained (models/lora.py).
+    """A low-rank adapter: it is trained, and the model's own weights are frozen.
 
-    There is no dropout: log-probs of equal weights must be equal, the old and the current ones, the engine's and ours.
+    There is no dropout: equal weights must give equal log-probs, in training and in the engine.
     """
 
     rank: Count = 16
-    alpha: Count = 32  # the weights change by alpha / rank * B A
-    target_modules: Names = (ALL_LINEAR,)  # last parts of the names of linear layers; all-linear: all but the head
+    """Rank of the two factors B A of each weight's change."""
+    alpha: Count = 32
+    """Scale of the change: alpha / rank * B A."""
+    target_modules: Names = (ALL_LINEAR,)
+    """Last parts of the names of the linear layers that get an adapter; all-linear: all but the output head."""
 
 
 class PolicyConfig(Strict):
-    path: str  # a folder, a hub name, or starter:NAME
+    """The model that is trained by reinforcement learning."""
+
+    path: str
+    """Folder, hub name, or starter:NAME of the model."""
     optimizer: OptimizerConfig
-    lora: LoraConfig | None = None  # null: all weights are trained
+    """AdamW of the policy."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of all weights; null: all weights are trained."""
 
 
 class RolloutModelConfig(Strict):
-    """The model that writes, trained jointly (eqs. 6 to 8) unless frozen."""
+    """The model that generates the rollouts, trained jointly with the policy (eqs. 6 to 8) unless frozen."""
 
     path: str
-    optimizer: OptimizerConfig | None = None  # null: frozen
-    update: Literal["step", "iteration"] = "step"  # with the policy, or once for each rollout batch
-    lora: LoraConfig | None = None  # null: all weights are trained, unless frozen
+    """Folder, hub name, or starter:NAME of the model."""
+    optimizer: OptimizerConfig | None = None
+    """AdamW of the rollout model; null: the rollout model is frozen."""
+    update: Literal["step", "iteration"] = "step"
+    """When the rollout model is trained: at every optimizer step of the policy, or once for each rollout batch."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of all weights; null: all weights are trained, unless the model is frozen."""
     correction: RolloutModelCorrection = TISCorrection()
+    """Correction of the mismatch between the engine and the rollout model as training computes it (eq. 7's F)."""
     clip_low: NonNegative | None = 0.2
+    """PPO's clip of the rollout model's ratio from below, at 1 - clip_low; null: no clip."""
     clip_high: NonNegative | None = 0.2
+    """PPO's clip of the rollout model's ratio from above, at 1 + clip_high; null: no clip."""
     ppo_weight: NonNegative = 1.0
-    distill_weight: NonNegative = 1.0  # lambda_distill
+    """Weight of the rollout model's own PPO loss."""
+    distill_weight: NonNegative = 1.0
+    """Weight of the distillation from the policy, lambda_distill."""
     distill: Literal["forward", "reverse"] = "forward"
+    """Direction of the distillation: forward is KL(policy || rollout model), reverse is KL(rollout model || policy)."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutModelConfig":
@@ -139,47 +185,61 @@ class RolloutModelConfig(Strict):
 class CriticConfig(Strict):
     """The value model of PPO, for `objective.advantage: gae` (arXiv 1707.06347, 1506.02438)."""
 
-    path: str | None = None  # null: begins as the policy does, with a value head of zeros
-    optimizer: OptimizerConfig
+    path: str | None = None
+    """Folder or hub name of the critic's first weights; null: the policy's, with a value head of zeros."""
+    optimizer: Annotated[OptimizerConfig, Differences("policy.optimizer")]
+    """AdamW of the critic: what differs from `policy.optimizer`, such as {learning_rate: 1e-5}."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95  # of GAE, not of OBRS
-    clip: Positive = 0.5  # of the value around the old one
+    """Discount of rewards per token."""
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """lambda of generalized advantage estimation, not of OBRS."""
+    clip: Positive = 0.5
+    """Largest change of a value from its old one that the critic's loss rewards; .inf: no clip."""
 
 
 class FilterGroupsConfig(Strict):
-    """DAPO: sample further prompts until no group of the rollout batch has equal rewards (arXiv 2503.14476, 3.2)."""
+    """DAPO's dynamic sampling (arXiv 2503.14476, 3.2): groups of equal rewards are replaced by further groups."""
 
-    max_num_gen_batches: Annotated[int, Field(ge=2)] = (
-        10  # of `prompts` prompts each; then equal groups fill what is missing
-    )
+    max_num_gen_batches: Annotated[int, Field(ge=2)] = 10
+    """Generation batches of `prompts` prompts each, the first included, after which groups of equal rewards fill what
+    is missing."""
 
 
 class BatchConfig(Strict):
-    """Batches count sequences. prompts x group_size of them are one iteration's rollout batch."""
+    """The batches of one iteration. Batches count sequences: prompts x group_size of them are a rollout batch."""
 
     prompts: Count
+    """Prompts of one iteration."""
     group_size: Count
-    mini_batch_size: Count | None = None  # sequences per optimizer step; null: the whole rollout batch
-    ppo_epochs: Count = 1  # passes over one rollout batch
-    micro_batch_tokens: Count = 16_384  # padded tokens in one forward pass
-    filter_groups: FilterGroupsConfig | None = None  # null: every group is trained on
-    ahead: Annotated[int, Field(ge=0)] = 0  # rollout batches that the engine writes while the learner trains: 0 or 1
+    """Responses to each prompt, which the advantage compares with each other."""
+    mini_batch_size: Count | None = None
+    """Sequences of one optimizer step; null: the whole rollout batch."""
+    ppo_epochs: Count = 1
+    """Passes over one rollout batch."""
+    micro_batch_tokens: Count = 16_384
+    """Tokens of one forward pass, padding included. It changes memory and speed, and results only by rounding."""
+    filter_groups: FilterGroupsConfig | None = None
+    """Replace groups of equal rewards by further groups; null: train on every group."""
+    ahead: Annotated[int, Field(ge=0)] = 0
+    """Rollout batches that the engine generates while the learner trains, 0 or 1."""
 
     @property
     def rollouts(self) -> int:
+        """Sequences of one rollout batch."""
         return self.prompts * self.group_size
 
     @property
     def steps_per_iteration(self) -> int:
+        """Optimizer steps of one iteration."""
         return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
 
     @model_validator(mode="after")
     def _check(self) -> "BatchConfig":
         if self.ahead > 1:
             raise ValueError(
-                f"ahead is {self.ahead}, allowed are 0 and 1: engines take new weights only when nothing is being "
-                f"written, so every batch that was begun ends before each weight update, and a second one would only "
-                f"be an iteration older; use ahead: 1"
+                f"ahead is {self.ahead}, allowed are 0 and 1: engines take new weights only between rollout batches, "
+                f"so every batch that was begun ends before each weight update, and a second one would only be an "
+                f"iteration older; use ahead: 1"
             )
         step = self.mini_batch_size or self.rollouts
         if self.rollouts % step:
@@ -192,56 +252,91 @@ class BatchConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    every: Count = 50  # iterations; before the first and after the last one too
-    problems: Count = 512  # held out, of the task
-    k: Count = 1  # sampled answers to each problem
-    benchmarks: AnyNames = ()  # further sets that the policy answers, k times each; all of their problems
-    engine: EngineConfig | None = None  # of the policy where another model writes; null: one with engine's settings
+    """Evaluations of the policy and the rollout model during the run."""
+
+    every: Count = 50
+    """Iterations between two evaluations; there is also one before the first iteration and one after the last."""
+    problems: Count = 512
+    """Held-out problems of the task in each evaluation."""
+    k: Count = 1
+    """Responses to each problem."""
+    benchmarks: AnyNames = ()
+    """Names of further sets of problems that the policy answers, k times each; all of their problems."""
+    engine: Annotated[EngineConfig, Differences("engine")] | None = None
+    """Engine of the policy in evaluations where the rollouts come from another model: what differs from `engine`, or a
+    whole engine where `name` is given; null: the same settings as `engine`."""
 
 
 class CheckpointConfig(Strict):
-    every: Count = 100  # iterations; after the last one too
-    keep: Count = 2  # the newest ones, beside the best; 1 leaves no other to fall back on
+    """Checkpoints, which a run continues from."""
+
+    every: Count = 100
+    """Iterations between two checkpoints; there is also one after the last iteration."""
+    keep: Count = 2
+    """Newest checkpoints that are kept, in addition to the best; with 1 there is no other if the newest is corrupt."""
 
 
 class GuardConfig(Strict):
-    """When to stop a run that only looks as if it trained."""
+    """Checks that stop a run which no longer trains."""
 
-    # Every evaluation, and every rollout batch before it is trained on, against the model that wrote it. With
-    # batch.ahead and a rollout model that is trained, of the batches only the first one after a start.
     check_engine: bool = True
-    max_non_finite_steps: Count = 10  # in a row; each is skipped and counted
+    """Compare the engine's log-probs with those of training, at every evaluation and for every rollout batch before it
+    is trained on; with `batch.ahead` and a trained rollout model, only for the first batch after a start."""
+    max_non_finite_steps: Count = 10
+    """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""
 
 
 class RolloutsConfig(Strict):
-    every: Count = 10  # iterations between saved rollout batches
-    keep: Count = 20  # the newest files
+    """Rollouts saved in the run folder, for `jackpot replay` and `jackpot report`."""
+
+    every: Count = 10
+    """Iterations between two saved rollout batches."""
+    keep: Count = 20
+    """Newest files of rollouts that are kept."""
 
 
 class Config(Strict):
-    """A whole run."""
+    """A whole run of `jackpot train`."""
 
     description: str = ""
+    """One line about the recipe, which `jackpot recipes` prints."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of every random number of the run."""
     iterations: Count
+    """Rollout batches that the run trains on."""
     task: TaskConfig = ArithmeticConfig()
+    """Problems that the models answer and how responses are rewarded."""
     policy: PolicyConfig
-    rollout_model: RolloutModelConfig | None  # null: the policy writes for itself
+    """Model that is trained by reinforcement learning."""
+    rollout_model: RolloutModelConfig | None
+    """Model that generates the rollouts; null: the policy generates them itself."""
     critic: CriticConfig | None = None
+    """Value model, for `objective.advantage: gae`; null: none."""
     engine: EngineConfig = TransformersEngineConfig()
+    """Inference engine that generates the rollouts."""
     sampling: Sampling = Sampling()
+    """How responses are sampled."""
     batch: BatchConfig
+    """Sizes of batches."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    precision: Literal["fp32", "bf16"] = "fp32"  # of the training forward pass; weights and optimizer are fp32
-    # Keep of every layer its input alone and compute the rest again in backward, in all models that are trained: much
-    # less memory, a third more time, and a group's prompt is then read with each of its responses.
+    """The policy's loss."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Number format of training's forward pass (autocast); weights and optimizer states are fp32."""
     activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again, in all trained models: much less
+    memory, a third more time, and each response of a group computes the prompt again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Count | Literal["auto"] = "auto"  # auto: the cores that are free when the run starts
+    """Device of training and of the engine; auto: a GPU where there is one."""
+    threads: Count | Literal["auto"] = "auto"
+    """CPU threads of torch; auto: the cores that are free when the run starts."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluations during the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints of the run."""
     guard: GuardConfig = GuardConfig()
+    """Checks that stop a run which no longer trains."""
     rollouts: RolloutsConfig = RolloutsConfig()
+    """Rollouts saved in the run folder."""
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -260,7 +355,7 @@ class Config(Strict):
                 f"nothing else uses one"
             )
         if self.batch.group_size == 1 and self.batch.filter_groups:
-            raise ValueError("batch.filter_groups drops groups of equal rewards, and a group of 1 is one; use null")
+            raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
         one_model = isinstance(self.engine, VLLMServerEngineConfig) and self.evaluation.engine is None
         if one_model and self.rollout_model is not None:
             raise ValueError(
@@ -285,23 +380,23 @@ class Config(Strict):
                 f"normalizer 'exact' sums over the untruncated vocabulary, but the engine samples with top_p "
                 f"{self.sampling.top_p} and top_k {self.sampling.top_k}; use top_p 1 and top_k 0, or normalizer: topk"
             )
-        if correction.normalizer == "exact" and is_quantised(self.engine):
+        if correction.normalizer == "exact" and is_quantized(self.engine):
             raise ValueError(
-                "normalizer 'exact' takes p_inf from training, but the engine samples from a quantised copy of the "
+                "normalizer 'exact' takes p_inf from training, but the engine samples from a quantized copy of the "
                 "model (engine.quantization, engine.kv_cache_dtype); use normalizer: topk, or an engine without them"
             )
-        writer = self.rollout_model
-        if correction.normalizer == "exact" and self.batch.ahead and (writer is None or writer.optimizer):
+        model = self.rollout_model
+        if correction.normalizer == "exact" and self.batch.ahead and (model is None or model.optimizer):
             raise ValueError(
-                f"normalizer 'exact' needs the weights that wrote the batch, but with batch.ahead {self.batch.ahead} "
-                f"they have moved on when it is trained on; use normalizer: topk, batch.ahead: 0, or a frozen rollout "
-                f"model"
+                f"normalizer 'exact' needs the weights that generated the batch, but with batch.ahead "
+                f"{self.batch.ahead} they have moved on when it is trained on; use normalizer: topk, batch.ahead: 0, "
+                f"or a frozen rollout model"
             )
-        stays = writer is not None and (writer.optimizer is None or writer.update == "iteration")
+        stays = model is not None and (model.optimizer is None or model.update == "iteration")
         moves = self.batch.steps_per_iteration > 1 and not stays
         if correction.normalizer == "exact" and correction.target == "new" and moves:
             raise ValueError(
-                f"normalizer 'exact' needs the weights that wrote the batch, but with {self.batch.steps_per_iteration} "
-                f"optimizer steps per iteration they have moved on when target 'new' asks; use target: old, "
-                f"normalizer: topk, or rollout_model.update: iteration"
+                f"normalizer 'exact' needs the weights that generated the batch, but with "
+                f"{self.batch.steps_per_iteration} optimizer steps per iteration they have moved on when target 'new' "
+                f"needs them; use target: old, normalizer: topk, or rollout_model.update: iteration"
             )

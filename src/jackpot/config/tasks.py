@@ -1,4 +1,4 @@
-"""The tasks: one class of settings each, chosen by name. Pydantic only; see docs/tasks.md."""
+"""Settings of the tasks, one class each, chosen by name (docs/tasks.md)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -8,16 +8,19 @@ from pydantic import BeforeValidator, Field, model_validator
 from jackpot.config.base import Count, Finite, Positive, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-ROW_NUMBER = "row"  # as columns.uid
+ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
 
 
 class ArithmeticConfig(Strict):
-    """Sums with written-out steps, made up on the spot."""
+    """Sums with written-out steps, generated without any data."""
 
     name: Literal["arithmetic"] = "arithmetic"
     min_terms: Annotated[int, Field(ge=2)] = 2
+    """Fewest terms of a sum."""
     max_terms: Annotated[int, Field(ge=2)] = 3
-    max_operand: Annotated[int, Field(ge=9)] = 40  # fewer numbers make too few problems to hold some out
+    """Most terms of a sum."""
+    max_operand: Annotated[int, Field(ge=9)] = 40
+    """Largest term of a sum; below 9 there are too few problems to hold some out."""
 
     @model_validator(mode="after")
     def _check(self) -> "ArithmeticConfig":
@@ -29,31 +32,42 @@ class ArithmeticConfig(Strict):
 
 
 class ToolArithmeticConfig(ArithmeticConfig):
-    """The same sums, with a calculator that answers every `=`."""
+    """The sums of `arithmetic`, with a calculator that answers every `=` of a response."""
 
     name: Literal["tool_arithmetic"] = "tool_arithmetic"
 
 
 class ColumnsConfig(Strict):
-    """Which columns of the rows are read."""
+    """Names of the columns that are read from each row."""
 
-    problem: str | None = None  # null: the benchmark's own, else `problem`
-    answer: str | None = None  # null: the benchmark's own, else `answer`
-    uid: str | None = None  # null: the benchmark's own, else `id` if there is one, else row; row: the row's number
+    problem: str | None = None
+    """Column with the problem's text; null: the benchmark's own, else `problem`."""
+    answer: str | None = None
+    """Column with the reference answer; null: the benchmark's own, else `answer`."""
+    uid: str | None = None
+    """Column with the problem's id, or `row` for the row's number; null: the benchmark's own, else `id` if there is
+    one, else `row`."""
 
 
 class DataConfig(Strict):
-    """Problems with answers: a benchmark, a data set of the hub, or files."""
+    """Problems with answers: a benchmark, a data set of the Hugging Face hub, or files."""
 
-    source: str  # a benchmark's name, hub:OWNER/NAME, or the path of a .jsonl, .json or .parquet file or of a folder
-    subset: str | None = None  # of a data set of the hub
-    split: str | None = None  # of the hub or a folder; null: the benchmark's own, else train for train, test for test
+    source: str
+    """A benchmark's name, hub:OWNER/NAME, or the path of a .jsonl, .json or .parquet file or of a folder of them."""
+    subset: str | None = None
+    """Subset of a data set of the hub; null: the benchmark's own, else none."""
+    split: str | None = None
+    """Split of a data set of the hub or of a folder; null: the benchmark's own, else train for `task.train` and test
+    for `task.test`."""
     columns: ColumnsConfig = ColumnsConfig()
-    # What of the answer's column counts. hashes: what follows the last ####; boxed: what is in the last \boxed{}; null:
-    # the benchmark's own, else plain.
+    """Names of the columns that are read from each row."""
     answers: Literal["plain", "hashes", "boxed"] | None = None
-    streaming: bool = False  # read while training goes on, in the order of the rows, and never hold all of them
-    limit: Count | None = None  # the first so many rows
+    """Part of the answer's column that is the answer: all of it (plain), what follows the last #### (hashes), or what
+    is in the last boxed{} of LaTeX (boxed); null: the benchmark's own, else plain."""
+    streaming: bool = False
+    """Read rows in their order while training goes on, without holding all of them in memory."""
+    limit: Count | None = None
+    """Number of rows that are read, from the first; null: all."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -66,7 +80,7 @@ class DataConfig(Strict):
 
 
 def _by_source(value: Any) -> Any:
-    """`train: gsm8k` is short for `train: {source: gsm8k}`; `merge` writes short forms out with `name`."""
+    """Let `train: gsm8k` stand for `train: {source: gsm8k}`; `merge` writes short forms out with `name`."""
     if isinstance(value, str):
         return {"source": value}
     if isinstance(value, Mapping) and "name" in value and "source" not in value:
@@ -78,10 +92,12 @@ Data = Annotated[DataConfig, BeforeValidator(_by_source)]
 
 
 class RewardConfig(Strict):
-    """One part of a reward; the parts are summed (docs/rewards.md)."""
+    """One part of a response's reward; the parts are summed (docs/rewards.md)."""
 
-    name: str  # correct, format, or package.module:function
+    name: str
+    """Reward function: correct, format, or package.module:function."""
     weight: Finite = 1.0
+    """Factor of this part in the sum."""
 
 
 Rewards = Annotated[
@@ -92,14 +108,21 @@ Rewards = Annotated[
 
 
 class QuestionConfig(Strict):
-    """How a problem with one final answer is put to a model, and how what it writes is judged."""
+    """How a problem with one final answer is put to a model, and how the response is verified and rewarded."""
 
-    template: Literal["chat", "base"] = "chat"  # the tokenizer's own, or plain text (rollout/tasks/templates.py)
+    template: Literal["chat", "base"] = "chat"
+    """Form of the prompt: the tokenizer's chat template, or plain text for base models."""
     system_prompt: str | None = None
-    instruction: str = INSTRUCTION  # after the problem; may be empty
+    """System message of the prompt; null: the chat template's own, if it has one."""
+    instruction: str = INSTRUCTION
+    """Text after the problem; it may be empty."""
     rewards: Rewards = (RewardConfig(name="correct"),)
-    workers: Count = 1  # processes that judge what is not a plain number
-    seconds: Positive = 5.0  # to judge one response
+    """Parts of the reward, each a name or a block of name and weight."""
+    reward_workers: Count = 1
+    """Processes that verify answers which are not plain numbers, and call reward functions."""
+    reward_timeout: Positive = 5.0
+    """Time limit to verify one response or to call one reward function, seconds; after that the response counts as
+    wrong."""
 
     @model_validator(mode="after")
     def _check_rewards(self) -> "QuestionConfig":
@@ -114,8 +137,11 @@ class MathConfig(QuestionConfig):
 
     name: Literal["math"] = "math"
     train: Data
+    """Problems that the models are trained on: a source, or a block with a source."""
     test: Data
-    max_prompt_tokens: Count | None = None  # problems with longer prompts are left out, and counted; null: none is
+    """Held-out problems of evaluations: a source, or a block with a source."""
+    max_prompt_tokens: Count | None = None
+    """Longest prompt, tokens: problems with longer ones are left out and counted; null: no limit."""
 
     @model_validator(mode="after")
     def _check_streaming(self) -> "MathConfig":

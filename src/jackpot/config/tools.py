@@ -1,4 +1,4 @@
-"""Settings of `jackpot eval`, and of the sets of problems that a model is measured on. Pydantic only."""
+"""Settings of `jackpot eval` and `jackpot mismatch`, and of the sets of problems that a model is measured on."""
 
 from typing import Annotated, Literal
 
@@ -11,57 +11,77 @@ from jackpot.config.tasks import ArithmeticConfig, QuestionConfig, TaskConfig, T
 
 
 class SetsConfig(Strict):
-    """How the problems of each kind of set are made, put and judged."""
+    """How the problems of each kind of set are generated or put to a model, and how responses are rewarded."""
 
     arithmetic: ArithmeticConfig = ArithmeticConfig()
+    """Problems of the set `arithmetic`."""
     tool_arithmetic: ToolArithmeticConfig = ToolArithmeticConfig()
-    math: QuestionConfig = QuestionConfig()  # of every benchmark by name
+    """Problems of the set `tool_arithmetic`."""
+    math: QuestionConfig = QuestionConfig()
+    """Prompts and rewards of the benchmarks, such as gsm8k."""
 
 
 class EvaluationSampling(Sampling):
-    """As in training, with room for an answer that is reasoned out."""
+    """How responses are sampled: as in training, with room for an answer that is reasoned out."""
 
-    max_new_tokens: Count = 4096  # where the context ends sooner, the response is cut there
+    max_new_tokens: Count = 4096
+    """Limit of a whole response, tokens; where the engine's context ends sooner, the response is cut there."""
     num_top_log_probs: Literal[0] = 0
+    """Most probable tokens whose log-probs are returned: none."""
 
 
 class BenchmarksConfig(SetsConfig):
-    """A whole evaluation."""
+    """A whole evaluation of `jackpot eval`."""
 
-    model: str  # a folder, a hub name, starter:NAME, or the folder of a run
+    model: str
+    """Folder, hub name, or starter:NAME of the model, or the folder of a run."""
     benchmarks: Names
-    k: Count = 1  # sampled answers to each problem
-    problems: Count | None = None  # the first so many of each set; null: all, and of an endless set ENDLESS
+    """Names of the sets of problems."""
+    k: Count = 1
+    """Responses to each problem."""
+    problems: Count | None = None
+    """Number of problems of each set, from the first; null: all, and 512 of a generated set."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of sampling and of generated problems."""
     engine: EngineConfig = TransformersEngineConfig()
+    """Inference engine that generates the responses."""
     sampling: EvaluationSampling = EvaluationSampling()
+    """How responses are sampled."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Count | Literal["auto"] = "auto"  # auto: the cores that are free when the evaluation starts
+    """Device of the engine; auto: a GPU where there is one."""
+    threads: Count | Literal["auto"] = "auto"
+    """CPU threads of torch; auto: the cores that are free when the evaluation starts."""
 
 
-ENDLESS = 512  # problems
+ENDLESS = 512  # problems that are taken of a set which generates as many as it is asked for
 
 
 def sets_of(task: TaskConfig) -> SetsConfig:
-    """The settings of a run's task for the sets beside it: what it was trained on decides how it is asked."""
+    """Return settings with which benchmarks are put to a model as the problems of its run's task were."""
     kind = SetsConfig.model_fields[task.name].annotation
     settings = kind.model_validate(task.model_dump(include=set(kind.model_fields)))
     return SetsConfig(**{task.name: settings})
 
 
 class SideConfig(Strict):
-    """Whose probabilities they are: weights, and what computes with them."""
+    """A model and the engine that computes its probabilities."""
 
-    path: str  # a folder, a hub name, starter:NAME
+    path: str
+    """Folder, hub name, or starter:NAME of the model."""
     engine: EngineConfig = TransformersEngineConfig()
+    """Inference engine that computes the probabilities."""
 
 
 class LearnerConfig(SideConfig):
-    """Reads what a sampler wrote. With engine.name transformers in one forward pass over whole responses, as training
-    does it."""
+    """A model that scores what a sampler generated. With the engine `transformers` it does so in one forward pass over
+    whole responses, as training does."""
 
-    autocast: Literal["bf16"] | None = None  # what `precision: bf16` is in training; transformers only
-    temperature: Finite | None = None  # null: the sampler's; another one shows what a forgotten one costs
+    autocast: Literal["bf16"] | None = None
+    """Number format of the forward pass, what `precision: bf16` is in training; only with the engine `transformers`;
+    null: the engine's dtype."""
+    temperature: Finite | None = None
+    """Temperature of the learner's log-probs; null: the sampler's. Another one shows the effect of a forgotten
+    temperature."""
 
     @model_validator(mode="after")
     def _check_autocast(self) -> "LearnerConfig":
@@ -74,23 +94,37 @@ class LearnerConfig(SideConfig):
 
 
 class MismatchSampling(Sampling):
-    """How the sampler writes."""
+    """How the samplers generate responses."""
 
-    num_top_log_probs: Literal[0] = 0  # `top_log_probs` says
+    num_top_log_probs: Literal[0] = 0
+    """Most probable tokens whose log-probs are returned: `top_log_probs` of the measurement decides."""
 
 
 class MismatchConfig(SetsConfig):
-    """A whole measurement: every learner reads what every sampler wrote."""
+    """A whole measurement of `jackpot mismatch`: every learner scores the responses of every sampler."""
 
     samplers: Annotated[tuple[SideConfig, ...], Field(strict=False, min_length=1)]
+    """Models and engines that generate responses."""
     learners: Annotated[tuple[LearnerConfig, ...], Field(strict=False, min_length=1)]
-    task: TaskConfig = ArithmeticConfig()  # whose held-out problems are the prompts
-    benchmarks: AnyNames = ()  # sets of problems in place of the task's
-    responses: Count = 256  # one to each problem; more than there are problems: further ones to the same
-    short: Annotated[int, Field(ge=2)] | None = None  # responses of 1/short of max_new_tokens to every prompt beside
+    """Models and engines that score those responses."""
+    task: TaskConfig = ArithmeticConfig()
+    """Task whose held-out problems are the prompts."""
+    benchmarks: AnyNames = ()
+    """Names of sets of problems to take the prompts from instead of the task."""
+    responses: Count = 256
+    """Responses of each sampler, one to each problem; beyond the number of problems, further ones to the same."""
+    short: Annotated[int, Field(ge=2)] | None = None
+    """Number of additional short responses to every prompt, each limited to max_new_tokens / short; null: none."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of sampling and of generated problems."""
     sampling: MismatchSampling = MismatchSampling()
-    top_log_probs: Count | None = None  # of the sampler's distribution; null: all of it, or 64 where that is too much
-    reread: bool = False  # the sampler's numbers are of its text read again, as the learner's, not of the writing
+    """How the samplers generate responses."""
+    top_log_probs: Count | None = None
+    """Most probable tokens of the sampler's distribution that are compared at each position; null: the whole
+    vocabulary, or 64 tokens where that takes too much memory."""
+    reread: bool = False
+    """Take a sampler's log-probs from scoring its responses again, as a learner does, instead of from sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Count | Literal["auto"] = "auto"  # auto: the cores that are free at the start
+    """Device of the engines; auto: a GPU where there is one."""
+    threads: Count | Literal["auto"] = "auto"
+    """CPU threads of torch; auto: the cores that are free at the start."""

@@ -26,8 +26,8 @@ MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
     "objective.overlong_buffer.len",
     "task.train.source", "task.train.subset", "task.train.split", "task.train.limit", "task.test.limit",
-    "task.max_prompt_tokens", "task.workers", "sampling.max_new_tokens", "sampling.stop_token_ids", "batch.prompts",
-    "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens", "evaluation.problems", "evaluation.k",
+    "task.max_prompt_tokens", "task.reward_workers", "sampling.max_new_tokens", "sampling.stop_token_ids",
+    "batch.prompts", "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens", "evaluation.problems", "evaluation.k",
 }  # fmt: skip
 
 

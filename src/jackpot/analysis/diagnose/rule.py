@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from jackpot.config.engines import is_quantised
+from jackpot.config.engines import is_quantized
 from jackpot.config.run import Config
 from jackpot.training.guards import LARGEST_GAPS
 
@@ -80,12 +80,12 @@ def rise(values: Values) -> float:
 def rounding(history: History, values: Values) -> float | None:
     """What number formats may make of a probability, on average."""
     engine, precision = history.config.engine, history.config.precision
-    return None if is_quantised(engine) else max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
+    return None if is_quantized(engine) else max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
 
 
 def quantising(history: History, values: Values) -> float | None:
     """What fewer bits may make of a probability, on average. `guards` lets a run go on beyond it."""
-    return QUANTISED_GAP if is_quantised(history.config.engine) else None
+    return QUANTISED_GAP if is_quantized(history.config.engine) else None
 
 
 def above_start(least: float, factor: float) -> Limit:

@@ -41,7 +41,7 @@ from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
 from jackpot.training.run.models import find_model, run_of
 
 SCHEMA_VERSION = 1
-_HOW = ("model", "benchmarks", "device", "threads", "engine", "math.workers")  # may change on the way
+_HOW = ("model", "benchmarks", "device", "threads", "engine", "math.reward_workers")  # may change on the way
 _KERNELS = {
     "engine.attn_implementation": "sdpa",
     "engine.quantization": None,

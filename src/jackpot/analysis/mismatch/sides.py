@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import merge, validated
-from jackpot.config.engines import VLLMServerEngineConfig, is_quantised
+from jackpot.config.engines import VLLMServerEngineConfig, is_quantized
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
@@ -127,6 +127,6 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str
 
 def _precision(side: SideConfig) -> str:
     """A key of `LARGEST_GAPS`."""
-    if is_quantised(side.engine):
+    if is_quantized(side.engine):
         return "quantised"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

@@ -91,7 +91,7 @@ def tiny(config: Config, models: Models, folder: Path) -> Config:
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _data(getattr(config.task, split), split, folder) for split in get_args(Split)}
-        changes["task"] |= {"workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
+        changes["task"] |= {"reward_workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
         changes["batch"]["micro_batch_tokens"] = prompt + changes["sampling"]["max_new_tokens"]
     return validated(Config, merge(config.model_dump(), changes))
 

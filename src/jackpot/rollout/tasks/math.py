@@ -114,8 +114,8 @@ class Math(Task):
     @cached_property
     def reward_fn(self) -> RewardFn:
         """The reward of this task; other tasks with the same rewards may share it."""
-        settings = self._settings
-        return self._shared_reward_fn or RewardFn(settings.rewards, workers=settings.workers, timeout=settings.seconds)
+        own = self._settings
+        return self._shared_reward_fn or RewardFn(own.rewards, workers=own.reward_workers, timeout=own.reward_timeout)
 
     def _problems_of(self, split: Split) -> Problems | StreamedProblems:
         """Return the problems of a split, read on the first call."""
