@@ -27,7 +27,8 @@ MAY_CHANGE = {
     "objective.overlong_buffer.len",
     "task.train.source", "task.train.subset", "task.train.split", "task.train.limit", "task.test.limit",
     "task.max_prompt_tokens", "task.reward_workers", "sampling.max_new_tokens", "sampling.stop_token_ids",
-    "batch.prompts", "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens", "evaluation.problems", "evaluation.k",
+    "batch.prompts", "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens",
+    "evaluation.problems", "evaluation.k",
 }  # fmt: skip
 
 
