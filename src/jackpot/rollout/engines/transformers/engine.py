@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.engines import TransformersEngineConfig, is_quantised
+from jackpot.config.engines import TransformersEngineConfig, is_quantized
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
@@ -72,7 +72,7 @@ class TransformersEngine(Engine):
             vocab_size=output_layer(model).out_features,
             num_top_log_probs=output_layer(model).out_features,
             max_model_len=int(context),
-            quantized=is_quantised(settings),
+            quantized=is_quantized(settings),
             streaming=True,
             updates_in_flight=False,
             dtype=self._weights.dtype,

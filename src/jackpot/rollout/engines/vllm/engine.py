@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jackpot.config.engines import VLLMEngineConfig, is_quantised
+from jackpot.config.engines import VLLMEngineConfig, is_quantized
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Rollout, Version
@@ -214,7 +214,7 @@ class VLLMEngine(ThreadEngine):
             vocab_size=model.get_vocab_size(),
             num_top_log_probs=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            quantized=is_quantised(settings) or bool(model.quantization),
+            quantized=is_quantized(settings) or bool(model.quantization),
             streaming=True,
             updates_in_flight=False,
             dtype=self._dtype,

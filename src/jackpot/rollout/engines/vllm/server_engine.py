@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.engines import VLLMServerEngineConfig, is_quantised
+from jackpot.config.engines import VLLMServerEngineConfig, is_quantized
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.load import DTYPES
@@ -238,7 +238,7 @@ class VLLMServerEngine(BackgroundEngine):
             vocab_size=self._expected.sizes["vocab_size"],
             num_top_log_probs=min(info.num_top_log_probs for info in infos),
             max_model_len=min(info.max_model_len for info in infos),
-            quantized=is_quantised(settings) or any(info.quantized for info in infos),
+            quantized=is_quantized(settings) or any(info.quantized for info in infos),
             streaming=True,
             updates_in_flight=False,
             dtype=self._expected.dtype,
