@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.runs import SMALL, run, small_config
-from jackpot.analysis.simulate import simulate as simulation
+from jackpot.analysis.simulate import run as simulation
 from jackpot.ui import cli
 from jackpot.ui.results import write_folder
 
-PICTURES = ("ratios", "acceptance", "kl", "theorems", "topk", "identity")
+PICTURES = ("ratios", "acceptance", "kl", "topk")
 
 
 def simulate(*arguments: str) -> str:
@@ -45,12 +45,11 @@ def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path,
     printed = simulate("--seed", "3")
     folder = tmp_path / "runs" / "simulate"
     assert_pictures(folder, *PICTURES)
-    for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is kept", "other rules"):
+    for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is kept"):
         assert text in printed
     assert f"Wrote simulate.html, {', '.join(f'{name}.png' for name in PICTURES)}, simulate.json to " in printed
     found = numbers(folder)
-    assert found["seed"] == 3 and found["theorems"]["optimality"]["better"] == 0
-    assert found["identity"]["deviation"] < 1e-11
+    assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "sources"]
     for curve in found["curves"]:
         for mark in curve["marks"]:
             if mark["acceptance"] is not None:
@@ -118,7 +117,7 @@ def test_a_run_is_shown_over_training(tmp_path: Path, monkeypatch) -> None:
 BAD_INPUT = {
     "a run and a recipe": (["quickstart", "--run", "runs/x"], ["--run", "leave out the recipe"]),
     "candidates without a policy": (["--rollout-model", "starter:policy"], ["--rollout-model", "need a recipe"]),
-    "no rollout model": (["quickstart", "--arm", "on_policy"], ["writes for itself", "--rollout-model PATH"]),
+    "no rollout model": (["quickstart", "--arm", "on_policy"], ["generates its own rollouts", "--rollout-model PATH"]),
     "an unknown recipe": (["quickstrat"], ["did you mean 'quickstart'"]),
     "an unknown key": (["quickstart", "batch.promts=3"], ["did you mean 'batch.prompts'"]),
     "a missing model": (["quickstart", "--rollout-model", "nowhere"], ["nowhere", "save_pretrained"]),

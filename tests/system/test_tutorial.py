@@ -6,8 +6,8 @@ import re
 import pytest
 
 from helpers.paths import ROOT
-from jackpot.analysis.simulate.pairs import PROMPTS
-from jackpot.analysis.simulate.runs import simulate_candidates
+from jackpot.analysis.simulate.candidates import PROMPTS
+from jackpot.analysis.simulate.run import simulate_candidates
 from jackpot.config.recipes import resolve
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"

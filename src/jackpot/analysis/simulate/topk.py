@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.analysis.simulate.states import RECIPE_LAM, StateNumbers, States
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs
 from jackpot.objectives import obrs
 
 KS = (5, 10, 20, 40, 80, 160)
-RECIPE_K = 20  # the paper's and ours
+RECIPE_K = 20  # k of the paper and of the recipes
 _LOW_QUANTILE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKNumbers:
-    """Of each state at each k. All [N, K]."""
+    """The top-k estimate of Z at each state and each k, [N, K] each."""
 
     value: Tensor  # Z_k, which enters the weight
     lower: Tensor
@@ -27,8 +27,8 @@ class TopKNumbers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopK:
-    """One k over all states of a source."""
+class TopKSummary:
+    """The top-k estimate of Z at one k, over all states of a pair of models."""
 
     k: int
     fill_in: bool  # whether p_inf is known at the policy's top-k
@@ -37,21 +37,21 @@ class TopK:
     width: float  # mean of upper - lower
     captured: float  # mean
     outside: int  # states whose exact Z lies outside the bounds
-    kappa: float  # sum a / sum Z_k over the tokens that were written
-    kappa_error: float  # its standard error: which tokens were drawn at these states
-    kappa_exact: float  # sum Z / sum Z_k, which it estimates
+    kappa: float  # sum a / sum Z_k over the sampled tokens
+    kappa_error: float  # standard error of kappa over the draw of tokens at these states
+    kappa_exact: float  # sum Z / sum Z_k, which kappa estimates
     corrected: float  # mean of kappa * Z_k over the mean of Z
 
 
-def sizes(vocabulary: int) -> tuple[int, ...]:
-    """KS up to the vocabulary, which then comes last: with all of it Z_k is Z."""
+def topk_sizes(vocabulary: int) -> tuple[int, ...]:
+    """Return the KS below the vocabulary's size; where that leaves some out, the vocabulary comes last (Z_k is Z)."""
     below = tuple(k for k in KS if k < vocabulary)
     return below if len(below) == len(KS) else (*below, vocabulary)
 
 
-def topk_numbers(states: States, fill_in: bool) -> TopKNumbers:
-    """Z_k of every state at every size, as training computes it from an engine's top-k and the policy's."""
-    ks = sizes(states.rollout.shape[1])
+def topk_numbers(states: StatePairs, fill_in: bool) -> TopKNumbers:
+    """Estimate Z of every state at every k, as training does from the top-k lists of engine and policy."""
+    ks = topk_sizes(states.rollout.shape[1])
     rollout = states.rollout.topk(ks[-1], dim=-1)
     target = states.target.topk(ks[-1], dim=-1)
     target_at_rollout = states.target.gather(-1, rollout.indices)
@@ -74,25 +74,25 @@ def topk_numbers(states: States, fill_in: bool) -> TopKNumbers:
     return TopKNumbers(value=value, lower=lower, upper=upper, captured=captured)
 
 
-def summary(
+def topk_summary(
     numbers: TopKNumbers, exact: StateNumbers, sampled: Tensor, vocabulary: int, fill_in: bool
-) -> tuple[TopK, ...]:
-    """Over all states.
+) -> tuple[TopKSummary, ...]:
+    """Summarize the estimates over all states, one row for each k.
 
     Args:
-        sampled: [N, D] a(x) of the tokens that were written.
+        sampled: [N, D] acceptance a(x) of the tokens drawn at each state.
     """
     z = exact.acceptance[:, RECIPE_LAM]
     draws = sampled.shape[1]
-    error = (exact.acceptance_variance.sum() * draws).sqrt()  # of sum a, given the states
+    error = (exact.acceptance_variance.sum() * draws).sqrt()  # standard deviation of sum a, given the states
     rows = []
-    for place, k in enumerate(sizes(vocabulary)):
+    for place, k in enumerate(topk_sizes(vocabulary)):
         value, lower, upper = numbers.value[:, place], numbers.lower[:, place], numbers.upper[:, place]
         share = torch.where(z > 0, value / z, 1.0)
         z_sum = value.sum() * draws
         kappa = obrs.kappa(sampled.sum(), z_sum)
         rows.append(
-            TopK(
+            TopKSummary(
                 k=k,
                 fill_in=fill_in,
                 z_share=float(share.mean()),

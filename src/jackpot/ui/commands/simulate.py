@@ -5,9 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jackpot.analysis.simulate.pairs import PROMPTS
-from jackpot.analysis.simulate.runs import simulate_candidates, simulate_run
-from jackpot.analysis.simulate.simulate import simulate_families
+from jackpot.analysis.simulate.candidates import PROMPTS
+from jackpot.analysis.simulate.run import simulate_candidates, simulate_families, simulate_run
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.ui.results import write_folder

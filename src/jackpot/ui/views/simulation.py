@@ -6,10 +6,10 @@ Pure: it shows numbers of `analysis.simulate` and computes none that is not in i
 import math
 from collections.abc import Callable, Sequence
 
-from jackpot.analysis.simulate.simulate import Source, Views
-from jackpot.analysis.simulate.states import LAMS, RECIPE_LAM
-from jackpot.analysis.simulate.survey import HIGH_ACCEPTANCE, Curve, Point, Ratios
-from jackpot.analysis.simulate.topk import RECIPE_K, TopK
+from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM
+from jackpot.analysis.simulate.measurements import HIGH_ACCEPTANCE, GapCurve, GapPoint, TokenRatios
+from jackpot.analysis.simulate.run import SimulatedPair, SimulationViews
+from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
 from jackpot.ui.charts import (
     DASHED,
     GREY,
@@ -23,9 +23,8 @@ from jackpot.ui.charts import (
     drawn,
     number,
 )
-from jackpot.ui.views.theorems import identity_section, theorem_section
 
-_COLUMNS: tuple[tuple[str, Callable[[TopK], str]], ...] = (
+_COLUMNS: tuple[tuple[str, Callable[[TopKSummary], str]], ...] = (
     ("fill-in", lambda row: "yes" if row.fill_in else "no"),
     ("Z_k / Z", lambda row: number(row.z_share, ".4f")),
     ("1 % below", lambda row: number(row.z_share_low, ".4f")),
@@ -37,7 +36,7 @@ _COLUMNS: tuple[tuple[str, Callable[[TopK], str]], ...] = (
 )
 
 
-def topk_section(sources: Sequence[Source]) -> Section:
+def topk_section(sources: Sequence[SimulatedPair]) -> Section:
     """Of every source, at every k."""
     names = tuple(name for name, _ in _COLUMNS)
     usual = tuple(_row(source, row) for source in sources for row in source.topk if row.k == RECIPE_K)
@@ -67,11 +66,11 @@ def topk_section(sources: Sequence[Source]) -> Section:
     )
 
 
-def _row(source: Source, row: TopK) -> tuple[str, ...]:
+def _row(source: SimulatedPair, row: TopKSummary) -> tuple[str, ...]:
     return (source.name, *(read(row) for _, read in _COLUMNS))
 
 
-_TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
+_TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopKSummary], float], str], ...] = (
     ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Z_k is never above Z and meets it as k grows."),
     (
         "Share of Z at the worst states",
@@ -91,7 +90,7 @@ _TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
 )
 
 
-def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopK]]) -> tuple[Chart, ...]:
+def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopKSummary]]) -> tuple[Chart, ...]:
     """Over k: solid with the fill-in, dashed without."""
     charts = []
     for title, label, read, note in _TOPK_CHARTS:
@@ -116,21 +115,19 @@ _BEFORE = "KL(policy || rollout model), nats"
 _AFTER = "KL(policy || what is kept), nats"
 
 
-def view_sections(views: Views) -> dict[str, Section]:
+def view_sections(views: SimulationViews) -> dict[str, Section]:
     """By the name of their picture."""
     return {
         "ratios": _ratio_section(views.sources),
         "acceptance": _acceptance_section(views.curves),
         "kl": _kl_section(views.curves),
-        "theorems": theorem_section(views.theorems),
         "topk": topk_section(views.sources),
-        "identity": identity_section(views.identity),
     }
 
 
-def _ratio_section(sources: Sequence[Source]) -> Section:
+def _ratio_section(sources: Sequence[SimulatedPair]) -> Section:
     return Section(
-        title="Ratios of single tokens",
+        title="TokenRatios of single tokens",
         intro="View (a) of the paper's Figure 2: p_policy / p_rollout of a token before, p_policy / p~ after, where p~ "
         "is the distribution of accepted tokens at lam = 1. Above lam the ratio is only multiplied by Z; below lam it "
         "is lifted to Z. OBRS removes the small ratios, not the large ones: what the rollout model never writes no "
@@ -139,7 +136,7 @@ def _ratio_section(sources: Sequence[Source]) -> Section:
     )
 
 
-def _ratio_chart(ratios: Ratios) -> Chart:
+def _ratio_chart(ratios: TokenRatios) -> Chart:
     clouds = (
         ("written by the rollout model", ratios.before, ratios.after),
         ("written by the policy", ratios.policy_before, ratios.policy_after),
@@ -163,7 +160,7 @@ def _ratio_chart(ratios: Ratios) -> Chart:
     )
 
 
-def _acceptance_section(curves: Sequence[Curve]) -> Section:
+def _acceptance_section(curves: Sequence[GapCurve]) -> Section:
     charts = [_acceptance_chart(curves, place) for place in range(len(LAMS))]
     kls = [mark.kl for curve in curves[:1] for mark in curve.marks]
     rows = [
@@ -184,7 +181,7 @@ def _acceptance_section(curves: Sequence[Curve]) -> Section:
     )
 
 
-def _acceptance_chart(curves: Sequence[Curve], place: int) -> Chart:
+def _acceptance_chart(curves: Sequence[GapCurve], place: int) -> Chart:
     series = []
     for order, curve in enumerate(curves):
         kl = _column(curve, lambda point: point.kl, SMALLEST_KL)
@@ -210,7 +207,7 @@ def _acceptance_chart(curves: Sequence[Curve], place: int) -> Chart:
     )
 
 
-def _kl_section(curves: Sequence[Curve]) -> Section:
+def _kl_section(curves: Sequence[GapCurve]) -> Section:
     kls = [mark.kl for curve in curves[:1] for mark in curve.marks]
     table = Table(
         title="KL before / KL after at lam = 1",
@@ -227,7 +224,7 @@ def _kl_section(curves: Sequence[Curve]) -> Section:
     )
 
 
-def _kl_charts(curves: Sequence[Curve]) -> tuple[Chart, ...]:
+def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
     before = [_column(curve, lambda point: point.kl, SMALLEST_KL) for curve in curves]
     after = [_column(curve, lambda point: point.kl_after[RECIPE_LAM], SMALLEST_KL) for curve in curves]
     every = [value for column in before for value in column if value] or [1.0]
@@ -275,12 +272,14 @@ def _kl_charts(curves: Sequence[Curve]) -> tuple[Chart, ...]:
     )
 
 
-def _lines(curves: Sequence[Curve], x: Sequence[tuple], y: Sequence[tuple]) -> tuple[Series, ...]:
+def _lines(curves: Sequence[GapCurve], x: Sequence[tuple], y: Sequence[tuple]) -> tuple[Series, ...]:
     return tuple(
         Series(name=curve.name, x=x[order], y=y[order], number=order, style="both")
         for order, curve in enumerate(curves)
     )
 
 
-def _column(curve: Curve, read: Callable[[Point], float], smallest: float = -math.inf) -> tuple[float | None, ...]:
+def _column(
+    curve: GapCurve, read: Callable[[GapPoint], float], smallest: float = -math.inf
+) -> tuple[float | None, ...]:
     return drawn([read(point) for point in curve.points], smallest)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from jackpot.analysis.simulate.pairs import LARGE_GAP, LEFT_OVER, SMALL_GAP, Candidate
-from jackpot.analysis.simulate.runs import PairViews, Stage
-from jackpot.analysis.simulate.topk import TopK
+from jackpot.analysis.simulate.candidates import LARGE_GAP, LEFT_OVER, SMALL_GAP, Candidate
+from jackpot.analysis.simulate.run import CheckpointPair, PairSimulation
+from jackpot.analysis.simulate.topk import TopKSummary
 from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, drawn, number
 from jackpot.ui.views.simulation import view_sections
 
@@ -25,7 +25,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
 )
 
 
-def pair_sections(found: PairViews) -> dict[str, Section]:
+def pair_sections(found: PairSimulation) -> dict[str, Section]:
     """By the name of their picture; without training there is none of it."""
     first = found.candidates[0]
     table = _over_iterations(found) if found.training else _side_by_side(found)
@@ -51,7 +51,7 @@ def pair_sections(found: PairViews) -> dict[str, Section]:
     return sections | view_sections(found.views)
 
 
-def _side_by_side(found: PairViews) -> Table:
+def _side_by_side(found: PairSimulation) -> Table:
     """A column for each rollout model: paths are long, and there are more numbers than models."""
     return Table(
         title="Rollout models before training",
@@ -61,7 +61,7 @@ def _side_by_side(found: PairViews) -> Table:
     )
 
 
-def _over_iterations(found: PairViews) -> Table:
+def _over_iterations(found: PairSimulation) -> Table:
     """A row for each checkpoint; what the top k leave open has charts of its own."""
     rows = [row for row in _ROWS if row[0] not in ("size", "captured", "width")]
     return Table(
@@ -72,7 +72,7 @@ def _over_iterations(found: PairViews) -> Table:
     )
 
 
-def _training_section(found: PairViews) -> Section:
+def _training_section(found: PairSimulation) -> Section:
     left_out = f" Left out: {'; '.join(found.left_out)}." if found.left_out else ""
     stages = found.training
     rows = tuple(
@@ -104,7 +104,7 @@ def _training_section(found: PairViews) -> Section:
     )
 
 
-def _model_charts(stages: Sequence[Stage]) -> tuple[Chart, ...]:
+def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
     x = tuple(stage.iteration for stage in stages)
 
     def line(name: str, read: Callable[[Candidate], float], order: int) -> Series:
@@ -145,7 +145,7 @@ def _model_charts(stages: Sequence[Stage]) -> tuple[Chart, ...]:
     )
 
 
-_OVER_TRAINING: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
+_OVER_TRAINING: tuple[tuple[str, str, Callable[[TopKSummary], float], str], ...] = (
     ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Solid: with the fill-in; dashed: without."),
     ("The worst states", "Z_k / Z, 1 % of states are below", lambda row: row.z_share_low, "Which k is enough."),
     ("What is left open", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
@@ -154,7 +154,7 @@ _OVER_TRAINING: tuple[tuple[str, str, Callable[[TopK], float], str], ...] = (
 )
 
 
-def _topk_charts(stages: Sequence[Stage]) -> tuple[Chart, ...]:
+def _topk_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
     x = tuple(stage.iteration for stage in stages)
     sizes = sorted({row.k for row in stages[0].topk})
     charts = []
@@ -174,7 +174,7 @@ def _topk_charts(stages: Sequence[Stage]) -> tuple[Chart, ...]:
     return (*charts, _kappa_chart(stages, x, sizes))
 
 
-def _kappa_chart(stages: Sequence[Stage], x: tuple[int, ...], sizes: Sequence[int]) -> Chart:
+def _kappa_chart(stages: Sequence[CheckpointPair], x: tuple[int, ...], sizes: Sequence[int]) -> Chart:
     series = []
     for order, k in enumerate(sizes):
         rows = [row for stage in stages for row in stage.topk if row.k == k and row.fill_in]

@@ -1,6 +1,6 @@
-"""Everything that is measured of one pair of models, in one pass over its states.
+"""Measures one pair of models in one pass over its states, and summarizes the states as points, curves and ratios.
 
-A source is a pair with a name: a made-up family at one gap, two real models, or the models of a checkpoint.
+A pair is a synthetic family at one gap, two real models, or the two models of a checkpoint.
 """
 
 import math
@@ -10,31 +10,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.analysis.simulate.states import LAMS, RECIPE_LAM, StateNumbers, States, joined, measure
-from jackpot.analysis.simulate.topk import TopK, TopKNumbers, summary, topk_numbers
+from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
+from jackpot.analysis.simulate.topk import TopKNumbers, TopKSummary, topk_numbers, topk_summary
 from jackpot.objectives import obrs
 
-KEPT = 16  # states that are kept whole, for ratios, theorems and the identity
-_TOKENS = 12  # of a kept state in the picture of ratios, from either model
+KEPT = 16  # states whose whole distributions are kept, for the ratios of tokens
+_TOKENS = 12  # tokens of a kept state in the picture of ratios, from either model
 _LOW_ACCEPTANCE = 0.5
-MARKS = (0.01, 0.1, 1.0)  # nats
-HIGH_ACCEPTANCE = 0.95  # the paper's figure
+MARKS = (0.01, 0.1, 1.0)  # KL at which curves are read off, nats
+HIGH_ACCEPTANCE = 0.95  # the paper's claim at large gaps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Survey:
-    """All states of a source."""
+class PairMeasurement:
+    """The numbers of all states of one pair of models."""
 
     name: str
     vocabulary: int
     numbers: StateNumbers
-    topk: tuple[TopK, ...]  # with the fill-in, then without
-    kept: States  # evenly from all states
+    topk: tuple[TopKSummary, ...]  # with the fill-in, then without
+    kept: StatePairs  # KEPT states, evenly from all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """Means over some states: those of one gap of a family, or those of like KL of a real pair."""
+class GapPoint:
+    """Means over states of about one gap: one gap of a family, or states of like KL of a real pair."""
 
     states: int
     kl: float  # KL(target || rollout), nats
@@ -47,14 +47,14 @@ class Point:
 
     @property
     def factor(self) -> float:
-        """KL before over KL after at lam = 1, inf where nothing is left."""
+        """Return KL before over KL after at lam = 1, inf where no KL is left."""
         after = self.kl_after[RECIPE_LAM]
         return self.kl / after if after > 0.0 else math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """A curve read off at one KL, interpolated; None where the curve does not reach."""
+class CurveReading:
+    """Values of a curve at one KL, interpolated; None where the curve does not reach it."""
 
     kl: float
     acceptance: float | None  # at lam = 1
@@ -62,33 +62,35 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class GapCurve:
+    """Acceptance and KL after rejection against the KL before it."""
+
     name: str
-    points: tuple[Point, ...]  # by KL
-    marks: tuple[Mark, ...]  # at MARKS
+    points: tuple[GapPoint, ...]  # in the order of their KL
+    marks: tuple[CurveReading, ...]  # values at MARKS
     kl_at_high_acceptance: float | None  # where the acceptance passes HIGH_ACCEPTANCE on its way down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ratios:
+class TokenRatios:
     """p_target / p_inf and p_target / p~ = Z max(lam, rho) of single tokens, at lam = 1."""
 
     name: str
     kl: float  # mean KL(target || rollout) of the source
     before: tuple[float, ...]  # of tokens drawn from p_inf
     after: tuple[float, ...]
-    policy_before: tuple[float, ...]  # of tokens drawn from p_target, which p_inf may hardly ever write
+    policy_before: tuple[float, ...]  # of tokens drawn from p_target, which p_inf may sample very rarely
     policy_after: tuple[float, ...]
 
 
-def survey(name: str, chunks: Iterable[States], total: int) -> Survey:
-    """Measure every state of `chunks`, which are `total` states together."""
+def measure_pair(name: str, chunks: Iterable[StatePairs], total: int) -> PairMeasurement:
+    """Measure every state of `chunks`, which hold `total` states together."""
     stride = max(1, total // KEPT)
     seen, parts, kept, sampled = 0, [], [], []
     topk: dict[bool, list[TopKNumbers]] = {True: [], False: []}
     vocabulary = 0
     for states in chunks:
-        parts.append(measure(states))
+        parts.append(measure_states(states))
         for fill_in, numbers in topk.items():
             numbers.append(topk_numbers(states, fill_in))
         sampled.append(sampled_acceptance(states))
@@ -97,27 +99,27 @@ def survey(name: str, chunks: Iterable[States], total: int) -> Survey:
         seen += len(states)
         vocabulary = states.rollout.shape[1]
     numbers, drawn = joined(parts), torch.cat(sampled)
-    return Survey(
+    return PairMeasurement(
         name=name,
         vocabulary=vocabulary,
         numbers=numbers,
         topk=tuple(
-            row for fill, each in topk.items() for row in summary(joined(each), numbers, drawn, vocabulary, fill)
+            row for fill, each in topk.items() for row in topk_summary(joined(each), numbers, drawn, vocabulary, fill)
         ),
         kept=joined(kept),
     )
 
 
-def sampled_acceptance(states: States) -> Tensor:
-    """a(x) of the tokens that were written, at lam = 1: [N, D]."""
+def sampled_acceptance(states: StatePairs) -> Tensor:
+    """Return the acceptance a(x) of the drawn tokens at lam = 1, [N, D]."""
     ids = states.token_ids
     return obrs.acceptance(states.rollout.gather(-1, ids), states.target.gather(-1, ids), LAMS[RECIPE_LAM])
 
 
-def point(numbers: StateNumbers) -> Point:
-    """Means over all of the states."""
+def mean_point(numbers: StateNumbers) -> GapPoint:
+    """Average the numbers over all of the states."""
     at_one = numbers.acceptance[:, RECIPE_LAM]
-    return Point(
+    return GapPoint(
         states=len(numbers.kl),
         kl=float(numbers.kl.mean()),
         reverse_kl=float(numbers.reverse_kl.mean()),
@@ -129,8 +131,8 @@ def point(numbers: StateNumbers) -> Point:
     )
 
 
-def curve(name: str, points: Sequence[Point]) -> Curve:
-    """The points in the order of their KL, and what can be read off between them."""
+def gap_curve(name: str, points: Sequence[GapPoint]) -> GapCurve:
+    """Order the points by their KL and read the curve off at MARKS and at HIGH_ACCEPTANCE."""
     points = sorted(points, key=lambda one: one.kl)
     logs = [math.log(one.kl) for one in points]
     acceptance = [one.acceptance[RECIPE_LAM] for one in points]
@@ -138,9 +140,9 @@ def curve(name: str, points: Sequence[Point]) -> Curve:
     marks = []
     for kl in MARKS:
         at, factor = (_read_off(logs, values, math.log(kl)) for values in (acceptance, factors))
-        marks.append(Mark(kl=kl, acceptance=at, factor=None if factor is None else math.exp(factor)))
+        marks.append(CurveReading(kl=kl, acceptance=at, factor=None if factor is None else math.exp(factor)))
     high = _read_off([-value for value in acceptance], logs, -HIGH_ACCEPTANCE)
-    return Curve(
+    return GapCurve(
         name=name,
         points=tuple(points),
         marks=tuple(marks),
@@ -149,7 +151,7 @@ def curve(name: str, points: Sequence[Point]) -> Curve:
 
 
 def _read_off(x: Sequence[float], y: Sequence[float], at: float) -> float | None:
-    """y at the first place where x, which rises on the whole, passes `at`; None where it does not."""
+    """Interpolate y at the first place where x, which rises on the whole, passes `at`; None where it does not."""
     for left in range(len(x) - 1):
         if x[left] <= at <= x[left + 1]:
             share = (at - x[left]) / (x[left + 1] - x[left]) if x[left + 1] > x[left] else 0.0
@@ -158,28 +160,28 @@ def _read_off(x: Sequence[float], y: Sequence[float], at: float) -> float | None
     return None
 
 
-def binned(name: str, numbers: StateNumbers, bins: int = 14, least: int = 8, smallest: float = 1e-5) -> Curve:
-    """The states of one source by their own KL, in bins of equal width on a logarithmic axis.
+def curve_by_kl(name: str, numbers: StateNumbers, bins: int = 14, least: int = 8, smallest: float = 1e-5) -> GapCurve:
+    """Sort the states of one pair by their own KL into bins of equal width on a logarithmic axis, a point for each.
 
-    Bins of fewer than `least` states are left out, and so are states below `smallest` nats: rounding, nothing else.
+    Bins of fewer than `least` states are left out, and so are states below `smallest` nats, whose KL is rounding.
     """
     logs = numbers.kl.clamp(min=smallest).log()
     usable = (numbers.kl > smallest) & numbers.kl.isfinite()
     if not usable.any():
-        return curve(name, [])
+        return gap_curve(name, [])
     low, high = logs[usable].min(), logs[usable].max()
     place = ((logs - low) / (high - low).clamp(min=1e-9) * bins).floor().clamp(max=bins - 1)
     groups = [usable & (place == number) for number in range(bins)]
-    return curve(name, [point(_some(numbers, rows)) for rows in groups if rows.sum() >= least])
+    return gap_curve(name, [mean_point(_some(numbers, rows)) for rows in groups if rows.sum() >= least])
 
 
 def share_below(numbers: StateNumbers) -> float:
-    """The share of states where less than half is accepted at lam = 1."""
+    """Return the share of states where less than half is accepted at lam = 1."""
     return float((numbers.acceptance[:, RECIPE_LAM] < _LOW_ACCEPTANCE).double().mean())
 
 
-def ratios(one: Survey) -> Ratios:
-    """Of tokens drawn at the kept states, evenly over each distribution: no chance is in it."""
+def token_ratios(one: PairMeasurement) -> TokenRatios:
+    """Compute the ratios of tokens at evenly spaced quantiles of either model's distribution at the kept states."""
     states = one.kept
     z = obrs.exact_z(states.rollout, states.target, 1.0)[:, None]
     clouds = []
@@ -190,7 +192,7 @@ def ratios(one: Survey) -> Ratios:
         rollout, target = states.rollout.gather(-1, ids), states.target.gather(-1, ids)
         clouds += [(target - rollout).exp(), obrs.weight(rollout, target, z, 1.0)]
     before, after, policy_before, policy_after = (tuple(cloud.flatten().tolist()) for cloud in clouds)
-    return Ratios(
+    return TokenRatios(
         name=one.name,
         kl=float(one.numbers.kl.mean()),
         before=before,

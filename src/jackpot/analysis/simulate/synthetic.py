@@ -1,7 +1,7 @@
-"""Made-up pairs of models whose gap can be set: what OBRS does depends on the kind of gap, so there are four.
+"""Synthetic pairs of models whose gap is a parameter: the effect of OBRS depends on the kind of gap, so there are four.
 
 One of the two distributions of a state is Zipf's, p ~ rank^-e with e uniform in [1, 2.5] (0.7 to 7 nats of entropy over
-32,768 tokens, as a language model has). The other is made of it.
+32,768 tokens, as a language model has). The other is derived from it.
 """
 
 from collections.abc import Callable
@@ -10,33 +10,40 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from jackpot.analysis.simulate.states import States
+from jackpot.analysis.simulate.distributions import StatePairs
 from jackpot.core.prng import stream_key
 
 VOCABULARY = 32_768
-DRAWS = 32  # tokens of the rollout model at each state
+DRAWS = 32  # tokens drawn from the rollout model at each state
 _EXPONENTS = (1.0, 2.5)
 _MOVED_RANKS = (20, 200)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class GapFamily:
+    """One kind of gap between policy and rollout model, of any size."""
+
     name: str
-    text: str
-    gaps: tuple[float, ...]  # small to large; what a gap is, `text` says
-    pair: Callable[[Tensor, float, Generator], tuple[Tensor, Tensor]]  # Zipf's log-probs, gap: log p_inf, log p_target
+    text: str  # what the gap is
+    gaps: tuple[float, ...]  # sizes to measure, from small to large
+    pair: Callable[[Tensor, float, Generator], tuple[Tensor, Tensor]]  # (Zipf's, gap, ...) -> log p_inf, log p_target
 
 
-def states_of(family: Family, gap: float, count: int, seed: int, part: int = 0, vocabulary: int = VOCABULARY) -> States:
-    """`count` states of a family at one gap. The same arguments give the same states, another `part` gives others;
-    gaps differ in nothing else."""
+def sample_states(
+    family: GapFamily, gap: float, count: int, seed: int, part: int = 0, vocabulary: int = VOCABULARY
+) -> StatePairs:
+    """Sample `count` states of a family at one gap.
+
+    Equal arguments give equal states, another `part` gives other states. States of different gaps share their random
+    numbers.
+    """
     generator = Generator().manual_seed(stream_key(seed, "simulate", family.name, part))
     low, high = _EXPONENTS
     exponents = low + (high - low) * torch.rand(count, 1, generator=generator, dtype=torch.float64)
     ranks = torch.arange(1, vocabulary + 1, dtype=torch.float64)
     rollout, target = family.pair(torch.log_softmax(-exponents * ranks.log(), -1), gap, generator)
     ids = torch.multinomial(rollout.exp(), DRAWS, replacement=True, generator=generator)
-    return States(rollout=rollout, target=target, token_ids=ids)
+    return StatePairs(rollout=rollout, target=target, token_ids=ids)
 
 
 def _noise(zipf: Tensor, gap: float, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -63,25 +70,25 @@ def _steps(low: float, high: float, count: int = 12) -> tuple[float, ...]:
 
 
 FAMILIES = (
-    Family(
+    GapFamily(
         name="noise",
         text="p_target's logits are p_inf's plus Gaussian noise whose standard deviation is the gap",
         gaps=_steps(0.045, 4.0),
         pair=_noise,
     ),
-    Family(
+    GapFamily(
         name="sharper",
         text="p_target is p_inf at the temperature 1 / (1 + gap)",
         gaps=_steps(0.025, 6.0),
         pair=_sharper,
     ),
-    Family(
+    GapFamily(
         name="moved mode",
         text="p_target moves the share gap of all mass to one token of rank 21 to 201 in p_inf",
         gaps=_steps(5e-4, 0.6),
         pair=_moved_mode,
     ),
-    Family(
+    GapFamily(
         name="leak",
         text="p_inf leaks the share gap of its mass evenly over the vocabulary; p_target does not",
         gaps=_steps(1e-3, 0.95),

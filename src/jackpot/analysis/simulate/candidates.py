@@ -1,7 +1,7 @@
-"""Two real models: the rollout model writes, and both say what they think of every token of it.
+"""Measures a candidate rollout model beside a policy: the candidate answers prompts, and both models score its tokens.
 
-Nothing is trained. Every number is one that a run would begin with, so several rollout models can be compared before
-any of them is trained with.
+Nothing is trained. Every number is one that a run would begin with, so several rollout models can be compared before a
+run trains with one of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.analysis.simulate.states import RECIPE_LAM, States
-from jackpot.analysis.simulate.survey import Survey, point, share_below, survey
-from jackpot.analysis.simulate.topk import RECIPE_K, TopK
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs
+from jackpot.analysis.simulate.measurements import PairMeasurement, mean_point, measure_pair, share_below
+from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
@@ -31,60 +31,60 @@ from jackpot.rollout.evaluate import Evaluation, evaluate
 from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_task
 
-MOST_STATES = 4_096  # whole distributions that are compared; more say no more
-PROMPTS = 256
+MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
+PROMPTS = 256  # held-out prompts that each rollout model answers by default
 SMALL_GAP, LARGE_GAP = 0.98, 0.5  # mean Z at lam = 1
-LEFT_OVER = 0.6  # of the KL
+LEFT_OVER = 0.6  # share of the KL that rejection leaves
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A rollout model beside the policy, before training. Means over response tokens unless something else is said."""
+    """Numbers of a rollout model beside the policy, before training: means over response tokens unless noted."""
 
     name: str
     parameters: int
     policy_parameters: int
     responses: int
-    mean_tokens: float  # of a response
+    mean_tokens: float  # tokens of a response
     states: int  # tokens whose whole distributions were compared
-    accuracy: float  # of the rollout model, sampled
-    policy_accuracy: float
+    accuracy: float  # accuracy of the rollout model, sampled
+    policy_accuracy: float  # accuracy of the policy, sampled
     kl_policy_rollout: float  # KL(policy || rollout model), nats a token
     kl_rollout_policy: float
-    kl_after: float  # KL(policy || what OBRS keeps) at lam = 1
+    kl_after: float  # KL(policy || accepted tokens) at lam = 1
     acceptance: float  # mean Z at lam = 1
     acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
     k: int  # RECIPE_K, or the vocabulary where that is smaller
-    captured: float  # p_inf of the two top-k sets, with the fill-in
-    width: float  # of the bounds on Z, with the fill-in
+    captured: float  # probability under p_inf of the two top-k sets, with the fill-in
+    width: float  # width of the bounds on Z, with the fill-in
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
     advice: str
 
     @property
     def size_share(self) -> float:
-        """Its parameters over the policy's."""
+        """Return the candidate's parameters over the policy's."""
         return self.parameters / self.policy_parameters
 
 
-class Bench:
-    """A task, its prompts and a tokenizer, on which pairs of models are measured.
+class PairBench:
+    """Measures pairs of models on one task, with one tokenizer and one set of held-out prompts.
 
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
         ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
     """
 
-    def __init__(self, config: Config, policy: str, writers: Sequence[str], prompts: int, seed: int) -> None:
+    def __init__(self, config: Config, policy: str, candidates: Sequence[str], prompts: int, seed: int) -> None:
         if config.sampling.truncated:
             raise ConfigError(
                 f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
                 f"this compares distributions over the whole vocabulary; use sampling.top_p=1.0 sampling.top_k=0"
             )
         self._config, self._seed = config, seed
-        paths = {"policy": policy} | {f"rollout model {path}": path for path in writers}
+        paths = {"policy": policy} | {f"rollout model {path}": path for path in candidates}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
         outlines = {role: load_outline(path) for role, path in paths.items()}
         check_vocabulary(outlines, self._tokenizer)
@@ -93,33 +93,33 @@ class Bench:
         self._device = pick_device(config)
         self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
 
-    def measure(self, name: str, policy: str, writer: str) -> tuple[Candidate, Survey]:
-        """The models in two folders, on what the second one writes."""
-        written = self._answers(writer)
+    def measure(self, name: str, policy: str, rollout_model: str) -> tuple[Candidate, PairMeasurement]:
+        """Measure the models in two folders on the responses of the second one."""
+        sampled = self._answers(rollout_model)
         with closing(self._engine(policy)) as engine:
             alone = evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
-            scores = engine.score(written.rollouts, self._config.sampling.temperature)
-        chosen = _first(written.rollouts, MOST_STATES)
+            scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
+        chosen = _first(sampled.rollouts, MOST_STATES)
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
-        models = [load_model(path, torch.float32, self._device) for path in (policy, writer)]
-        found = survey(name, pair_states(*models, chosen, self._config.sampling.temperature), total)
+        models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
+        found = measure_pair(name, pair_states(*models, chosen, self._config.sampling.temperature), total)
         parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
-        return _candidate(found, written, alone, scores, parameters), found
+        return _candidate(found, sampled, alone, scores, parameters), found
 
     def _answers(self, path: str) -> Evaluation:
         with closing(self._engine(path)) as engine:
             return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
     def _engine(self, path: str) -> Engine:
-        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # servers hold one model of their own
+        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
         return make_engine(settings, path, self._device, Version(0, 0))
 
 
 @torch.no_grad()
 def pair_states(
     policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
-) -> Iterator[States]:
-    """Both models at every token that was sampled, a few tokens at a time; `token_ids` [n, 1] are those written."""
+) -> Iterator[StatePairs]:
+    """Yield both models' distributions at every sampled token, a few tokens at a time, with those tokens [n, 1]."""
     for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
         sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
@@ -127,11 +127,11 @@ def pair_states(
         rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
         for (log_p, token_ids), (log_q,) in zip(rollout, target, strict=True):
-            yield States(rollout=log_p.cpu(), target=log_q.cpu(), token_ids=token_ids.cpu())
+            yield StatePairs(rollout=log_p.cpu(), target=log_q.cpu(), token_ids=token_ids.cpu())
 
 
 def _first(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
-    """As many as have `most` sampled tokens together, one at least; prompts come in no order that matters."""
+    """Return the first rollouts that have at most `most` sampled tokens together, one rollout at least."""
     total, chosen = 0, []
     for rollout in rollouts:
         total += int(rollout.sampled_mask.sum())
@@ -142,24 +142,24 @@ def _first(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 
 
 def _candidate(
-    found: Survey, written: Evaluation, alone: Evaluation, scores: Sequence[Tensor], parameters: Sequence[int]
+    found: PairMeasurement, sampled: Evaluation, alone: Evaluation, scores: Sequence[Tensor], parameters: Sequence[int]
 ) -> Candidate:
     log_ratios = [
         torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
-        for rollout, score in zip(written.rollouts, scores, strict=True)
+        for rollout, score in zip(sampled.rollouts, scores, strict=True)
     ]
-    mask = pad_sequence([rollout.sampled_mask for rollout in written.rollouts], batch_first=True)
+    mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
-    means, topk = point(found.numbers), _recipe_row(found.topk)
+    means, topk = mean_point(found.numbers), _recipe_row(found.topk)
     acceptance, after = means.acceptance[RECIPE_LAM], means.kl_after[RECIPE_LAM]
     return Candidate(
         name=found.name,
         parameters=parameters[1],
         policy_parameters=parameters[0],
-        responses=len(written.rollouts),
-        mean_tokens=written.mean_tokens,
+        responses=len(sampled.rollouts),
+        mean_tokens=sampled.mean_tokens,
         states=means.states,
-        accuracy=written.accuracy,
+        accuracy=sampled.accuracy,
         policy_accuracy=alone.accuracy,
         kl_policy_rollout=means.kl,
         kl_rollout_policy=means.reverse_kl,
@@ -176,18 +176,20 @@ def _candidate(
     )
 
 
-def _recipe_row(rows: Sequence[TopK]) -> TopK:
-    """With the fill-in, at RECIPE_K or the largest size below it."""
+def _recipe_row(rows: Sequence[TopKSummary]) -> TopKSummary:
+    """Return the row with the fill-in at RECIPE_K, or at the largest k below it."""
     return max((row for row in rows if row.fill_in and row.k <= RECIPE_K), key=lambda row: row.k, default=rows[0])
 
 
 def advice(acceptance: float, kl: float, after: float) -> str:
-    """What mean Z and the KL before and after OBRS say of a pair. The limits are rules of thumb, not theorems."""
+    """Say in a sentence what mean Z and the KL before and after OBRS mean for a pair; the limits are rules of thumb."""
     facts = f"of 100 tokens {100 * acceptance:.1f} are kept, and the KL falls from {kl:.4f} to {after:.4f} nats a token"
     if acceptance >= SMALL_GAP:
         return f"a small gap: {facts}; OBRS has little to correct, and truncated importance sampling does as well"
     if acceptance < LARGE_GAP:
         return f"a gap that is too large: {facts}; take a closer model, or distil the policy into this one first"
     if after > LEFT_OVER * kl:
-        return f"a gap that rejection hardly closes: {facts}; this model lacks what the policy writes, so distil more"
+        return (
+            f"a gap that rejection hardly closes: {facts}; this model lacks what the policy generates, so distil more"
+        )
     return f"a gap that OBRS is meant for: {facts}; keep joint training on, so that it does not grow"

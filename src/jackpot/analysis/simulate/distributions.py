@@ -1,4 +1,4 @@
-"""Next-token distributions of two models at the same states, and what OBRS makes of each state.
+"""Next-token distributions of two models at the same states, with the KL and the acceptance of OBRS at each state.
 
 All in float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
 """
@@ -19,8 +19,8 @@ Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class States:
-    """What both models say at N states, and what the rollout model wrote there."""
+class StatePairs:
+    """The distributions of both models at N states, and tokens drawn there from the rollout model."""
 
     rollout: Tensor  # [N, V] log p_inf, float64
     target: Tensor  # [N, V] log p_target, float64
@@ -29,19 +29,19 @@ class States:
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def pick(self, rows: Tensor) -> "States":
-        """Some of the states: `rows` are numbers or a mask."""
-        return States(rollout=self.rollout[rows], target=self.target[rows], token_ids=self.token_ids[rows])
+    def pick(self, rows: Tensor) -> "StatePairs":
+        """Return some of the states; `rows` are their numbers or a mask [N]."""
+        return StatePairs(rollout=self.rollout[rows], target=self.target[rows], token_ids=self.token_ids[rows])
 
     @property
     def rho(self) -> Tensor:
-        """p_target / p_inf [N, V]: inf where only the rollout model gives 0, NaN where both do."""
+        """Return p_target / p_inf, [N, V]: inf where only the rollout model gives 0, NaN where both do."""
         return (self.target - self.rollout).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateNumbers:
-    """What is exact at each state, from the whole vocabulary."""
+    """Numbers of each state, exact sums over the whole vocabulary."""
 
     kl: Tensor  # [N] KL(target || rollout), nats
     reverse_kl: Tensor  # [N] KL(rollout || target)
@@ -51,31 +51,31 @@ class StateNumbers:
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first || second) of log-probs [..., V] -> [...], nats; inf where the second lacks what the first has."""
+    """Return KL(first || second) of log-probs [..., V] as [...], nats; inf where only the second gives 0 to a token."""
     return torch.where(first > -torch.inf, first.exp() * (first - second), 0.0).sum(-1)
 
 
-def rejected_divergence(states: States, lam: float | Tensor) -> Tensor:
-    """KL(target || p~) at each state, [N]; inf where nothing is ever accepted. A tensor `lam` is [N, 1].
+def rejected_divergence(states: StatePairs, lam: float | Tensor) -> Tensor:
+    """Return KL(target || p~) at each state, [N] nats; inf where nothing is ever accepted. A tensor `lam` is [N, 1].
 
-    Rounding leaves up to 1e-13 on either side of 0 where p~ is the target; below 0 it is cut.
+    Where p~ is the target, rounding leaves up to 1e-13 on either side of 0; the result is never below 0.
     """
     after = divergence(states.target, obrs.post_rejection(states.rollout, states.target, lam))
     return torch.where(after.isnan(), torch.inf, after.clamp(min=0.0))
 
 
-def measure(states: States) -> StateNumbers:
-    """Every number of every state; a few states at a time, which stay in the processor's cache."""
+def measure_states(states: StatePairs) -> StateNumbers:
+    """Compute every number of every state, a few states at a time so that they stay in the processor's cache."""
     size = max(1, _CACHED_ELEMENTS // states.rollout.shape[1])
     return joined(
         [
-            _measure(states.pick(torch.arange(len(states))[start : start + size]))
+            _measure_chunk(states.pick(torch.arange(len(states))[start : start + size]))
             for start in range(0, len(states), size)
         ]
     )
 
 
-def _measure(states: States) -> StateNumbers:
+def _measure_chunk(states: StatePairs) -> StateNumbers:
     rollout, target = states.rollout, states.target
     accept = obrs.acceptance(rollout, target, 1.0)
     square = torch.where(rollout > -torch.inf, rollout.exp() * accept.square(), 0.0).sum(-1)
@@ -90,6 +90,6 @@ def _measure(states: States) -> StateNumbers:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Several chunks as one, in their order: equal dataclasses whose fields are all tensors [n, ...]; one at least."""
+    """Concatenate chunks in their order: one or more equal dataclasses whose fields are all tensors [n, ...]."""
     names = parts[0].__dataclass_fields__
     return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
