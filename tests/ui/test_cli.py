@@ -5,12 +5,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from jackpot.analysis.simulate.pairs import PROMPTS
 
 from helpers.commands import jackpot
 from helpers.programs import run, without
 from jackpot.analysis.compare.comparison import UNITS
 from jackpot.analysis.replay.formats import AUTO, FORMATS
+from jackpot.analysis.simulate.candidates import PROMPTS
 from jackpot.ui import cli, commands
 from jackpot.ui.report.inspector import MAX_TOKENS
 
