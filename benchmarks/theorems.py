@@ -38,7 +38,7 @@ from jackpot.analysis.simulate.distributions import (
 )
 from jackpot.analysis.simulate.measurements import PairMeasurement
 from jackpot.analysis.simulate.run import synthetic_measurements
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.objectives import obrs
 from jackpot.ui.charts import DASHED, GREY, SMALLEST_RATIO, Chart, Guide, Section, Series, Table, drawn, number
 from jackpot.ui.results import write_folder
@@ -283,7 +283,7 @@ def optimality(names: list[str], states: StatePairs, seed: int) -> tuple[Optimal
 
 def _other_rules(states: StatePairs, obrs_lam: Tensor, budget: float, seed: int) -> list[Tensor]:
     """Draw log-weights [N, R, V] of rules far from OBRS and near it; a larger weight is accepted more often."""
-    generator = Generator().manual_seed(stream_key(seed, "simulate", "rules", f"{budget:g}"))
+    generator = Generator().manual_seed(fold_in(seed, "simulate", "rules", f"{budget:g}"))
     shape = (len(states), ALTERNATIVES, states.rollout.shape[1])
     near = obrs.acceptance(states.rollout, states.target, obrs_lam).clamp(min=1e-300).log()[:, None]
     far = [

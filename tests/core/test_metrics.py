@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jackpot.core.metrics import Effective, Histogram, Max, Mean, Total, add_sums, all_reduce_sums, masked_sum
+from jackpot.core.metrics import EffectiveSampleSize, Histogram, Max, Mean, Sum, add_sums, all_reduce_sums, masked_sum
 
 
 def sample(seed=0, shape=(3, 5)):
@@ -45,7 +45,7 @@ def test_sums_are_taken_in_float64():
 
 def test_parts_add_up_to_the_whole():
     values, mask = sample(1, (8, 6))
-    for kind in (Mean, Max, Effective):
+    for kind in (Mean, Max, EffectiveSampleSize):
         whole, parts = kind.of(values, mask), kind.of(values[:3], mask[:3]) + kind.of(values[3:], mask[3:])
         assert [x.item() for x in parts] == pytest.approx([x.item() for x in whole], rel=1e-13)
 
@@ -94,37 +94,39 @@ def effective(log_weights):
 def test_a_total_counts_what_is_true_and_adds():
     _, mask = sample()
     counted = int(mask.numpy().sum())
-    assert (Total.of(mask) + Total.of(~mask)).value.item() == mask.numel() and Total.of(mask).value.item() == counted
+    assert (Sum.of(mask) + Sum.of(~mask)).value.item() == mask.numel() and Sum.of(mask).value.item() == counted
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 400.0])
 def test_the_effective_size_is_that_of_the_weights_however_large_they_are(scale):
     values, mask = sample(2, (40, 6))
     inside = scale * values.numpy()[mask.numpy()]
-    found = Effective.of(scale * values, mask)
+    found = EffectiveSampleSize.of(scale * values, mask)
     assert found.value.item() == pytest.approx(effective(inside), rel=1e-9)
     assert 0.0 < found.value.item() <= 1.0 and found.count.item() == len(inside)
-    parts = Effective.of(scale * values[:7], mask[:7]) + Effective.of(scale * values[7:], mask[7:])
+    parts = EffectiveSampleSize.of(scale * values[:7], mask[:7]) + EffectiveSampleSize.of(scale * values[7:], mask[7:])
     assert parts.value.item() == pytest.approx(found.value.item(), rel=1e-9)
 
 
 def test_equal_weights_are_fully_effective_and_one_heavy_weight_counts_as_one():
     ones = torch.ones(8, dtype=torch.bool)
-    assert Effective.of(torch.full((8,), 700.0), ones).value.item() == pytest.approx(1.0, rel=1e-12)
-    assert Effective.of(torch.tensor([900.0] + 7 * [0.0]), ones).value.item() == pytest.approx(1 / 8, rel=1e-12)
+    assert EffectiveSampleSize.of(torch.full((8,), 700.0), ones).value.item() == pytest.approx(1.0, rel=1e-12)
+    assert EffectiveSampleSize.of(torch.tensor([900.0] + 7 * [0.0]), ones).value.item() == pytest.approx(
+        1 / 8, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_what_stands_outside_the_mask_does_not_leak_into_effective_sizes_or_histograms(garbage):
     values, mask = sample()
     dirty = torch.where(mask, values, garbage)
-    for kind in (Effective, Histogram):
+    for kind in (EffectiveSampleSize, Histogram):
         assert all(torch.equal(*pair) for pair in zip(kind.of(dirty, mask), kind.of(values, mask), strict=True))
 
 
 def test_without_an_entry_the_effective_size_and_the_median_are_nan_and_adding_it_changes_nothing():
     values, mask = sample()
-    for kind in (Effective, Histogram):
+    for kind in (EffectiveSampleSize, Histogram):
         nothing, something = kind.of(values, mask & False), kind.of(values, mask)
         assert math.isnan(nothing.value)
         assert (nothing + something).value.item() == something.value.item()
@@ -162,8 +164,8 @@ def rank_sums(rank):
     values, mask = sample(rank)
     # another order on every rank: names, not places, say what is added
     entries = {"mean": Mean.of(values, mask), "other": Mean.of(values + 1, mask), "largest": Max.of(values, mask)}
-    entries |= {"total": Total.of(mask), "share": Effective.of(400.0 + 2.0 * values, mask)}
-    entries |= {"spread": Histogram.of(values, mask), "nothing": Effective.of(values, mask & False)}
+    entries |= {"total": Sum.of(mask), "share": EffectiveSampleSize.of(400.0 + 2.0 * values, mask)}
+    entries |= {"spread": Histogram.of(values, mask), "nothing": EffectiveSampleSize.of(values, mask & False)}
     return entries if rank == 0 else dict(reversed(entries.items()))
 
 
@@ -191,9 +193,9 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         assert Mean(*reduced["mean"]).standard_error.item() == pytest.approx(both.std() / len(both) ** 0.5, rel=1e-12)
         assert Mean(*reduced["other"]).value.item() == pytest.approx(both.mean() + 1, rel=1e-13)
         assert Max(*reduced["largest"]).value.item() == both.max()
-        assert Total(*reduced["total"]).value.item() == len(both)
-        assert Effective(*reduced["share"]).value.item() == pytest.approx(effective(2.0 * both), rel=1e-9)
-        assert math.isnan(Effective(*reduced["nothing"]).value)
+        assert Sum(*reduced["total"]).value.item() == len(both)
+        assert EffectiveSampleSize(*reduced["share"]).value.item() == pytest.approx(effective(2.0 * both), rel=1e-9)
+        assert math.isnan(EffectiveSampleSize(*reduced["nothing"]).value)
         for share in (0.1, 0.5, 0.9):
             wanted = np.quantile(both, share, method="inverted_cdf")
             assert Histogram(*reduced["spread"]).quantile(share).item() == pytest.approx(wanted, rel=0.015, abs=2e-6)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from jackpot.core.prng import key_tensor, stream_key, uniform_row, uniforms
+from jackpot.core.prng import fold_in, key_tensor, uniform_row, uniforms
 
 MASK = 2**64 - 1
 KEYS = [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
@@ -43,8 +43,8 @@ def test_a_number_depends_on_key_and_position_only():
 
 
 def test_numbers_are_uniform_over_positions_and_over_keys():
-    over_positions = uniform_row(stream_key(0, "test"), 100_000)
-    over_keys = uniforms([stream_key(0, "test", index) for index in range(20_000)], [5])
+    over_positions = uniform_row(fold_in(0, "test"), 100_000)
+    over_keys = uniforms([fold_in(0, "test", index) for index in range(20_000)], [5])
     for numbers in (over_positions, over_keys):
         assert (numbers >= 0).all() and (numbers < 1).all()
         counts = torch.histc(numbers, bins=100, min=0, max=1)
@@ -77,20 +77,20 @@ def _unshift(z: int, count: int) -> int:
 def test_different_parts_give_different_keys():
     parts = [(), (1,), ("1",), (-1,), (1, 1), (11,), ("a", "bc"), ("ab", "c"), ("abc",), ("",), ("", ""), (2**70,)]
     parts += [("a", 1), (1, "a"), ("é",), ("3:abc",), ("abc", ""), ("int:1:1",)]
-    keys = [stream_key(*these) for these in parts]
+    keys = [fold_in(*these) for these in parts]
     assert all(0 <= key < 2**64 for key in keys)
     assert all(a != b for a, b in itertools.combinations(keys, 2))
 
 
 def test_a_key_never_changes():
     """A run that is resumed years later must draw the same coins."""
-    assert stream_key(0, "uid", "obrs", 3) == 1529939121031431176
+    assert fold_in(0, "uid", "obrs", 3) == 1529939121031431176
 
 
 @pytest.mark.parametrize("part", [1.5, None, True, b"bytes"])
 def test_a_part_of_another_kind_is_refused(part):
-    with pytest.raises(TypeError, match="stream_key takes ints and strings"):
-        stream_key("seed", part)
+    with pytest.raises(TypeError, match="fold_in takes ints and strings"):
+        fold_in("seed", part)
 
 
 @pytest.mark.parametrize("key", [-1, 2**64])

@@ -37,11 +37,14 @@ FORMULAS = {  # "file::function": test files
         ("objectives/test_advantages.py",),
     ),
     **dict.fromkeys(
-        [f"objectives/corrections/ratios.py::{name}.apply" for name in ("ImportanceSampling", "Band", "SequenceBand")],
+        [
+            f"objectives/corrections/ratios.py::{name}"
+            for name in ("TruncatedImportanceSampling.apply", "_ratio_within", "SequenceMask.apply")
+        ],
         CORRECTIONS,
     ),
     **dict.fromkeys(
-        [f"objectives/corrections/budgeted.py::{name}" for name in ("Budgeted.apply", "Budgeted._kappa")], CORRECTIONS
+        [f"objectives/corrections/budgeted.py::{name}" for name in ("_capped", "ZWeighted._kappa_value")], CORRECTIONS
     ),
     "objectives/joint.py::joint_loss": ("objectives/test_joint.py", "objectives/test_regularisers.py"),
     "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),

@@ -10,7 +10,7 @@ import torch
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import Anchor, PolicyObjective, RolloutModelObjective, anchor_of, joint_loss, token_scores
+from jackpot.objectives.joint import OldLogProbs, PolicyObjective, RolloutModelObjective, joint_loss, token_scores
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.objectives.obrs import ZEstimate
@@ -81,7 +81,7 @@ class Case:
         """Old log-probs and Z of their own, unlike the current ones; masked entries 0 as `token_scores` leaves them."""
         old, rollout_old = (self.batch.rollout_log_probs + 0.4 * self.normal(B, T) for _ in range(2))
         z = 0.3 + 0.1 * torch.rand(B, T, generator=self.generator, dtype=torch.float64)
-        return Anchor(
+        return OldLogProbs(
             old_log_probs=old * self.mask,
             rollout_model_old_log_probs=rollout_old * self.mask,
             z=ZEstimate(*(part * self.mask for part in (z, z, z + 0.1, z + 0.5, z + 0.4))),
@@ -297,12 +297,12 @@ def test_only_log_probs_carry_the_policys_gradient():
         assert case.weight["rollout_model"].grad is None
     assert not any(value.requires_grad for value in loss.trace.values())
     assert not any(part.requires_grad for entry in loss.metrics.values() for part in entry)
-    assert not any(part.requires_grad for part in (anchor_of(scores).old_log_probs, *anchor_of(scores).z))
+    assert not any(part.requires_grad for part in (OldLogProbs.of(scores).old_log_probs, *OldLogProbs.of(scores).z))
 
 
 def test_the_anchor_of_untouched_weights_is_their_own_scores():
     scores = Case().scores()
-    anchor = anchor_of(scores)
+    anchor = OldLogProbs.of(scores)
     assert torch.equal(anchor.old_log_probs, scores.log_probs)
     assert torch.equal(anchor.rollout_model_old_log_probs, scores.rollout_model_log_probs)
     assert not anchor.old_log_probs.requires_grad and not anchor.rollout_model_old_log_probs.requires_grad

@@ -18,7 +18,7 @@ import torch
 from helpers import tabular
 from helpers.tabular import VOCAB, World
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective, anchor_of, joint_loss
+from jackpot.objectives.joint import OldLogProbs, PolicyObjective, RolloutModelObjective, joint_loss
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
@@ -87,7 +87,7 @@ class Setting:
                 batch = tabular.batch_of(self.world, self.rollout, [sequence], rewards, uniforms, num_top)
                 sides = self.world, batch, [sequence]
                 lam = objective.correction.lam
-                anchor = anchor_of(tabular.scores_of(*sides, old, rollout, lam))
+                anchor = OldLogProbs.of(tabular.scores_of(*sides, old, rollout, lam))
                 scores = tabular.scores_of(*sides, policy, rollout, lam, distill=distill)
                 loss = joint_loss(objective, rollout_objective, batch, scores, anchor, {}, self.world.horizon)
                 (drawn * probability * (loss.policy + loss.rollout_model)).backward()

@@ -13,7 +13,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
@@ -243,7 +243,7 @@ def test_each_turn_is_a_request_of_its_own_with_all_that_was_said_as_its_prompt(
     assert [request.sampling.max_new_tokens for request in requests] == [7, 3, 2]
     assert {request.sampling.stop_token_ids for request in requests} == {(9, 5, EOS)}
     assert [request.uid for request in requests] == ["a", "a/turn 1", "a/turn 2"]
-    assert [request.seed for request in requests] == [8, stream_key("turn", 8, 1), stream_key("turn", 8, 2)]
+    assert [request.seed for request in requests] == [8, fold_in("turn", 8, 1), fold_in("turn", 8, 2)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
-from jackpot.core.metrics import Total
+from jackpot.core.metrics import Sum
 from jackpot.core.types import Prompt, Score, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -188,8 +188,7 @@ def test_first_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():
 def steps(*are_bad):
     """Results of optimizer steps whose gradients were not finite where True."""
     return [
-        StepResult(metrics={"health/non_finite_steps": Total.number(float(bad))}, events=(), traces={})
-        for bad in are_bad
+        StepResult(metrics={"health/non_finite_steps": Sum.number(float(bad))}, events=(), traces={}) for bad in are_bad
     ]
 
 

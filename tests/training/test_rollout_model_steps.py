@@ -22,7 +22,7 @@ from helpers.learners import (
     write,
 )
 from jackpot.config.run import OptimizerConfig
-from jackpot.core.prng import stream_key, uniform_row
+from jackpot.core.prng import fold_in, uniform_row
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL)
@@ -35,7 +35,7 @@ def value(result, name):
 
 
 def coins_of(items, epoch=0):
-    return {item.rollout.uid: uniform_row(stream_key(0, "accept", item.rollout.uid, epoch), 99) for item in items}
+    return {item.rollout.uid: uniform_row(fold_in(0, "accept", item.rollout.uid, epoch), 99) for item in items}
 
 
 def parts_of(items, aggregate="token-mean"):

@@ -1,7 +1,7 @@
-"""Sums that add up: over tokens, micro-batches, optimizer steps and ranks. Torch only.
+"""Metrics as sums that add up over tokens, micro-batches, optimizer steps and ranks. Torch only.
 
-A metric is never averaged twice. It travels as sums and becomes a number once, at the end. Every kind of sum has `+`,
-`value` and `over_ranks`.
+A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. Every kind has `+`,
+`value` and `over_ranks` (all_reduce of several entries in one message).
 """
 
 import math
@@ -14,26 +14,26 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the masked entries in float64, a scalar. What stands outside the mask cannot leak in, NaN included."""
+    """Sum the entries where `mask` is True: a scalar in float64. Entries outside it are ignored, NaN included."""
     return torch.where(mask, values.double(), 0.0).sum()
 
 
 class Mean(NamedTuple):
-    """A mean, its variance and standard error, as sums over the entries (scalars, float64)."""
+    """Carries a mean, its variance and its standard error as sums over the entries (scalars, float64)."""
 
-    total: Tensor
-    squares: Tensor
-    count: Tensor
+    total: Tensor  # sum x
+    squares: Tensor  # sum x^2
+    count: Tensor  # number of entries
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Mean":
-        """Over the masked entries of `values`, any shape."""
+        """Sum the entries of `values` where `mask` is True; both of one shape, any."""
         values = values.detach().double()
         return cls(masked_sum(values, mask), masked_sum(values.square(), mask), mask.double().sum())
 
     @classmethod
     def number(cls, value: float) -> "Mean":
-        """One entry."""
+        """Build the mean of one entry."""
         entry = torch.tensor(value, dtype=torch.float64)
         return cls(entry, entry.square(), torch.ones_like(entry))
 
@@ -42,22 +42,22 @@ class Mean(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """The mean; NaN where nothing was counted."""
+        """Mean of the entries; NaN where nothing was counted."""
         return self.total / self.count
 
     @property
     def variance(self) -> Tensor:
-        """Of the entries; NaN where nothing was counted."""
+        """Population variance of the entries; NaN where nothing was counted."""
         return (self.squares / self.count - self.value.square()).clamp(min=0.0)
 
     @property
     def standard_error(self) -> Tensor:
-        """Of the mean, if the entries are uncorrelated; NaN where nothing was counted."""
+        """Standard error of the mean for uncorrelated entries; NaN where nothing was counted."""
         return (self.variance / self.count).sqrt()
 
     @property
     def effective_share(self) -> Tensor:
-        """Of entries that are weights: (sum w)^2 / (n sum w^2), the effective sample size over n; 1 for equal ones."""
+        """Effective sample size over n, for entries that are weights: (sum w)^2 / (n sum w^2); 1 for equal weights."""
         return self.total.square() / (self.squares * self.count)
 
     @classmethod
@@ -67,36 +67,36 @@ class Mean(NamedTuple):
         return [cls(*row.unbind()) for row in packed]
 
 
-class Total(NamedTuple):
-    """A count or a sum (scalar, float64)."""
+class Sum(NamedTuple):
+    """Carries a count or a sum (scalar, float64)."""
 
     total: Tensor
 
     @classmethod
-    def of(cls, mask: Tensor) -> "Total":
-        """How many entries are True."""
+    def of(cls, mask: Tensor) -> "Sum":
+        """Count the True entries."""
         return cls(mask.double().sum())
 
     @classmethod
-    def number(cls, value: float) -> "Total":
+    def number(cls, value: float) -> "Sum":
         return cls(torch.tensor(value, dtype=torch.float64))
 
-    def __add__(self, other: "Total") -> "Total":
-        return Total(self.total + other.total)
+    def __add__(self, other: "Sum") -> "Sum":
+        return Sum(self.total + other.total)
 
     @property
     def value(self) -> Tensor:
         return self.total
 
     @classmethod
-    def over_ranks(cls, entries: Sequence["Total"]) -> list["Total"]:
+    def over_ranks(cls, entries: Sequence["Sum"]) -> list["Sum"]:
         packed = torch.stack([entry.total for entry in entries])
         dist.all_reduce(packed)
         return [cls(total) for total in packed]
 
 
 class Max(NamedTuple):
-    """A largest value (scalar, float64); -inf where nothing was counted."""
+    """Carries a largest value (scalar, float64); -inf where nothing was counted."""
 
     largest: Tensor
 
@@ -123,20 +123,21 @@ class Max(NamedTuple):
         return [cls(largest) for largest in packed]
 
 
-class Effective(NamedTuple):
-    """The effective sample size of weights too large to be added as they are (scalars, float64, logarithms)."""
+class EffectiveSampleSize(NamedTuple):
+    """Carries the effective sample size of weights given by their logarithms, which may overflow (scalars, float64)."""
 
     log_total: Tensor  # log sum w
     log_squares: Tensor  # log sum w^2
-    count: Tensor
+    count: Tensor  # number of weights
 
     @classmethod
-    def of(cls, log_weights: Tensor, mask: Tensor) -> "Effective":
+    def of(cls, log_weights: Tensor, mask: Tensor) -> "EffectiveSampleSize":
+        """Sum the weights, nats, where `mask` is True."""
         log_weights = torch.where(mask, log_weights.detach().double(), -torch.inf).flatten()
         return cls(log_weights.logsumexp(0), (2.0 * log_weights).logsumexp(0), mask.double().sum())
 
-    def __add__(self, other: "Effective") -> "Effective":
-        return Effective(
+    def __add__(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
+        return EffectiveSampleSize(
             torch.logaddexp(self.log_total, other.log_total),
             torch.logaddexp(self.log_squares, other.log_squares),
             self.count + other.count,
@@ -144,11 +145,11 @@ class Effective(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """(sum w)^2 / (n sum w^2), in (0, 1]; NaN where nothing was counted."""
+        """Effective sample size over n, (sum w)^2 / (n sum w^2), in (0, 1]; NaN where nothing was counted."""
         return (2.0 * self.log_total - self.log_squares).exp() / self.count
 
     @classmethod
-    def over_ranks(cls, entries: Sequence["Effective"]) -> list["Effective"]:
+    def over_ranks(cls, entries: Sequence["EffectiveSampleSize"]) -> list["EffectiveSampleSize"]:
         packed = torch.stack([torch.stack(entry) for entry in entries])
         everywhere = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, packed)
@@ -158,10 +159,10 @@ class Effective(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """How values are distributed: counts in fixed bins, fine around 0 and coarse far out.
+    """Counts values in fixed bins, fine around 0 and coarse far out.
 
     Bin edges are SCALE sinh(u) for evenly spaced u, out to +-LIMIT: a quantile is within about 1.5 % of itself, or
-    within 2e-6 of 0. What lies further out is counted in the outermost bins.
+    within 2e-6 of 0. Values further out are counted in the outermost bins.
     """
 
     counts: Tensor  # [BINS] float64
@@ -176,14 +177,14 @@ class Histogram(NamedTuple):
         return Histogram(self.counts + other.counts)
 
     def quantile(self, share: float) -> Tensor:
-        """The value that `share` of all entries lie below: the middle of the bin where it falls, in u; a scalar."""
+        """Return the value that `share` of all entries lie below, a scalar: the middle, in u, of its bin."""
         running = self.counts.cumsum(0)
         place = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         return _SCALE * ((place - _BINS // 2 + 0.5) * _WIDTH).sinh()
 
     @property
     def value(self) -> Tensor:
-        """The median; NaN where nothing was counted."""
+        """Median of the entries; NaN where nothing was counted."""
         return torch.where(self.counts.sum() > 0, self.quantile(0.5), torch.nan)
 
     @classmethod
@@ -196,12 +197,12 @@ class Histogram(NamedTuple):
 _SCALE, _LIMIT, _BINS = 1e-4, 40.0, 2048
 _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)
 
-Sum = Mean | Total | Max | Effective | Histogram
-Sums = dict[str, Sum]
+Metric = Mean | Sum | Max | EffectiveSampleSize | Histogram
+Sums = dict[str, Metric]
 
 
-def add_sums(first: Mapping[str, Sum], second: Mapping[str, Sum]) -> Sums:
-    """Entry by entry; a name that only one side has is kept."""
+def add_sums(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> Sums:
+    """Add two sets of metrics name by name; a name that only one of them has is kept."""
     merged = dict(first)
     for name, entry in second.items():
         merged[name] = merged[name] + entry if name in merged else entry
@@ -209,14 +210,14 @@ def add_sums(first: Mapping[str, Sum], second: Mapping[str, Sum]) -> Sums:
 
 
 def all_reduce_sums(sums: Sums) -> Sums:
-    """Over all ranks, in place of the local sums; the identity where torch.distributed is not initialised.
+    """Return the sums over all ranks, in one message for each kind; `sums` itself without torch.distributed.
 
-    Every rank must hold the same names. One message for each kind of sum.
+    Every rank must hold the same names.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return sums
     reduced: Sums = {}
-    for kind in (Mean, Total, Max, Effective, Histogram):
+    for kind in (Mean, Sum, Max, EffectiveSampleSize, Histogram):
         names = sorted(name for name, entry in sums.items() if isinstance(entry, kind))
         if names:
             reduced |= zip(names, kind.over_ranks([sums[name] for name in names]), strict=True)

@@ -1,14 +1,14 @@
-"""Uniform numbers that are a pure function of (key, position). Torch and the standard library only.
+"""Counter-based random numbers: uniforms that are a pure function of (key, position). Torch and the standard library.
 
-There is no generator to carry along: number `t` of a stream is splitmix64's output number `t` from the state `key`,
+There is no generator state: number `t` of a stream is splitmix64's output number `t` from the state `key`,
 
     z = key + (t + 1) * 0x9E3779B97F4A7C15            mod 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9          mod 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB          mod 2**64
     u = ((z ^ (z >> 31)) >> 11) / 2**53               in [0, 1)
 
-so batching, ranks and resuming cannot change it (Steele, Lea and Flood, OOPSLA 2014). Make every key with `stream_key`,
-which also says what the numbers are for: two purposes that shared a key would be perfectly correlated.
+so batching, ranks and resuming cannot change it (Steele, Lea and Flood, OOPSLA 2014). Make every key with `fold_in`
+from the seed and the purpose of the numbers: two purposes that shared a key would be perfectly correlated.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits as an unsigned `value`."""
+    """Return the int64 with the same 64 bits as an unsigned `value`."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -28,11 +28,11 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 
-def stream_key(*parts: int | str) -> int:
-    """The key of one stream, 64 bits unsigned: a hash of what the stream is for, e.g. (seed, uid, "obrs", epoch).
+def fold_in(*parts: int | str) -> int:
+    """Hash the parts that a stream of numbers is for, e.g. (seed, uid, "obrs", epoch), to its key, 64 bits unsigned.
 
-    Different parts give different keys, up to a chance of 2**-64: kind and length of every part are hashed with it, so
-    ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
+    As `jax.random.fold_in`, for any number of parts. Different parts give different keys, up to a chance of 2**-64:
+    kind and length of every part are hashed with it, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
 
     Raises:
         TypeError: a part is neither an int nor a str.
@@ -40,14 +40,14 @@ def stream_key(*parts: int | str) -> int:
     digest = blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, int | str):
-            raise TypeError(f"stream_key takes ints and strings, got {part!r} ({type(part).__name__})")
+            raise TypeError(f"fold_in takes ints and strings, got {part!r} ({type(part).__name__})")
         data = str(part).encode()
         digest.update(f"{type(part).__name__}:{len(data)}:".encode() + data)
     return int.from_bytes(digest.digest(), "big")
 
 
 def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> Tensor:
-    """Number `positions` of the streams `keys`, broadcast against each other: float64 in [0, 1).
+    """Return the numbers `positions` of the streams `keys`, broadcast against each other: float64 in [0, 1).
 
     Keys [B] with positions [B] give one number a row; keys [B, 1] with positions [T] give [B, T].
 
@@ -65,22 +65,22 @@ def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) ->
 
 
 def uniform_row(key: int, length: int) -> Tensor:
-    """The first `length` numbers of the stream `key`: [T] float64 in [0, 1)."""
+    """Return the first `length` numbers of the stream `key`: [T] float64 in [0, 1)."""
     return uniforms([key], torch.arange(length))
 
 
 def key_tensor(keys: Sequence[int]) -> Tensor:
-    """Unsigned 64-bit keys as an int64 tensor with the same bits, [B].
+    """Convert unsigned 64-bit keys to an int64 tensor with the same bits, [B].
 
     Raises:
         ValueError: a key is not in [0, 2**64).
     """
     for key in keys:
         if not 0 <= key < 2**64:
-            raise ValueError(f"a key must be in [0, 2**64), got {key}; make keys with stream_key")
+            raise ValueError(f"a key must be in [0, 2**64), got {key}; make keys with fold_in")
     return torch.tensor([_signed(key) for key in keys], dtype=torch.int64)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift of int64 bits: zeros come in from the left, where `>>` alone would copy the sign."""
+    """Shift int64 bits right logically: zeros come in from the left, where `>>` alone would copy the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.errors import ConfigError, EngineError, ModelError
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
@@ -123,7 +123,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     settings = getattr(config, role)
     model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     if settings.lora is not None:
-        add_adapter(model, settings.lora, stream_key(config.seed, "adapter", role))
+        add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
         if resumes:
             load_adapter(model, Path(path))
     if config.activation_checkpointing and settings.optimizer is not None:

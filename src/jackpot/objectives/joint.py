@@ -2,9 +2,9 @@
 
     L(theta, omega) = L_PPO-OBRS(theta) + ppo_weight L_PPO(omega) + distill_weight L_distill(omega)
 
-The first term is eq. 5 with any correction. The other two, eqs. 6 and 7, are over all response tokens, never the accept
-mask. The two models share no parameter, so each term comes as (numerator, denominator) and the learner divides the
-gradients once, when the denominators of the whole optimizer step are known.
+The first term is eq. 5 with any correction. The other two, eqs. 6 and 7, run over all response tokens, never over the
+accept mask alone. The two models share no parameter, so each term is returned as (numerator, denominator), and the
+learner divides the gradients once, when it knows the denominators of the whole optimizer step.
 
 Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-batch in one row, `K` top-k; nats.
 """
@@ -27,119 +27,130 @@ from jackpot.objectives.metrics import correction_metrics, health, mismatch, upd
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyObjective:
-    """Eq. 5, with its numbers, and what pulls on the policy beside the reward.
+    """Holds eq. 5 with its coefficients. The loss of a token is
 
-    Regularisers stand inside the token loss, over all response tokens, and share its denominator:
-    - accept_mask * weights * surrogate + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy.
+        - accept_mask * weights * surrogate + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy
+
+    The two regularizers act on all response tokens and share the surrogate's denominator.
     """
 
     correction: CorrectionFn
-    target: str  # key of `references`
-    proximal: str  # key of `references`
-    normalizer: str  # key of `NORMALIZERS`
-    clip_low: float  # math.inf: no clip
-    clip_high: float
-    aggregate: Aggregate
-    count: str  # key of `COUNTS`
-    entropy_coeff: float
-    kl_loss_coef: float
+    target: str  # key of `references`: the distribution that the correction's weights align to
+    proximal: str  # key of `references`: the point that PPO's ratio is taken from
+    normalizer: str  # key of `NORMALIZERS`: how Z is estimated
+    clip_low: float  # PPO's clip of the ratio at 1 - clip_low; math.inf: no clip
+    clip_high: float  # and at 1 + clip_high
+    aggregate: Aggregate  # token losses -> (numerator, denominator)
+    count: str  # key of `COUNTS`: which tokens the denominator counts
+    entropy_coeff: float  # weight of the entropy bonus, nats
+    kl_loss_coef: float  # weight of KL(policy || reference), nats
 
     @property
-    def regularised(self) -> bool:
-        """Whether the policy has a gradient even where all advantages are 0."""
+    def is_regularized(self) -> bool:
+        """True where the policy has a gradient even if all advantages are 0."""
         return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutModelObjective:
-    """Eqs. 6 and 7, with their numbers. The correction's target is the rollout model itself: F(p_omega,ref / p_inf)."""
+    """Holds eqs. 6 and 7 with their coefficients. The correction's target is the rollout model itself, as training
+    scores it: it corrects p_omega,ref / p_inf."""
 
     correction: CorrectionFn
-    proximal: str
-    clip_low: float
-    clip_high: float
-    ppo_weight: float
-    distill_weight: float
-    distill: Callable[[JointOutput], Tensor]
-    aggregate: Aggregate
+    proximal: str  # key of `references`: the point that PPO's ratio is taken from
+    clip_low: float  # PPO's clip of the ratio at 1 - clip_low; math.inf: no clip
+    clip_high: float  # and at 1 + clip_high
+    ppo_weight: float  # of eq. 6
+    distill_weight: float  # of eq. 7, the paper's lambda_distill
+    distill: Callable[[JointOutput], Tensor]  # a value of `DISTILLATIONS`: the divergence of eq. 7, [N]
+    aggregate: Aggregate  # token losses -> (numerator, denominator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """What one forward pass of both models says of the sampled tokens. All [B, T], 0 where masked."""
+    """Holds the results of one forward pass of both models on the sampled tokens. All [B, T], 0 where masked; nats."""
 
-    log_probs: Tensor  # carries the policy's gradient
-    entropy: Tensor  # carries the policy's gradient
+    log_probs: Tensor  # of the policy, carries its gradient
+    entropy: Tensor  # of the policy's distribution, carries its gradient
     reference_kl: Tensor  # an estimate of KL(policy || reference), carries the policy's gradient; 0 without reference
     rollout_model_log_probs: Tensor  # carries the rollout model's gradient, if it is trained
-    rollout_model_entropy: Tensor
-    distill_kl: Tensor  # carries the rollout model's gradient
+    rollout_model_entropy: Tensor  # detached
+    distill_kl: Tensor  # the divergence of eq. 7, carries the rollout model's gradient
     kl_policy_rollout: Tensor  # KL(policy || rollout model), exact, detached
     kl_rollout_policy: Tensor  # KL(rollout model || policy), exact, detached
-    z: obrs.ZEstimate  # of p_inf and the current policy
-    policy_top_ids: Tensor  # [B, T, K]
-    policy_top_log_probs: Tensor  # [B, T, K]
+    z: obrs.ZEstimate  # Z of p_inf and the current policy, detached
+    policy_top_ids: Tensor  # [B, T, K] the policy's most probable tokens
+    policy_top_log_probs: Tensor  # [B, T, K] their log-probs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Anchor:
-    """The scores that the policy's first sight of the batch gave, before any update on it. All [B, T], detached."""
+class OldLogProbs:
+    """Holds the log-probs of both models before the first update on a batch. All [B, T], detached, nats."""
 
-    old_log_probs: Tensor
-    rollout_model_old_log_probs: Tensor
-    z: obrs.ZEstimate  # of p_inf and the old policy
+    old_log_probs: Tensor  # log p_old, of the policy
+    rollout_model_old_log_probs: Tensor  # of the rollout model, re-scored in training
+    z: obrs.ZEstimate  # Z of p_inf and the old policy
+
+    @classmethod
+    def of(cls, scores: TokenScores) -> "OldLogProbs":
+        """Detach the scores of a forward pass that ran before any update on the batch."""
+        return cls(
+            old_log_probs=scores.log_probs.detach(),
+            rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
+            z=scores.z,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointLoss:
-    """Sums of one micro-batch: divide each numerator by the total of its denominator over the optimizer step."""
+    """Holds the sums of one micro-batch. The loss is each numerator over the step's total of its denominator."""
 
-    policy: Tensor  # scalar numerator, with gradient
-    rollout_model_ppo: Tensor  # scalar numerators, with gradient; 0 where no rollout model is trained
-    rollout_model_distill: Tensor
+    policy: Tensor  # scalar numerator of eq. 5, with gradient
+    rollout_model_ppo: Tensor  # scalar numerator of eq. 6, with gradient; 0 where no rollout model is trained
+    rollout_model_distill: Tensor  # scalar numerator of eq. 7, with gradient; 0 where no rollout model is trained
     metrics: Sums  # `policy/loss` and `rollout_model/loss` hold the denominators as their counts
     trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
 
     @property
     def rollout_model(self) -> Tensor:
-        """Eq. 8's part of the rollout model."""
+        """The rollout model's part of eq. 8, a scalar numerator."""
         return self.rollout_model_ppo + self.rollout_model_distill
-
-
-def anchor_of(scores: TokenScores) -> Anchor:
-    """The anchor that a forward pass on untouched weights gives."""
-    return Anchor(
-        old_log_probs=scores.log_probs.detach(),
-        rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
-        z=scores.z,
-    )
 
 
 def token_scores(
     head: JointOutput | HeadOutput,
     batch: TokenBatch,
-    writer_is_current: Tensor,
+    rollout_weights_are_current: Tensor,
     lam: float,
     normalizer: str,
     distill: Callable[[JointOutput], Tensor] | None,
     reference_kl: Tensor | None = None,
 ) -> TokenScores:
-    """Lay the head's rows [N] out as [B, T] and estimate Z. Where one model is all there is, it is its own writer.
+    """Arrange the head's rows [N] as [B, T] and estimate Z. A policy without a rollout model stands for both models.
 
     Args:
-        writer_is_current: [B, T] bool, True where the rollout model in training has the weights that wrote the token
-            and the engine samples from them unquantised and untruncated. Only there do its log-probs stand in for
-            p_inf.
+        head: output for the N tokens of the response mask, in row-major order.
+        rollout_weights_are_current: [B, T] bool, True where the rollout model in training has the weights that
+            generated the token and the engine samples from them unquantized and untruncated. Only there do its
+            log-probs equal log p_inf.
+        lam: at which Z is taken.
         normalizer: key of `NORMALIZERS`.
+        distill: a value of `DISTILLATIONS`; None where no rollout model is trained.
         reference_kl: [N], None where there is no reference.
+
+    Raises:
+        ConfigError: normalizer "exact", but some tokens were generated by other weights.
+        ValueError: normalizer "exact", but the joint head was not given `lam`.
     """
     mask = batch.response_mask
 
     def spread(values: Tensor) -> Tensor:
         return _spread(values, mask)
 
-    joint = head if isinstance(head, JointOutput) else _alone(head, lam)
-    z = NORMALIZERS[normalizer](joint, batch.top_ids[mask], batch.top_log_probs[mask], writer_is_current[mask], lam)
+    joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
+    z = NORMALIZERS[normalizer](
+        joint, batch.top_ids[mask], batch.top_log_probs[mask], rollout_weights_are_current[mask], lam
+    )
     return TokenScores(
         log_probs=spread(joint.policy.log_probs),
         entropy=spread(joint.policy.entropy),
@@ -156,22 +167,22 @@ def token_scores(
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
-    """[N, ...] -> [B, T, ...], 0 where masked; keeps the gradient."""
+    """Scatter [N, ...] to the True entries of `mask`: [B, T, ...], 0 where masked; keeps the gradient."""
     out = values.new_zeros((*mask.shape, *values.shape[1:]))
     return out.index_put((mask,), values)
 
 
-def _alone(head: HeadOutput, lam: float) -> JointOutput:
-    """One model as both: it writes for itself, so every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
+def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
+    """Pair one model with its detached self: every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
     nothing = torch.zeros_like(head.log_probs)
-    writer = HeadOutput(**{name: getattr(head, name).detach() for name in HeadOutput.__dataclass_fields__})
+    itself = HeadOutput(**{name: getattr(head, name).detach() for name in HeadOutput.__dataclass_fields__})
     return JointOutput(
         policy=head,
-        rollout_model=writer,
+        rollout_model=itself,
         forward_kl=nothing,
         reverse_kl=nothing,
         exact_z=torch.full_like(nothing, min(1.0, 1.0 / lam)),
-        fill_ins=writer.top_log_probs,
+        fill_ins=itself.top_log_probs,
     )
 
 
@@ -193,7 +204,7 @@ def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: 
     if not current.all():
         raise ConfigError(
             f"normalizer 'exact': {int((~current).sum())} of {current.numel()} tokens were not sampled from the "
-            f"weights that the rollout model has in training (older weights, or a quantised or truncated engine); use "
+            f"weights that the rollout model has in training (older weights, or a quantized or truncated engine); use "
             f"normalizer: topk"
         )
     if joint.exact_z is None:
@@ -209,22 +220,23 @@ COUNTS = {
 
 
 def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """The distributions that a target or a proximal point can name; all [B, T], detached."""
+    """Map each name that a target or a proximal point can have to its log-probs [B, T]; the current ones detached."""
     return {"old": old, "new": current.detach(), "rollout": rollout}
 
 
 def correction_inputs(
-    objective: PolicyObjective, batch: TokenBatch, anchor: Anchor, log_probs: Tensor, z: obrs.ZEstimate
+    objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, log_probs: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """What the policy's correction sees of a micro-batch. `log_probs` [B, T] and `z` are the current policy's."""
-    named = references(anchor.old_log_probs, log_probs, batch.rollout_log_probs)
+    """Build the inputs of the policy's correction on a micro-batch. `log_probs` [B, T] and `z` are the current
+    policy's."""
+    named = references(old.old_log_probs, log_probs, batch.rollout_log_probs)
     return CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=named[objective.target],
         proximal_log_probs=named[objective.proximal],
         response_mask=batch.response_mask,
         uniforms=batch.uniforms,
-        z=anchor.z if objective.target == "old" else z,
+        z=old.z if objective.target == "old" else z,
     )
 
 
@@ -233,12 +245,18 @@ def joint_loss(
     rollout_model: RolloutModelObjective | None,
     batch: TokenBatch,
     scores: TokenScores,
-    anchor: Anchor,
+    old: OldLogProbs,
     totals: Sums,
     max_length: int,
 ) -> JointLoss:
-    """Eq. 8 on one micro-batch. `totals` are the step's sums that the correction asked for; see JointLoss."""
-    inputs = correction_inputs(policy, batch, anchor, scores.log_probs, scores.z)
+    """Compute eq. 8 on one micro-batch; each numerator carries its own model's gradient.
+
+    Args:
+        rollout_model: None where no rollout model is trained.
+        totals: the sums over the optimizer step that the correction's `kappa` names; {} for none.
+        max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
+    """
+    inputs = correction_inputs(policy, batch, old, scores.log_probs, scores.z)
     correction = policy.correction.apply(inputs, totals)
     clips = (policy.clip_low, policy.clip_high)
     surrogate = clipped_surrogate(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
@@ -250,7 +268,7 @@ def joint_loss(
     counted = COUNTS[policy.count](correction, batch.response_mask)
     policy_sum, policy_count = policy.aggregate(losses, counted, max_length)
     clipped = clip_share(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
-    ppo, distill, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, anchor, max_length)
+    ppo, distill, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, old, max_length)
     return JointLoss(
         policy=policy_sum,
         rollout_model_ppo=ppo,
@@ -258,20 +276,20 @@ def joint_loss(
         metrics=correction_metrics(correction, inputs, policy.correction.lam, batch.advantages, clipped)
         | {"policy/loss": _quotient(policy_sum, policy_count)}
         | rollout_metrics
-        | _model_metrics(batch, scores, anchor),
-        trace=_trace(policy, inputs, scores, anchor, correction),
+        | _model_metrics(batch, scores, old),
+        trace=_trace(policy, inputs, scores, old, correction),
     )
 
 
 def _rollout_model_loss(
-    objective: RolloutModelObjective | None, batch: TokenBatch, scores: TokenScores, anchor: Anchor, max_length: int
+    objective: RolloutModelObjective | None, batch: TokenBatch, scores: TokenScores, old: OldLogProbs, max_length: int
 ) -> tuple[Tensor, Tensor, Sums]:
-    """ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: both numerators, and metrics."""
+    """Compute ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: two numerators and metrics."""
     if objective is None:
         nothing = scores.log_probs.new_zeros(())
         return nothing, nothing, {}
     mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
-    named = references(anchor.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
+    named = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
     proximal = named[objective.proximal]
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
@@ -279,7 +297,7 @@ def _rollout_model_loss(
         proximal_log_probs=proximal,
         response_mask=mask,
         uniforms=batch.uniforms,
-        z=anchor.z,
+        z=old.z,
     )
     correction = objective.correction.apply(inputs, {})
     weights = correction.weights * correction.accept_mask
@@ -300,15 +318,15 @@ def _rollout_model_loss(
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
-    """A loss as a metric: its denominator is the count."""
+    """Turn a loss into a metric whose value is numerator / denominator."""
     return Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double())
 
 
-def _model_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Sums:
-    """The models themselves and how far the three distributions lie apart, before any correction."""
+def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:
+    """Measure both models and how far the three distributions lie apart, before any correction."""
     mask = batch.response_mask
-    log_ratio = torch.where(mask, anchor.old_log_probs - batch.rollout_log_probs, 0.0)
-    moved = torch.where(mask, anchor.old_log_probs - scores.log_probs.detach(), 0.0)
+    log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)
+    moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)
     return mismatch(log_ratio, mask) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
@@ -321,12 +339,12 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, anchor: Anchor) -> Su
 
 
 def _trace(
-    policy: PolicyObjective, inputs: CorrectionInputs, scores: TokenScores, anchor: Anchor, correction: Correction
+    policy: PolicyObjective, inputs: CorrectionInputs, scores: TokenScores, old: OldLogProbs, correction: Correction
 ) -> dict[str, Tensor]:
-    """Per-token columns of a saved rollout."""
+    """Collect the per-token columns of a saved rollout, all detached."""
     target, rollout = inputs.target_log_probs, inputs.rollout_log_probs
     return {
-        "old_log_probs": anchor.old_log_probs,
+        "old_log_probs": old.old_log_probs,
         "log_probs": scores.log_probs.detach(),
         "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
         "acceptance": obrs.acceptance(rollout, target, policy.correction.lam) * inputs.response_mask,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.bands import POSITIONS, band_masks
-from jackpot.core.metrics import Effective, Histogram, Max, Mean, Sums, Total
+from jackpot.core.metrics import EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 
@@ -36,8 +36,8 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
         "mismatch/kl_k1": Mean.of(-log_ratio, mask),
         "mismatch/kl_k3": Mean.of(ratio - 1.0 - log_ratio, mask),
         "mismatch/sequence_log_ratio": Mean.of(whole, present),
-        "mismatch/sequence_ess": Effective.of(whole, present),
-    } | {f"mismatch/prefix_ess_{name}": Effective.of(prefix, band) for name, band in bands.items()}
+        "mismatch/sequence_ess": EffectiveSampleSize.of(whole, present),
+    } | {f"mismatch/prefix_ess_{name}": EffectiveSampleSize.of(prefix, band) for name, band in bands.items()}
 
 
 def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
@@ -97,8 +97,8 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
     """Counts of what should not be: [B, T] each."""
     finite = log_probs.detach().isfinite() & rollout_log_probs.isfinite()
     return {
-        "health/non_finite_tokens": Total.of(mask & ~finite),
-        "health/empty_responses": Total.of(~mask.any(-1)),
+        "health/non_finite_tokens": Sum.of(mask & ~finite),
+        "health/empty_responses": Sum.of(~mask.any(-1)),
     }
 
 

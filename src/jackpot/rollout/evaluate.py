@@ -13,7 +13,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Sampling
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
@@ -96,7 +96,7 @@ def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, nam
     return Request(
         uid="/".join(map(str, ("eval", *key))),
         prompt=prompt,
-        seed=stream_key(seed, "eval", *key),
+        seed=fold_in(seed, "eval", *key),
         sampling=sampling.model_copy(update={"num_top_log_probs": 0}),
     )
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import EngineError
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Finish, Rollout
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.base import Task, decode
@@ -91,7 +91,7 @@ class _Episode:
         return Request(
             uid=f"{request.uid}/turn {number}" if number else request.uid,
             prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *response.tolist())),
-            seed=stream_key("turn", request.seed, number) if number else request.seed,
+            seed=fold_in("turn", request.seed, number) if number else request.seed,
             sampling=sampling.model_copy(update=settings),
         )
 

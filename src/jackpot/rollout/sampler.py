@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
 from jackpot.core.clock import Clock
-from jackpot.core.metrics import Mean, Sums, Total
-from jackpot.core.prng import stream_key
+from jackpot.core.metrics import Mean, Sum, Sums
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.rollout.engines.base import Engine, Request
@@ -176,7 +176,7 @@ class Sampler:
             for member in range(config.batch.group_size)
         ]
         return [
-            Request(uid=uid, prompt=prompt, seed=stream_key(config.seed, "sample", uid), sampling=config.sampling)
+            Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, "sample", uid), sampling=config.sampling)
             for uid, prompt in uids
         ]
 
@@ -241,8 +241,8 @@ def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: For
         "response/truncated": mean([item.rollout.finish == "length" for item in judged]),
         "response/aborted": mean([unusable.count("aborted") / len(written)]),
         "response/non_finite": mean([unusable.count("non_finite") / len(written)]),
-        "tokens/rollout": Total.number(sum(len(rollout.token_ids) for rollout in written)),
-        "flops/rollout": Total.number(sum(cost.sequence(tokens_read(rollout)) for rollout in written)),
+        "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in written)),
+        "flops/rollout": Sum.number(sum(cost.sequence(tokens_read(rollout)) for rollout in written)),
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
-from jackpot.core.prng import stream_key, uniform_row
+from jackpot.core.prng import fold_in, uniform_row
 from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, unique_rows
 from jackpot.models.packing import pack, rollout_lengths
 
@@ -107,7 +107,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     attention_mask = torch.arange(width) < lengths[:, None]
     response_mask = _pad([rollout.sampled_mask for rollout in rollouts])
     rollout_log_probs = _pad([rollout.rollout_log_probs for rollout in rollouts])
-    keys = [stream_key(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
+    keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
     return TokenBatch(
         uids=tuple(rollout.uid for rollout in rollouts),
         prompt_ids=_pad([torch.tensor(row) for row in rows], left=True),

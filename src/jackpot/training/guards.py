@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jackpot.config.run import Config, Sampling
 from jackpot.core.errors import EngineError, JackpotError, TrainingError
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Rollout
 from jackpot.rollout.engines.base import Capabilities, Engine
 from jackpot.rollout.sampler import useless
@@ -60,7 +60,7 @@ class EngineCheck:
         if not config.guard.check_engine:
             return
         is_thorough = self._thorough_checks < THOROUGH_CHECKS
-        seed = stream_key(config.seed, "glance", iteration)
+        seed = fold_in(config.seed, "glance", iteration)
         chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
         now = self._learner.version.rollout_model
         chosen = [one for one in chosen if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
@@ -256,7 +256,7 @@ def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
     """
     count = min(QUICK_ROLLOUTS, len(rollouts))
     edges = [len(rollouts) * part // count for part in range(count + 1)] if count else []
-    taken = [start + stream_key(seed, start) % (end - start) for start, end in pairwise(edges)]
+    taken = [start + fold_in(seed, start) % (end - start) for start, end in pairwise(edges)]
     return [_beginning(rollouts[place], QUICK_TOKENS // count) for place in taken]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import Sums, Total, add_sums
+from jackpot.core.metrics import Sum, Sums, add_sums
 from jackpot.core.types import TrainingSample
 from jackpot.rollout.sampler import mean, tokens_read
 from jackpot.training.components import RunComponents
@@ -40,8 +40,8 @@ def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResul
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout)) for sample in samples)
     return sums | {
         "reward/frac_zero_std": mean([not sample.advantages.any() for sample in samples]),
-        "tokens/train": Total.number(trained),
-        "flops/train": Total.number(flops),
+        "tokens/train": Sum.number(trained),
+        "flops/train": Sum.number(flops),
     }
 
 

@@ -19,17 +19,16 @@ from transformers import PreTrainedModel
 
 from jackpot.config.run import Sampling
 from jackpot.core.errors import CheckpointError
-from jackpot.core.metrics import Max, Mean, Sums, Total, add_sums, all_reduce_sums
+from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.scoring import token_log_probs
 from jackpot.objectives.joint import (
-    Anchor,
+    OldLogProbs,
     PolicyObjective,
     RolloutModelObjective,
     TokenScores,
-    anchor_of,
     correction_inputs,
     joint_loss,
     token_scores,
@@ -54,7 +53,7 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
     }
 
 
-def anchor_columns(anchor: Anchor) -> dict[str, Tensor]:
+def anchor_columns(anchor: OldLogProbs) -> dict[str, Tensor]:
     return {
         "old_log_probs": anchor.old_log_probs,
         "rollout_model_old_log_probs": anchor.rollout_model_old_log_probs,
@@ -62,12 +61,12 @@ def anchor_columns(anchor: Anchor) -> dict[str, Tensor]:
     }
 
 
-def anchor_from_rows(batch: TokenBatch, rows: dict[str, dict[str, Tensor]]) -> Anchor:
+def anchor_from_rows(batch: TokenBatch, rows: dict[str, dict[str, Tensor]]) -> OldLogProbs:
     """The anchor of a micro-batch: in a later epoch it holds other rollouts together than the one that was scored."""
     mine = [rows[uid] for uid in batch.uids]
     padded = {name: pad_sequence([row[name] for row in mine], batch_first=True) for name in mine[0]}
     z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
-    return Anchor(z=z, **padded)
+    return OldLogProbs(z=z, **padded)
 
 
 NON_FINITE = "non-finite gradient"
@@ -79,7 +78,7 @@ class MicroBatch:
     anchor."""
 
     tokens: TokenBatch
-    anchor: Anchor | None
+    anchor: OldLogProbs | None
 
 
 class JointLearner(Learner):
@@ -177,7 +176,9 @@ class JointLearner(Learner):
         with torch.no_grad():
             for batch in (batch for step in steps for batch in step):
                 if not rows.keys() >= set(batch.uids):
-                    rows |= by_rollout(batch, anchor_columns(anchor_of(self._scores(batch_to(batch, self._device)))))
+                    rows |= by_rollout(
+                        batch, anchor_columns(OldLogProbs.of(self._scores(batch_to(batch, self._device))))
+                    )
         return [[MicroBatch(tokens=batch, anchor=anchor_from_rows(batch, rows)) for batch in step] for step in steps]
 
     def update(
@@ -197,7 +198,7 @@ class JointLearner(Learner):
         measured: Sums = {}
         for micro in micro_batches:
             scores = self._scores(micro.tokens, micro.anchor, with_reference=True)
-            anchor = micro.anchor or anchor_of(scores)
+            anchor = micro.anchor or OldLogProbs.of(scores)
             measured = add_sums(measured, self._measure(micro.tokens, anchor, scores.log_probs, scores.z))
             if totals is None:  # the only micro-batch: its own forward pass is the whole step's
                 totals = all_reduce_sums(measured)
@@ -215,7 +216,7 @@ class JointLearner(Learner):
         if sums["obrs/acceptance"].total.isfinite() and sums["obrs/z"].total > 0:
             self._previous = {name: sums[f"obrs/{name}"] for name in measured}
         step_metrics, events = self._step(sums, steps_rollout_model)
-        step_metrics["seconds/prepass"] = Total.number(prepass_seconds)
+        step_metrics["seconds/prepass"] = Sum.number(prepass_seconds)
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
 
     @torch.no_grad()
@@ -285,19 +286,21 @@ class JointLearner(Learner):
                     measured = self._measure(micro.tokens, anchor, anchor.old_log_probs, anchor.z)
                 else:
                     scores = self._scores(micro.tokens, anchor)
-                    measured = self._measure(micro.tokens, anchor or anchor_of(scores), scores.log_probs, scores.z)
+                    measured = self._measure(micro.tokens, anchor or OldLogProbs.of(scores), scores.log_probs, scores.z)
                 totals = add_sums(totals, measured)
         return all_reduce_sums(totals), time.perf_counter() - started
 
-    def _measure(self, batch: TokenBatch, anchor: Anchor, log_probs: Tensor, z: ZEstimate) -> Sums:
+    def _measure(self, batch: TokenBatch, anchor: OldLogProbs, log_probs: Tensor, z: ZEstimate) -> Sums:
         inputs = correction_inputs(self._objective, batch, anchor, log_probs, z)
         return self._objective.correction.measure(inputs)
 
-    def _anchored(self, anchor: Anchor | None) -> bool:
+    def _anchored(self, anchor: OldLogProbs | None) -> bool:
         """Whether acceptance and Z are those of the anchor, whatever the policy is by now."""
         return anchor is not None and self._objective.target == "old"
 
-    def _scores(self, batch: TokenBatch, anchor: Anchor | None = None, with_reference: bool = False) -> TokenScores:
+    def _scores(
+        self, batch: TokenBatch, anchor: OldLogProbs | None = None, with_reference: bool = False
+    ) -> TokenScores:
         """One forward pass of both models over a micro-batch, through the joint head.
 
         Where the anchor's Z is the one in use, the exact Z of now is not asked for: the writing weights may be gone.
@@ -330,7 +333,7 @@ class JointLearner(Learner):
         loss.backward()
         return metrics
 
-    def _engine_gap(self, micro: MicroBatch, anchor: Anchor) -> Sums:
+    def _engine_gap(self, micro: MicroBatch, anchor: OldLogProbs) -> Sums:
         """How far training is from the engine in probability, on tokens of the weights that the anchor came from."""
         batch, at = micro.tokens, self._anchored_at if micro.anchor else self.version
         gap = (anchor.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
@@ -389,7 +392,7 @@ class JointLearner(Learner):
                 optimizer.discard()
             else:
                 optimizer.step()
-        metrics["health/non_finite_steps"] = Total.number(float(not is_finite))
+        metrics["health/non_finite_steps"] = Sum.number(float(not is_finite))
         return metrics, tuple({"event": "skipped_step", "model": role, "why": why} for role, why in skipped.items())
 
     def _prepare(self, role: str, optimizer: ModelOptimizer, count: float, metrics: Sums) -> float:
@@ -408,7 +411,7 @@ class JointLearner(Learner):
             return NON_FINITE
         if (count if has_bank else float(sums["obrs/acceptance"].count)) == 0:
             return "no token"
-        if role == "policy" and not self._objective.regularised:
+        if role == "policy" and not self._objective.is_regularized:
             if not sums["policy/largest_advantage"].value > 0:
                 return "all groups have equal rewards"
             if not sums["policy/largest_kept_advantage"].value > 0:

@@ -11,7 +11,7 @@ from jackpot.config.build import build_config
 from jackpot.config.run import Config
 from jackpot.core.digest import weights_digest
 from jackpot.core.metrics import Sums
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Score, TrainingSample, Version
 from jackpot.launch.local import make_learner
 from jackpot.models.load import load_model
@@ -84,7 +84,7 @@ def _config(engine: Engine) -> Config:
 def _requests(config: Config, iteration: int) -> list[Request]:
     uids = [(f"{iteration}/{prompt}#{member}", prompt) for prompt in range(PROMPTS) for member in range(GROUP)]
     return [
-        Request(uid=uid, prompt=tiny_prompt(3 + prompt), seed=stream_key("run", uid), sampling=config.sampling)
+        Request(uid=uid, prompt=tiny_prompt(3 + prompt), seed=fold_in("run", uid), sampling=config.sampling)
         for uid, prompt in uids
     ]
 

@@ -28,7 +28,7 @@ from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import hold_lock, needed, write_whole
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import pick_device, threads
@@ -298,7 +298,7 @@ def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, Evaluat
     seed = record["asked"]["seed"]
     tables = {name: folder / f"{name}.parquet" for name in record["data"]}
     summaries = {
-        name: summarize(read_outcomes(table), stream_key(seed, "bootstrap", name))
+        name: summarize(read_outcomes(table), fold_in(seed, "bootstrap", name))
         for name, table in tables.items()
         if table.is_file()
     }

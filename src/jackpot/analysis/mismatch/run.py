@@ -20,7 +20,7 @@ from jackpot.analysis.mismatch.tokens import Written, token_numbers, written
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import check_vocabulary, load_tokenizers, pick_device, threads
@@ -181,7 +181,7 @@ def _requests(
                 Request(
                     uid="/".join(map(str, key)),
                     prompt=prompt,
-                    seed=stream_key(config.seed, *key),
+                    seed=fold_in(config.seed, *key),
                     sampling=sampling,
                 )
                 for prompt, key in keys

@@ -34,7 +34,7 @@ from jackpot.config.engines import EngineConfig
 from jackpot.config.run import BatchConfig, Config
 from jackpot.config.tasks import DataConfig, MathConfig
 from jackpot.core.files import needed, write_whole
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.models.families import FAMILIES, Known, known_model
 from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
 from jackpot.rollout.tasks.base import Split
@@ -237,7 +237,7 @@ def _write_models(config: Config, small: Config, models: Models, folder: Path) -
             continue
         shape = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
         unfinished = place.with_name(f"{place.name}.unfinished")
-        save_tiny(unfinished, known, shape, answers, stream_key(0, "tiny", path))
+        save_tiny(unfinished, known, shape, answers, fold_in(0, "tiny", path))
         unfinished.rename(place)
 
 

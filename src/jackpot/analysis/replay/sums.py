@@ -15,7 +15,7 @@ from jackpot.analysis.replay.gradient import StateSums
 from jackpot.analysis.replay.responses import Batch, Response
 from jackpot.analysis.replay.states import States
 from jackpot.core.bands import POSITIONS, band_masks
-from jackpot.core.metrics import Histogram, Max, Mean, Sums, Total, add_sums
+from jackpot.core.metrics import Histogram, Max, Mean, Sum, Sums, add_sums
 from jackpot.objectives.metrics import mismatch
 from jackpot.objectives.obrs import acceptance
 
@@ -115,13 +115,13 @@ def correction_sums(found: Factors, aim: Tensor, mask: Tensor, alone: Tensor, ba
         "log_weight": Histogram.of(found.weight.log(), mask),
         "weight_max": Max.of(found.weight, mask),
         "weight_mean": Mean.of(found.weight, mask),
-        "responses": Total.of(mask.any(-1)),
+        "responses": Sum.of(mask.any(-1)),
         **{name: Mean.of(values, mask) for name, values in shared.items()},
         **{f"alone {name}": Mean.of(values, alone) for name, values in shared.items()},
         "accepted": Mean.of(found.accepted, mask),
         "capped": Mean.of(found.capped, mask),
         "clipped": Mean.of(found.clipped, mask),
-        "dropped": Total.of(mask.any(-1) & (found.accepted * mask).sum(-1).eq(0)),
+        "dropped": Sum.of(mask.any(-1) & (found.accepted * mask).sum(-1).eq(0)),
     } | {f"lost {name}": Mean.of(lost, band) for name, band in bands.items()}
 
 
@@ -143,7 +143,7 @@ def run_sums(batch: Batch, states: States | None) -> Sums:
         "apart_stale": Mean.of((ratio - torch.where(mask, batch.old - batch.rollout, 0.0).exp()).abs() / 2.0, mask),
         "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
-        "responses": Total.of(sampled),
+        "responses": Sum.of(sampled),
         "length": Mean.of(mask.sum(-1), sampled),
         "no_advantage": Mean.of(batch.advantages == 0, mask),
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from jackpot.analysis.simulate.distributions import StatePairs
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 
 VOCABULARY = 32_768
 DRAWS = 32  # tokens drawn from the rollout model at each state
@@ -37,7 +37,7 @@ def sample_states(
     Equal arguments give equal states, another `part` gives other states. States of different gaps share their random
     numbers.
     """
-    generator = Generator().manual_seed(stream_key(seed, "simulate", family.name, part))
+    generator = Generator().manual_seed(fold_in(seed, "simulate", family.name, part))
     low, high = _EXPONENTS
     exponents = low + (high - low) * torch.rand(count, 1, generator=generator, dtype=torch.float64)
     ranks = torch.arange(1, vocabulary + 1, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import DataError
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Score
 
 Split = Literal["train", "test"]
@@ -32,7 +32,7 @@ class Task(ABC):
 
     def first_index(self, split: Split, seed: int) -> int:
         """Return the index at which a run with this seed starts in an endless split; seeds start far apart."""
-        return stream_key(seed, "prompts") % 2**40
+        return fold_in(seed, "prompts") % 2**40
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
-from jackpot.core.prng import key_tensor, stream_key, uniforms
+from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Finish, Rollout, Version
 from jackpot.models.forward import backbone, head_logits, pad_tokens, position_ids
 from jackpot.models.sampling import Draw, draw_tokens
@@ -163,7 +163,7 @@ class DecodingBatch:
         )  # [R], largest length of each response, tokens
         limit = int(self._limits.max())
         self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
-        self._keys = key_tensor([stream_key("token", request.seed) for request in requests]).to(model.device)  # [N]
+        self._keys = key_tensor([fold_in("token", request.seed) for request in requests]).to(model.device)  # [N]
         self._num_generated = 0  # tokens of every unfinished row
         # Packed draws (`_pack`), on the CPU; rows of `empty` take no memory before they are written.
         self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.errors import EngineError
-from jackpot.core.prng import stream_key
+from jackpot.core.prng import fold_in
 from jackpot.core.types import Finish, Rollout, Version
 from jackpot.rollout.engines.base import Request
 
@@ -48,7 +48,7 @@ def to_sampling_params(request: Request, eos_token_ids: Sequence[int], max_model
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.prompt.token_ids)),
-        "seed": stream_key("vllm", request.seed) >> 1,  # both take signed 64 bits, and -1 for no seed
+        "seed": fold_in("vllm", request.seed) >> 1,  # both take signed 64 bits, and -1 for no seed
         "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
         "ignore_eos": True,  # only `stop_token_ids` end a response
         "logprobs": sampling.num_top_log_probs,
