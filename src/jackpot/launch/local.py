@@ -80,8 +80,8 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
         task = make_task(config.task, tokenizer)
         undo.callback(task.close)
         check_lengths(config, trained, task)
-        judge = task.judge if isinstance(task, Math) else None
-        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), judge)
+        reward_fn = task.reward_fn if isinstance(task, Math) else None
+        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), reward_fn)
         for one in benchmarks.values():
             undo.callback(one.close)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
