@@ -60,14 +60,14 @@ def main() -> None:
     )
     ends, lengths = Ends(), []
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    def rewards(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
         lengths.extend(map(len, completion_ids))
         return [reward(one) for one in completions]
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(path),
-        reward_funcs=reward,
+        reward_funcs=rewards,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": prompt_text(i)} for i in range(job["prompts"] * job["steps"])]),
         callbacks=[ends],
