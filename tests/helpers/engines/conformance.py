@@ -1,5 +1,5 @@
-"""What every engine must do. A test module subclasses `EngineConformance` and says how its engine is made; the fixtures
-are in conftest.py.
+"""Tests that every engine passes. A test module subclasses `EngineConformance` and makes its engine; the fixtures are
+in conftest.py.
 
 Expectations come from `reference.py`: another copy of the model, one unpadded sequence at a time, then float64.
 """
@@ -72,7 +72,7 @@ class EngineConformance(ABC):
     def make_engine(folder: Path, version: Version) -> Engine:
         """An engine on the model in `folder`, whose first tokens carry `version`."""
 
-    # What the numbers mean
+    # Log-probs
 
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=_name)
     def test_log_probs_equal_a_full_forward(self, engine, reference, sampling):
@@ -82,7 +82,7 @@ class EngineConformance(ABC):
         self.check_log_probs(engine.generate(requests), reference, sampling)
 
     @pytest.mark.parametrize("num_top_log_probs", [0, 1, 3])
-    def test_top_log_probs_are_the_top_whatever_was_sampled(self, engine, reference, num_top_log_probs):
+    def test_top_log_probs_do_not_depend_on_the_sampled_token(self, engine, reference, num_top_log_probs):
         requests = [tiny_request(f"{i}", seed=i, num_top_log_probs=num_top_log_probs) for i in range(12)]
         rollouts = engine.generate(requests)
         self.check_log_probs(rollouts, reference, requests[0].sampling)
@@ -209,7 +209,7 @@ class EngineConformance(ABC):
         requests = [tiny_request(f"{i}", seed=i, max_new_tokens=1 + (5 * i) % 13) for i in range(20)]
         assert [rollout.uid for rollout in engine.generate(requests)] == [request.uid for request in requests]
 
-    def test_generate_leaves_what_others_submitted(self, engine):
+    def test_generate_leaves_other_requests_in_flight(self, engine):
         engine.submit([tiny_request(f"other {i}", seed=i) for i in range(3)])
         assert [rollout.uid for rollout in engine.generate([tiny_request("mine", seed=9)])] == ["mine"]
         assert sorted(rollout.uid for rollout in engine.collect(5)) == ["other 0", "other 1", "other 2"]

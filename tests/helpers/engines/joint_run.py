@@ -30,7 +30,7 @@ class Iteration:
 
 
 def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list[Iteration]:
-    """Train both models on what the engine writes; the reward is the share of even tokens."""
+    """Train both models on the rollouts of the engine; the reward is the share of even tokens."""
     config = _config(engine)
     models = {
         "policy": load_model(policy_folder, torch.float32),
@@ -65,7 +65,7 @@ def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path
         assert iteration.metrics["mismatch/engine_gap_max"].value < gap
     assert history[-1].version == Version(ITERATIONS - 1, ITERATIONS - 1)
     kl = [float(iteration.metrics["mismatch/kl_rollout_policy"].value) for iteration in history]
-    assert kl[-1] < 0.8 * kl[0]  # distillation: the writer that the engine holds follows the policy
+    assert kl[-1] < 0.8 * kl[0]  # distillation: the engine's model follows the policy
 
 
 def _config(engine: Engine) -> Config:

@@ -1,4 +1,4 @@
-"""What a quantised engine should say, from numpy and the definition of FP8 alone: nothing of `models/quantization`.
+"""Expected log-probs of a quantized engine, from numpy and the definition of FP8, without `models/quantization`.
 
 Weights and, where a scheme rounds them, the inputs of every linear layer are rounded and multiplied out; the model's
 own layers then compute with these in float32.

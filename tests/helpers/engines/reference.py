@@ -1,4 +1,4 @@
-"""What an engine should say: the model's own forward pass on one sequence at a time, then float64."""
+"""Expected log-probs of an engine: the model's own forward pass on one sequence at a time, then float64."""
 
 import math
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def tiny_request(uid: str, length: int = 5, seed: int = 0, *, prompt: Prompt | N
 
 
 def rollout_of(prompt: Prompt, token_ids: Sequence[int]) -> Rollout:
-    """A response that somebody wrote, for `score`."""
+    """Return a given response as a rollout, for `score`."""
     length = len(token_ids)
     return Rollout(
         uid=prompt.uid,

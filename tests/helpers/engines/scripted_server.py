@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM does and fails on demand, for what a real one cannot be made to do."""
+"""A server with vLLM's HTTP routes that fails on demand, in ways that a real one cannot be made to."""
 
 import asyncio
 import hashlib
@@ -61,7 +61,7 @@ class ScriptedServer:
         self._do(self._listen())
 
     def restart(self) -> None:
-        """As after a start: weights that nobody gave it."""
+        """Return to the weights of a start."""
         self.tag = "default"
         self.weights = {"model.norm.weight": np.zeros(64, np.float32), "lm_head.weight": np.zeros((24, 64), np.float32)}
 

@@ -1,4 +1,4 @@
-"""What the trainer asks of its engines beside rollouts: to rest when there is nothing to write, and what happened."""
+"""What the trainer asks of engines besides rollouts: to sleep when there is nothing to generate, and their events."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MADE: list["Sleeper"] = []
 
 
 class Sleeper(TransformersEngine):
-    """Forgets its weights when it num_sleeps, as vLLM may, and notes what became of it. Every update is an event."""
+    """Drops its weights when it sleeps, as vLLM may, and counts how often. Every update is an event."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -44,13 +44,13 @@ class Sleeper(TransformersEngine):
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sleeper]:
-    """Those that the next run makes; the writer of the rollouts is the first."""
+    """Collects the engines that the next run makes; the rollout engine is the first."""
     MADE.clear()
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Sleeper)
     return MADE
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def logged_events(folder: Path) -> list[dict[str, Any]]:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [{key: event[key] for key in ("iteration", "version", "engine")} for event in events if "engine" in event]
 
@@ -59,7 +59,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
     ("overrides", "num_sleeps"),
     [
         ((), [4, 3]),  # iterations; evaluations
-        (("batch.ahead=1",), [1, 3]),  # it writes ahead of all iterations but the last
+        (("batch.ahead=1",), [1, 3]),  # it generates ahead in all iterations but the last
         (("rollout_model.optimizer=null",), [4, 3]),
         (("rollout_model=null", "objective.correction=none"), [4]),
     ],
@@ -78,23 +78,23 @@ def test_engines_sleep_when_there_is_nothing_to_generate(
     run(small_config(*overrides), tmp_path)
     assert [engine.num_sleeps for engine in engines] == num_sleeps
     others = [True] * (len(num_sleeps) - 1)
-    writes_ahead = num_sleeps[0] == 1
-    assert asleep == [[not writes_ahead, *others]] * 3 + [[True, *others]]
+    generates_ahead = num_sleeps[0] == 1
+    assert asleep == [[not generates_ahead, *others]] * 3 + [[True, *others]]
 
 
-def test_what_engines_tell_is_written_down_once_with_its_iteration(engines, tmp_path: Path) -> None:
+def test_events_of_engines_are_logged_once_with_their_iteration(engines, tmp_path: Path) -> None:
     run(small_config(), tmp_path)
-    updates = [event for event in told(tmp_path) if event["engine"] == "engine"]
+    updates = [event for event in logged_events(tmp_path) if event["engine"] == "engine"]
     assert [(event["iteration"], event["version"][1]) for event in updates] == [(n, n) for n in range(1, 5)]
-    evaluated = [event["iteration"] for event in told(tmp_path) if event["engine"] == "evaluation.engine"]
+    evaluated = [event["iteration"] for event in logged_events(tmp_path) if event["engine"] == "evaluation.engine"]
     assert evaluated == [0, 2, 4]
 
 
-def test_what_an_engine_told_before_the_run_broke_is_written_down(engines, tmp_path: Path, monkeypatch) -> None:
+def test_events_before_the_run_broke_are_logged(engines, tmp_path: Path, monkeypatch) -> None:
     def broken(learner: JointLearner, *arguments: Any) -> Any:
         engines[0].events.append({"event": "server lost", "version": [0, 0]})
         raise Killed
 
     monkeypatch.setattr(JointLearner, "train", broken)
     run(small_config(), tmp_path)
-    assert told(tmp_path)[-1] == {"iteration": 0, "version": [0, 0], "engine": "engine"}
+    assert logged_events(tmp_path)[-1] == {"iteration": 0, "version": [0, 0], "engine": "engine"}

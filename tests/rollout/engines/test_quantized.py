@@ -1,4 +1,4 @@
-"""The shared suite on quantised engines, and what only they promise."""
+"""The shared suite on quantized engines, and tests of what only they promise."""
 
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def test_numbers_are_those_of_the_definition_and_far_from_those_without_rounding
 
 
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), KINDS)
-def test_weights_are_quantised_again_at_every_update(folder, new_folder, quantization, kv_cache_dtype):
+def test_weights_are_quantized_again_at_every_update(folder, new_folder, quantization, kv_cache_dtype):
     settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     updated, fresh = make(folder, **settings), make(new_folder, **settings)
     new = tiny_model(seed=1)
@@ -125,7 +125,7 @@ def test_a_weight_changed_on_the_way_changes_the_digest(folder):
     assert engine.update_weights(weights.items(), OLD) != before
 
 
-def test_an_engine_in_bfloat16_quantises_what_it_would_have_held(folder):
+def test_an_engine_in_bfloat16_quantizes_what_it_would_have_held(folder):
     engine = make(folder, torch.bfloat16, quantization="fp8")
     weights = dict(tiny_model(seed=1).named_parameters())
     digest = engine.update_weights(weights.items(), NEW)
@@ -137,7 +137,7 @@ def test_an_engine_in_bfloat16_quantises_what_it_would_have_held(folder):
         assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
 
 
-def test_an_engine_says_once_what_it_quantised(folder):
+def test_an_engine_reports_once_what_it_quantized(folder):
     engine = make(folder, quantization="fp8")
     [event] = engine.take_events()
     layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
@@ -150,7 +150,7 @@ def test_an_engine_says_once_what_it_quantised(folder):
     assert engine.take_events() == make(folder, kv_cache_dtype="fp8").take_events() == []
 
 
-def test_models_that_cannot_be_quantised_so_are_refused():
+def test_models_that_cannot_be_quantized_so_are_refused():
     def engine(name: str, attention: str, **settings: str) -> TransformersEngine:
         return make_engine(make_model(name, attention), **settings)
 

@@ -1,4 +1,4 @@
-"""The shared suite on an engine that writes by itself, with nothing to install: what `BackgroundEngine` promises."""
+"""The shared suite on an engine that generates in the background, with nothing to install (`BackgroundEngine`)."""
 
 from pathlib import Path
 

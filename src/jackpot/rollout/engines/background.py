@@ -58,7 +58,7 @@ class BackgroundEngine(Engine):
         """Start generating and return at once; each request ends in one `_complete`, or all of them in one `_fail`."""
 
     def _check(self, request: Request) -> None:
-        """Raise EngineError for a request that this engine cannot fulfil."""
+        """Raise EngineError for a request that this engine cannot fulfill."""
         check_request(request, self.capabilities)
 
     def submit(self, requests: Sequence[Request]) -> None:

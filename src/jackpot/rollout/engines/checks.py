@@ -11,7 +11,7 @@ from jackpot.rollout.engines.base import Capabilities, Request
 
 
 def check_request(request: Request, capabilities: Capabilities) -> None:
-    """Raise EngineError for a request that the engine cannot fulfil: its prompt, top log-probs or seed."""
+    """Raise EngineError for a request that the engine cannot fulfill: its prompt, top log-probs or seed."""
     prompt, num_top = request.prompt.token_ids, request.sampling.num_top_log_probs
     max_model_len, vocab_size = capabilities.max_model_len, capabilities.vocab_size
     if not prompt:

@@ -1,4 +1,4 @@
-"""The shared suite on `TransformersEngine`, and what only this engine promises."""
+"""The shared suite on `TransformersEngine`, and tests of what only this engine promises."""
 
 import weakref
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What `VLLMServerEngine` does about servers that fail, lie or serve something else; a scripted one plays them."""
+"""`VLLMServerEngine` with servers that fail, report false facts or serve another model, all played by a script."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ from jackpot.core.types import Version
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
 OLD, NEW = Version(0, 0), Version(1, 1)
-KEY = "a key that nobody else may see"
+KEY = "a key that no log may show"
 Make = Callable[..., VLLMServerEngine]
 
 
@@ -321,7 +321,7 @@ def test_new_weights_write_what_comes_next_and_older_files_are_removed(make, ser
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
-def test_a_restart_that_nobody_saw_is_noticed_and_the_newest_weights_are_sent_again(make, server):
+def test_an_unseen_restart_is_noticed_and_the_newest_weights_are_sent_again(make, server):
     engine = make(server)
     engine.update_weights(weights(2.0), NEW)
     server.restart()
@@ -333,7 +333,7 @@ def test_a_restart_that_nobody_saw_is_noticed_and_the_newest_weights_are_sent_ag
     assert "restarted" in lost["why"] and lost["sent_again"] >= 1
 
 
-def test_weights_that_somebody_else_sent_are_an_error(make, server):
+def test_weights_that_another_run_sent_are_an_error(make, server):
     engine = make(server)
     server.tag = "jackpot-another-3"
     with pytest.raises(EngineError, match=r"another run updates the weights of .*jackpot-another-3"):
@@ -447,7 +447,7 @@ def test_a_server_with_other_settings_is_an_error_that_says_what_to_start_it_wit
 
 
 @pytest.mark.parametrize(
-    "shown, instead, told",
+    "shown, instead, message",
     [
         ("org_vocab_size=24", "org_vocab_size=32", "vocab_size 32, ours 24"),
         ("embedding_dim=64", "embedding_dim=128", "hidden_size 128, ours 64"),
@@ -456,9 +456,9 @@ def test_a_server_with_other_settings_is_an_error_that_says_what_to_start_it_wit
         ("in_features=96", "in_features=97", "intermediate_size 97, ours 96"),
     ],
 )
-def test_a_server_of_another_model_is_an_error_that_names_the_difference(make, server, shown, instead, told):
+def test_a_server_of_another_model_is_an_error_that_names_the_difference(make, server, shown, instead, message):
     server.structure = server.structure.replace(shown, instead)
-    with pytest.raises(EngineError, match=f"another model: {told}"):
+    with pytest.raises(EngineError, match=f"another model: {message}"):
         make(server)
     assert server.count("reload_weights") == 0
 
@@ -494,7 +494,7 @@ def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
     assert make(server).capabilities.max_model_len == CONTEXT
 
 
-def test_a_quantised_server_gets_codes_and_the_digest_is_of_what_these_were_made_from(make, server):
+def test_a_quantized_server_gets_codes_and_the_digest_is_of_what_these_were_made_from(make, server):
     server.settings["model_config"]["quantization"] = "compressed-tensors"
     server.settings["device_config"]["device"] = "cuda"
     engine = make(server, quantization="int8_w8a8")
@@ -508,7 +508,7 @@ def test_a_quantised_server_gets_codes_and_the_digest_is_of_what_these_were_made
 
 
 @pytest.mark.parametrize(("quantization", "method"), [("int8_w8a8", "compressed-tensors"), ("fp8", "fp8")])
-def test_a_server_that_is_not_quantised_as_the_settings_say_is_refused(make, server, quantization, method):
+def test_a_server_that_is_not_quantized_as_the_settings_say_is_refused(make, server, quantization, method):
     with pytest.raises(EngineError, match=rf"quantization none, and engine.quantization needs {method}.*in that form"):
         make(server, quantization=quantization)
     server.settings["model_config"]["quantization"] = "gptq"
@@ -549,7 +549,7 @@ def test_a_server_without_the_routes_of_development_says_how_to_start_it(make, s
         make(server)
 
 
-def test_the_api_key_comes_from_the_environment_and_is_told_to_nobody_else(make, server, monkeypatch, tmp_path):
+def test_the_api_key_comes_from_the_environment_and_goes_to_servers_alone(make, server, monkeypatch, tmp_path):
     monkeypatch.setenv("TEST_API_KEY", KEY)
     engine = make(server)
     engine.generate(requests(1))
@@ -581,18 +581,18 @@ def test_one_server_in_reach_is_enough(make, server):
 
 
 @pytest.mark.parametrize(
-    "settings, told",
+    "settings, message",
     [
         ({"max_model_len": 32}, "max_model_len 32, and the others 64"),
         ({"max_logprobs": 5}, "num_top_log_probs 5, and the others 24"),
         ({"quantization": "fp8"}, "is quantized"),
     ],
 )
-def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, other, settings, told):
+def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, other, settings, message):
     other.script["/v1/models"] = first(1, failure(503))
     other.settings["model_config"] |= settings
     engine = make(server, other)
-    with pytest.raises(EngineError, match=told):
+    with pytest.raises(EngineError, match=message):
         for number in range(500):
             engine.generate([tiny_request(f"{number}", num_top_log_probs=3)])
             time.sleep(0.02)
@@ -629,7 +629,7 @@ def test_a_server_that_another_run_takes_between_two_batches_is_an_error_and_kee
 
 @pytest.mark.parametrize("path", ["/pause", "/resume"])
 def test_a_server_is_never_left_paused(make, server, path):
-    """Whatever of the two fails at first."""
+    """Either `/pause` or `/resume` fails at first."""
     engine, is_paused = make(server), [False]
 
     async def pause(body: dict, usual: dict) -> Any:
@@ -695,9 +695,9 @@ def test_a_server_without_a_parameter_of_ours_can_prove_nothing(make, server):
 
 def test_a_key_that_cannot_be_sent_is_an_error_that_names_the_variable_and_not_the_key(make, server, monkeypatch):
     monkeypatch.setenv("TEST_API_KEY", f"{KEY}\n")
-    with pytest.raises(EngineError, match="TEST_API_KEY has a line break") as told:
+    with pytest.raises(EngineError, match="TEST_API_KEY has a line break") as message:
         make(server)
-    assert KEY not in str(told.value)
+    assert KEY not in str(message.value)
 
 
 @pytest.mark.parametrize(

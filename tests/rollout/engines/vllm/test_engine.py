@@ -1,4 +1,4 @@
-"""The shared suite on `VLLMEngine`, with the real vLLM in this process, and what only this engine promises."""
+"""The shared suite on `VLLMEngine` with the real vLLM in this process, and tests of what only this engine promises."""
 
 import os
 import time
@@ -70,7 +70,7 @@ def test_new_weights_reach_prompts_whose_states_were_cached_and_the_output_layer
     engine.close()
 
 
-def test_rollouts_are_written_while_nobody_waits_for_them(folder):
+def test_rollouts_are_generated_while_the_caller_does_not_wait(folder):
     engine = make(folder)
     engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=30) for i in range(50)])
     collected, deadline = [], time.monotonic() + 300.0
@@ -134,7 +134,7 @@ def test_vllm_for_another_kind_of_device_than_the_learners_is_refused(folder):
         make_engine(VLLMEngineConfig(), str(folder), torch.device("cuda", 0), OLD)
 
 
-def test_it_runs_in_this_process_whatever_the_environment_says(folder, monkeypatch):
+def test_it_runs_in_this_process_regardless_of_the_environment(folder, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     engine = make(folder)
     engine.update_weights(tiny_model(1).named_parameters(), NEW)
@@ -144,7 +144,7 @@ def test_it_runs_in_this_process_whatever_the_environment_says(folder, monkeypat
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_when_vllm_fails_whoever_waits_is_told_and_what_had_ended_can_be_collected(folder, monkeypatch, error):
+def test_when_vllm_fails_waiting_callers_get_the_error_and_finished_rollouts_stay(folder, monkeypatch, error):
     engine = make(folder)
     engine.submit([tiny_request("short", max_new_tokens=1)])
     deadline = time.monotonic() + 30.0
@@ -228,7 +228,7 @@ def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
     assert len(engine.collect(4)) == 4
     engine.close()
 
-    def test_more_prompts_than_fit_into_a_step_of_vllm_are_written_and_scored(self, folder, reference):
+    def test_more_prompts_than_fit_into_a_step_of_vllm_are_continued_and_scored(self, folder, reference):
         """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
         engine = make(folder, max_num_seqs=128)
         try:

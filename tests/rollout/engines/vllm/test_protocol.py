@@ -1,4 +1,4 @@
-"""What vLLM is asked and how its answers are read; the real vLLM is in test_vllm.py."""
+"""Requests to vLLM and its responses, without vLLM; the real vLLM is in test_engine.py."""
 
 import importlib.util
 
@@ -74,7 +74,7 @@ def test_only_stop_and_length_are_whole_responses(word, finish):
     assert rollout.versions.shape == (0, 2) and rollout.top_ids.shape == (0, 0)
 
 
-def test_a_score_at_temperature_one_is_one_question_and_fits_a_full_context():
+def test_a_score_at_temperature_one_is_one_request_and_fits_a_full_context():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
     [request] = logprob_requests(rollout, 1.0)
     assert request.prompt == (*rollout.prompt.token_ids, 5, 6) and request.token == 7

@@ -1,4 +1,4 @@
-"""The shared suite on a quantised vLLM, and what only a quantised one promises. Its cache of FP8 cuts on a CPU (0.32)
+"""The shared suite on a quantized vLLM, and what only a quantized one promises. Its cache of FP8 cuts on a CPU (0.32)
 where a GPU rounds."""
 
 from pathlib import Path

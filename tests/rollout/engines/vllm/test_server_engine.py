@@ -174,10 +174,10 @@ def test_a_joint_run_goes_on_where_its_only_server_dies_and_comes_back(mortals, 
 
 def test_weights_that_another_client_names_are_an_error(servers, folder, tmp_path):
     engine = make(folder, tmp_path, servers[0])
-    body = json.dumps({"new_version": "of somebody"}).encode()
+    body = json.dumps({"new_version": "of another run"}).encode()
     headers = {"Content-Type": "application/json"}
     urllib.request.urlopen(urllib.request.Request(f"{servers[0].url}/update_weight_version", body, headers)).close()
-    with pytest.raises(EngineError, match=r"somebody else updates the weights of .*'of somebody'"):
+    with pytest.raises(EngineError, match=r"another run updates the weights of .*'of another run'"):
         engine.generate([tiny_request("one")])
     engine.close()
 

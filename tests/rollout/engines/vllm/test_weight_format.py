@@ -1,4 +1,4 @@
-"""What vLLM is given for quantised weights, without vLLM."""
+"""What vLLM is given for quantized weights, without vLLM."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_int8_weights_alone_are_sent_multiplied_out():
         torch.testing.assert_close(sent[name], expected, rtol=1e-6, atol=0)
 
 
-def test_without_quantisation_the_weights_pass():
+def test_without_quantization_the_weights_pass():
     model = tiny_model(0)
     form = WeightFormat.of_model(model, None)
     sent = list(form.convert(model.named_parameters()))
@@ -71,7 +71,7 @@ def test_without_quantisation_the_weights_pass():
     assert form.quantization_config is None and form.events == ()
 
 
-def test_the_output_layer_and_routers_are_named_as_not_quantised_tied_or_not():
+def test_the_output_layer_and_routers_are_named_as_not_quantized_tied_or_not():
     for tied in (True, False):
         model = tiny_model(0, tie_word_embeddings=tied)
         assert WeightFormat.of_model(model, "int8_w8a8").quantization_config["ignore"] == ["lm_head"]
@@ -81,7 +81,7 @@ def test_the_output_layer_and_routers_are_named_as_not_quantised_tied_or_not():
     assert WeightFormat.of_model(routed, "fp8").quantization_config["modules_to_not_convert"] == ["lm_head", "gate"]
 
 
-def test_models_of_which_vllm_would_quantise_something_else_are_refused():
+def test_models_of_which_vllm_would_quantize_something_else_are_refused():
     with pytest.raises(EngineError, match="no linear layer"):
         WeightFormat.of_model(nn.Embedding(3, 4), "int8_w8a16")
     for quantization in ("int8_w8a8", "fp8"):
@@ -90,7 +90,7 @@ def test_models_of_which_vllm_would_quantise_something_else_are_refused():
     assert WeightFormat.of_model(Experts(), "int8_w8a16").quantized_names == {"up_proj.weight"}
 
 
-def test_what_was_quantised_is_told():
+def test_the_quantization_is_reported():
     [event] = WeightFormat.of_model(tiny_model(0), "int8_w8a8").events
     layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
     assert event["to"] == "int8_w8a8" and event["kept"] == {"embedding": 1, "bias or norm": 9}

@@ -132,6 +132,7 @@ class BatchSettings(NamedTuple):
 
 
 def batch_settings(sampling: Sampling) -> BatchSettings:
+    """Return the part of a request's sampling that must be equal within a batch."""
     return BatchSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.num_top_log_probs)
 
 

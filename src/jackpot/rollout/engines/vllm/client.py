@@ -20,7 +20,7 @@ _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with v
 
 
 class ServerLost(Exception):
-    """A server did not answer, or its answer is not one to the call."""
+    """A server sent no response, or none that fits the call."""
 
 
 class ServerRestarted(ServerLost):

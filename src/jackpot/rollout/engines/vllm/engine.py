@@ -344,7 +344,7 @@ def _check_device(on_gpu: bool, has_gpu: bool) -> None:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Have vLLM engines made inside the block run in this process, whatever the environment says.
+    """Have vLLM engines made inside the block run in this process, against the environment if need be.
 
     Weights are handed over as tensors, which another process could not take.
     """

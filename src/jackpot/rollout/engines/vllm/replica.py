@@ -28,29 +28,29 @@ class Replica:
             version_prefix: start of the names of all weights of this engine, unique to it.
         """
         self.url, self._client, self._expected, self._version_prefix = url, client, expected, version_prefix
-        self.info: ServerInfo | None = None  # facts it last reported
-        self.weights: SavedWeights | None = None  # weights it holds; None while it must not get requests
-        self.loading: SavedWeights | None = None  # weights it is being sent, whose file must stay
-        self.num_running = 0  # number of completions it is working on
-        self.error: ServerLost | None = None  # why it gets no more requests
-        self.num_failures = 0  # number of failures since its last completion
-        self.lost_since: float | None = None  # time of the first failure since it was last ready, `time.monotonic`
-        self.num_resent = 0  # number of requests queued again since its last failure
-        self.was_restarted = False  # True where it was found restarted when it was last inspected
-        self._model_name = ""
-        self._was_updated = False  # True once this engine has sent it weights
-        self._sent: SavedWeights | None = None  # weights it should hold; None: unknown
-        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None  # last weights it had, and its checksums
-        self._checks_begun = self._checks_passed = 0
+        self.info: ServerInfo | None = None  # facts in the last report of the server
+        self.weights: SavedWeights | None = None  # weights the server holds; None while it must not get requests
+        self.loading: SavedWeights | None = None  # weights being sent, whose file must stay
+        self.num_running = 0  # completions running on the server
+        self.error: ServerLost | None = None  # reason why the server gets no more requests
+        self.num_failures = 0  # failures since the last completion
+        self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
+        self.num_resent = 0  # requests queued again because of the current failure
+        self.was_restarted = False  # True where the last inspection found the server restarted
+        self._model_name = ""  # name that completions have to give
+        self._was_updated = False  # True once this engine has sent weights to the server
+        self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
+        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None  # last weights loaded, and checksums then
+        self._checks_begun = self._checks_passed = 0  # numbers of the last check begun and of the last one passed
         self._check_lock = asyncio.Lock()
 
     @property
     def is_lost(self) -> bool:
-        """Return whether it has failed and has not been ready since."""
+        """Return whether the server has failed and has not been synced since."""
         return self.lost_since is not None
 
     def mark_lost(self, error: ServerLost) -> None:
-        """Record a failure; it gets no requests before the next `sync`."""
+        """Record a failure of the server, after which it gets no requests before the next `sync`."""
         self.error, self.weights = error, None
         self.num_failures += 1
         self.lost_since = self.lost_since or time.monotonic()

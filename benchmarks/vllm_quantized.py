@@ -1,9 +1,9 @@
-"""How far vLLM's quantised rollouts are from the transformers engine's, for the same weights and tokens.
+"""How far vLLM's quantized rollouts are from the transformers engine's, for the same weights and tokens.
 
 vLLM draws tokens and says their log-probs; the transformers engine scores them with the same settings (`emulated`) and
-without quantisation (`plain`), each in the same dtype. Nothing here has run on a GPU.
+without quantization (`plain`), each in the same dtype. Nothing here has run on a GPU.
 
-    python benchmarks/vllm_quantised.py starter:policy starter:rollout_model    # needs the extra vllm
+    python benchmarks/vllm_quantized.py starter:policy starter:rollout_model    # needs the extra vllm
 
 Prints a table: mean and largest difference of log-probs, nats, over all tokens.
 """
