@@ -198,7 +198,7 @@ def agreement(job: Job) -> None:
         if "reads" in job["stage"]:
             other = "transformers" if job["stage"] == "vllm_reads" else "vllm"
             rollouts = torch.load(place / f"{key}-{other}.pt", weights_only=False)[temperature]
-            read(engine, rollouts, sampling, f"{other} wrote, temperature {temperature:g}")
+            read(engine, rollouts, sampling, f"{other} generated, temperature {temperature:g}")
         if "writes" in job["stage"]:
             written[temperature] = engine.generate(requests(job, 64, sampling))
     if written:
@@ -207,7 +207,7 @@ def agreement(job: Job) -> None:
 
 
 def read(engine: Engine, rollouts: Sequence[Rollout], sampling: Sampling, what: str) -> None:
-    """Compare what the writer said with what this engine says of sampled tokens and of the 20 most probable ones."""
+    """Compare the log-probs of the engine that generated `rollouts` with this engine's: sampled and top tokens."""
     few = rollouts[:SCORED]
     scores = torch.cat(engine.score(few, sampling.temperature))
     compare(f"{what}: sampled", torch.cat([rollout.rollout_log_probs for rollout in few]), scores)

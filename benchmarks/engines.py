@@ -1,12 +1,12 @@
-"""The engines beside each other: agreement, tokens per second, start-up, weight updates, the digest of weights.
+"""Compare the two engines: agreement, tokens per second, start-up, weight updates, the digest of weights.
 
     OMP_NUM_THREADS=1 python benchmarks/engines.py --repetitions 3 --json engines.json > engines.md
     OMP_NUM_THREADS=1 python benchmarks/engines.py --only speed --models tiny --device cuda
 
 Needs the package with vLLM. Every measurement is a process of its own, the engines take turns, and the models have
-random weights, large enough that their distributions are far from flat. A cell is the median and, in brackets, the
-smallest and the largest. CPU seconds are those of all threads; on a machine that others use, believe them and not the
-wall clock.
+random weights, large enough that their distributions are far from uniform. A cell is the median and, in brackets, the
+smallest and the largest. CPU seconds are those of all threads; on a shared machine they are reliable and wall-clock
+times are not.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def repeated(jobs: Sequence[Job], repetitions: int) -> list[tuple[Job, list[Resu
 
 
 def agreement(options: argparse.Namespace, folder: str) -> list[Job]:
-    """Each engine's log-probs of what it wrote itself against the other's of the same tokens, and against float64."""
+    """Compare each engine's log-probs of its own rollouts with the other's of the same tokens, and with float64."""
     print("## Agreement\n\nDifferences of probabilities, on the same tokens.\n")
     rows, records = [], []
     for model in options.models:

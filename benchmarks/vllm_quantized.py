@@ -1,7 +1,7 @@
-"""How far vLLM's quantized rollouts are from the transformers engine's, for the same weights and tokens.
+"""Measure the difference between log-probs of vLLM's and of the transformers engine's quantization.
 
-vLLM draws tokens and says their log-probs; the transformers engine scores them with the same settings (`emulated`) and
-without quantization (`plain`), each in the same dtype. Nothing here has run on a GPU.
+vLLM samples tokens and returns their log-probs; the transformers engine scores them with the same settings
+(`emulated`) and without quantization (`plain`), each in the same dtype. Nothing here has run on a GPU.
 
     python benchmarks/vllm_quantized.py starter:policy starter:rollout_model    # needs the extra vllm
 
@@ -39,7 +39,7 @@ def requests(path: str) -> list[Request]:
 
 
 def scores(path: str, rollouts: list[Rollout], **settings: str | None) -> Tensor:
-    """Of the transformers engine: [tokens]."""
+    """Return the log-probs of the transformers engine, [tokens]."""
     engine = make_engine(TransformersEngineConfig(**settings), path, CPU, FIRST)
     try:
         return torch.cat(engine.score(rollouts, 1.0))
@@ -47,7 +47,7 @@ def scores(path: str, rollouts: list[Rollout], **settings: str | None) -> Tensor
         engine.close()
 
 
-def written(path: str, **settings: str | None) -> list[Rollout]:
+def generated(path: str, **settings: str | None) -> list[Rollout]:
     engine: Engine = make_engine(
         VLLMEngineConfig(kv_cache_memory_bytes=2**28, max_num_seqs=64, **settings), path, CPU, FIRST
     )
@@ -69,7 +69,7 @@ def main() -> None:
         for dtype in asked.dtypes:
             for quantization, cache in SETTINGS:
                 bits = {"quantization": quantization, "kv_cache_dtype": cache}
-                rollouts = written(path, dtype=dtype, **bits)
+                rollouts = generated(path, dtype=dtype, **bits)
                 drawn = torch.cat([rollout.rollout_log_probs for rollout in rollouts])
                 gaps = [(drawn - scores(path, rollouts, dtype=dtype, **kind)).abs() for kind in (bits, {})]
                 cells = [f"{gap.mean():.1e}, {gap.max():.1e}" for gap in gaps]
