@@ -42,17 +42,17 @@ from transformers.masking_utils import eager_mask
 
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.models.load import load_model, load_tokenizer
-from jackpot.models.quantization.convert import quantise_linears
-from jackpot.models.quantization.linear import QuantisedLinear, gemm_exact, round_by_token
+from jackpot.models.quantization.convert import quantize_linears
+from jackpot.models.quantization.linear import QuantizedLinear, gemm_exact, round_by_token
 from jackpot.models.quantization.quantizer import (
     FP8_BLOCKS,
     LARGEST,
     SCHEMES,
-    Quantised,
+    Quantized,
     Scheme,
     block_scales,
-    dequantise,
-    quantise,
+    dequantize,
+    quantize,
     with_scales,
 )
 from jackpot.rollout.engines.transformers.attention import eager_attention, set_attention, with_rounded_kv
@@ -85,7 +85,7 @@ class Side(NamedTuple):
     name: str
     dtype: torch.dtype = torch.bfloat16
     scheme: Scheme | None = None
-    layer: Callable[..., Tensor] | None = None  # in the place of QuantisedLinear's forward
+    layer: Callable[..., Tensor] | None = None  # in the place of QuantizedLinear's forward
     attention: str = "eager"  # sdpa, eager or BY_TOKEN
     fp8_cache: bool = False
     decodes: bool = False  # token by token with a cache
@@ -106,14 +106,14 @@ class Found:
     equal: bool
 
 
-def other_product(layer: QuantisedLinear, inputs: Tensor) -> Tensor:
+def other_product(layer: QuantizedLinear, inputs: Tensor) -> Tensor:
     """FP8 on both sides, multiplied out and added in float32 by BLAS."""
-    rows = quantise(inputs.reshape(-1, layer.in_features), layer.scheme.activations)
-    outputs = dequantise(rows, torch.float32) @ dequantise(layer.quantised, torch.float32).T
+    rows = quantize(inputs.reshape(-1, layer.in_features), layer.scheme.activations)
+    outputs = dequantize(rows, torch.float32) @ dequantize(layer.quantized, torch.float32).T
     return outputs.to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
 
 
-def other_formula(layer: QuantisedLinear, inputs: Tensor) -> Tensor:
+def other_formula(layer: QuantizedLinear, inputs: Tensor) -> Tensor:
     """Activations by x * (448 / max) in place of x / (max / 448), then as always."""
     grid = layer.scheme.activations
     values = inputs.reshape(-1, layer.in_features).float()
@@ -122,8 +122,8 @@ def other_formula(layer: QuantisedLinear, inputs: Tensor) -> Tensor:
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-10)
     most = LARGEST[grid.codes]
     codes = (blocks * (most / largest)).clamp(-most, most).to(grid.codes).reshape(padded.shape)
-    rows = Quantised(codes[:, : values.shape[1]], block_scales(largest[..., 0], grid), grid)
-    return gemm_exact(rows, layer.quantised).to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
+    rows = Quantized(codes[:, : values.shape[1]], block_scales(largest[..., 0], grid), grid)
+    return gemm_exact(rows, layer.quantized).to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
 
 
 def rows() -> list[Row]:
@@ -165,9 +165,9 @@ def made(model: PreTrainedModel, side: Side) -> PreTrainedModel:
     else:
         set_attention(twin, side.attention, fp8_cache=side.fp8_cache)
     if side.scheme is not None:
-        quantise_linears(twin, side.scheme)
+        quantize_linears(twin, side.scheme)
     for layer in twin.modules():
-        if side.layer is not None and isinstance(layer, QuantisedLinear):
+        if side.layer is not None and isinstance(layer, QuantizedLinear):
             layer.forward = side.layer.__get__(layer)
     return twin
 

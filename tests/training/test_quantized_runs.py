@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts come from a quantised copy of a model."""
+"""Whole runs whose rollouts come from a quantized copy of a model."""
 
 import json
 from contextlib import closing
@@ -10,7 +10,7 @@ import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import metrics, run, small_config
-from jackpot.analysis.diagnose.rule import History, quantising, rounding
+from jackpot.analysis.diagnose.rule import History, quantizing, rounding
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
@@ -31,7 +31,7 @@ ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "eval
     ],
     ids=" ".join,
 )
-def test_the_policy_trains_on_what_its_quantised_copy_wrote_and_sees_the_gap(settings, tmp_path):
+def test_the_policy_trains_on_what_its_quantized_copy_wrote_and_sees_the_gap(settings, tmp_path):
     config = small_config(*ALONE, *settings)
     run(config, tmp_path)
     lines, told = metrics(tmp_path), events(tmp_path)
@@ -40,21 +40,21 @@ def test_the_policy_trains_on_what_its_quantised_copy_wrote_and_sees_the_gap(set
     gaps = [line["mismatch/engine_gap"] for line in lines if "mismatch/engine_gap" in line]
     assert len(gaps) == 2 and all(1e-4 < gap < 0.1 for gap in gaps)
     assert lines[-1]["eval/policy_engine_gap"] < 1e-4 < lines[-1]["eval/rollout_model_engine_gap"]  # two engines
-    quantised = [event["to"] for event in told if event["event"] == "quantized"]
-    assert quantised == [config.engine.quantization] * (config.engine.quantization is not None)
+    quantized = [event["to"] for event in told if event["event"] == "quantized"]
+    assert quantized == [config.engine.quantization] * (config.engine.quantization is not None)
     assert "stopped" not in {event["event"] for event in told}
 
 
-def test_a_rollout_model_of_its_own_is_quantised_and_the_policy_of_the_evaluations_is_not(tmp_path):
+def test_a_rollout_model_of_its_own_is_quantized_and_the_policy_of_the_evaluations_is_not(tmp_path):
     settings = ("engine.quantization=fp8", "evaluation.engine=transformers")
-    run(small_config(*settings, "iterations=1"), tmp_path / "quantised")
+    run(small_config(*settings, "iterations=1"), tmp_path / "quantized")
     run(small_config("iterations=1"), tmp_path / "plain")
-    quantised, plain = metrics(tmp_path / "quantised")[-1], metrics(tmp_path / "plain")[-1]
-    assert quantised["mismatch/engine_gap"] > 1e-3 > 1e-5 > plain["mismatch/engine_gap"]
-    assert quantised["eval/rollout_model_engine_gap"] > 1e-3 > 1e-5 > quantised["eval/policy_engine_gap"]
+    quantized, plain = metrics(tmp_path / "quantized")[-1], metrics(tmp_path / "plain")[-1]
+    assert quantized["mismatch/engine_gap"] > 1e-3 > 1e-5 > plain["mismatch/engine_gap"]
+    assert quantized["eval/rollout_model_engine_gap"] > 1e-3 > 1e-5 > quantized["eval/policy_engine_gap"]
 
 
-def test_the_exact_normalizer_is_refused_on_a_quantised_engine():
+def test_the_exact_normalizer_is_refused_on_a_quantized_engine():
     exact = ("objective.correction.normalizer=exact",)
     config = small_config(*exact)
     with pytest.raises(ConfigError, match="normalizer 'exact' takes p_inf from training"):
@@ -64,28 +64,28 @@ def test_the_exact_normalizer_is_refused_on_a_quantised_engine():
     settings = small_config("engine.quantization=fp8").engine
     with closing(make_engine(settings, "starter:rollout_model", torch.device("cpu"), Version(0, 0))) as engine:
         assert not is_faithful(small_config(), engine)
-        with pytest.raises(EngineError, match="computes in fp32, quantised, and training in fp32"):
+        with pytest.raises(EngineError, match="computes in fp32, quantized, and training in fp32"):
             is_faithful(config, engine)  # what a server was started with, no setting tells
 
 
-def test_a_gap_that_stops_other_runs_lets_one_with_a_quantised_engine_go_on_up_to_a_quarter():
+def test_a_gap_that_stops_other_runs_lets_one_with_a_quantized_engine_go_on_up_to_a_quarter():
     rollout = rollout_of(tiny_prompt(3), [4, 5])  # probability 1 each, as the engine says
 
     def gap(precision: str, probability: float) -> float:
         scores = {rollout.uid: torch.full((2,), probability).log()}
         return check_gap([rollout], Sampling(), [precision, "fp32"], lambda sampling: scores)
 
-    assert gap("quantised", 0.8) == pytest.approx(0.2)
-    for precision, probability in (("bf16", 0.8), ("fp32", 0.8), ("quantised", 0.7)):
+    assert gap("quantized", 0.8) == pytest.approx(0.2)
+    for precision, probability in (("bf16", 0.8), ("fp32", 0.8), ("quantized", 0.7)):
         with pytest.raises(EngineError, match="not those of the distribution"):
             gap(precision, probability)
 
 
-def test_the_usual_gap_of_a_quantised_engine_is_no_sign_of_a_bug():
+def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
     settings = ((), ("precision=bf16",), ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",))
     histories = [History([], [], small_config(*one)) for one in settings]
     assert [rounding(one, [0.0]) for one in histories] == [1e-3, 2e-2, None, None]
-    assert [quantising(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2]
+    assert [quantizing(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

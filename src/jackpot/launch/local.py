@@ -236,14 +236,14 @@ def is_faithful(config: Config, engine: Engine) -> bool:
     Raises:
         EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.
     """
-    quantised = engine.capabilities.quantized
-    faithful = not quantised and not config.sampling.truncated and config.engine.dtype == config.precision
+    quantized = engine.capabilities.quantized
+    faithful = not quantized and not config.sampling.truncated and config.engine.dtype == config.precision
     exact = policy_objective(config).normalizer == "exact"
     if exact and not (faithful and config.precision == "fp32"):
         raise EngineError(
             f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
-            f"{', quantised,' if quantised else ''} and training in {config.precision}; use normalizer: topk, or fp32 "
-            f"on both sides and no quantisation"
+            f"{', quantized,' if quantized else ''} and training in {config.precision}; use normalizer: topk, or fp32 "
+            f"on both sides and no quantization"
         )
     return faithful
 

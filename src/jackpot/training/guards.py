@@ -25,7 +25,7 @@ QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a qu
 FALSE_ALARM = 1e-9  # probability that a sound engine fails the check of what it samples
 # Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
 # user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.
-LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantised": 0.25}
+LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -194,7 +194,7 @@ def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Seque
 
 def precision_of(capabilities: Capabilities) -> str:
     """Return the key of `LARGEST_GAPS` for an engine."""
-    return "quantised" if capabilities.quantized else _NAMES[capabilities.dtype]
+    return "quantized" if capabilities.quantized else _NAMES[capabilities.dtype]
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:

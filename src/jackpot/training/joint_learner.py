@@ -92,7 +92,7 @@ class JointLearner(Learner):
         temperature: of the sampling; every log-prob here uses it.
         num_top_log_probs: K of the policy's own top-k.
         max_length: the sampling limit on response tokens, for `aggregate: constant`.
-        faithful: the engine samples from the weights it is sent, neither quantised nor truncated, so that a forward
+        faithful: the engine samples from the weights it is sent, neither quantized nor truncated, so that a forward
             pass of the rollout model can stand in for p_inf.
         autocast: dtype of the forward pass; None for the weights' own.
         rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the

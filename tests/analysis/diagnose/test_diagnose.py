@@ -223,11 +223,11 @@ def test_bf16_may_round_more(config: Config) -> None:
     assert diagnose(lines, [], config).verdict == "sick"
 
 
-def test_a_quantised_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:
+def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:
     engine = config.engine.model_copy(update={"quantization": "int8_w8a8"})
-    quantised = config.model_copy(update={"engine": engine})
-    assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantised).verdict == "healthy"
-    [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantised).findings
+    quantized = config.model_copy(update={"engine": engine})
+    assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantized).verdict == "healthy"
+    [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantized).findings
     assert (finding.group, finding.limit) == ("precision", 0.02)
     assert "objective.correction=tis" in finding.tries
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], config).findings

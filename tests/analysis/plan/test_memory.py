@@ -35,8 +35,8 @@ def test_weights_gradients_and_moments_are_counted_by_parameters() -> None:
     assert (alone.weights, alone.engines) == (4 * policy, 4 * policy)
     weights, others = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2048 + 64 + 2 * (2 * 64 + 2 * 32)  # of the writer
     channels = 2 * (2 * 64 + 2 * 32 + 2 * 160 + 64)  # a scale each
-    quantised = plan("engine.quantization=int8_w8a8", "evaluation.engine=transformers")
-    assert weights + others == writer and quantised.engines == weights + 4 * (channels + others) + 4 * policy
+    quantized = plan("engine.quantization=int8_w8a8", "evaluation.engine=transformers")
+    assert weights + others == writer and quantized.engines == weights + 4 * (channels + others) + 4 * policy
     lora = plan("policy.lora.rank=8")
     assert lora.gradients == 4 * (39_168 + writer) and lora.training > 0
 

@@ -1,13 +1,13 @@
-"""Which weights of a model are quantised, and what stays."""
+"""Which weights of a model are quantized, and what stays."""
 
 import pytest
 import torch
 from torch import nn
 
 from helpers.engines.reference import tiny_model
-from jackpot.models.quantization.convert import quantise_linears, quantise_named, quantised_names, weight_bytes
-from jackpot.models.quantization.linear import QuantisedLinear
-from jackpot.models.quantization.quantizer import SCHEMES, Quantised, dequantise
+from jackpot.models.quantization.convert import quantize_linears, quantize_named, quantized_names, weight_bytes
+from jackpot.models.quantization.linear import QuantizedLinear
+from jackpot.models.quantization.quantizer import SCHEMES, Quantized, dequantize
 
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
@@ -31,18 +31,18 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_linear_layers_inside_are_converted_and_nothing_else(tied):
     model = tiny_model(seed=0, tie_word_embeddings=tied)
-    found = quantise_linears(model, SCHEMES["fp8"])
+    found = quantize_linears(model, SCHEMES["fp8"])
     expected = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in PROJECTIONS]
     assert list(found.converted) == expected
     kinds = {"model.embed_tokens.weight": "embedding"} | ({} if tied else {"lm_head.weight": "output layer"})
     assert {name: why for name, why in found.kept.items() if why != "bias or norm"} == kinds
-    layers = {name for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    layers = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert {f"{name}.weight" for name in layers} == set(expected)
     assert set(dict(model.named_parameters())) == found.kept.keys()
 
 
 def test_routers_experts_and_shared_weights_stay_and_are_named():
-    found = quantised_names(Odd())
+    found = quantized_names(Odd())
     assert found.converted == ("gate_proj.weight",)
     assert found.kept == {
         "experts": "not of a linear layer",
@@ -57,22 +57,22 @@ def test_routers_experts_and_shared_weights_stay_and_are_named():
 
 
 def test_a_model_without_linear_layers_is_refused_by_what_it_is_made_of():
-    with pytest.raises(ValueError, match="no linear layer to quantise in Embedding"):
-        quantise_linears(nn.Embedding(3, 4), SCHEMES["fp8"])
+    with pytest.raises(ValueError, match="no linear layer to quantize in Embedding"):
+        quantize_linears(nn.Embedding(3, 4), SCHEMES["fp8"])
 
 
 @pytest.mark.parametrize(("name", "suffix"), [("fp8", "_scale_inv"), ("int8_w8a8", "_scale")])
 def test_weights_on_their_way_are_those_that_a_model_holds(name, suffix):
     scheme, model = SCHEMES[name], tiny_model(seed=0)
     plain = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
-    sent = dict(quantise_named(model.named_parameters(), quantised_names(model).converted, scheme))
-    conversion = quantise_linears(model, scheme)
+    sent = dict(quantize_named(model.named_parameters(), quantized_names(model).converted, scheme))
+    conversion = quantize_linears(model, scheme)
     for key in conversion.converted:
         layer = model.get_submodule(key.removesuffix(".weight"))
         assert sent[key].dtype == scheme.weights.codes
-        held = Quantised(sent.pop(key), sent.pop(f"{key}{suffix}"), scheme.weights)
-        assert torch.equal(dequantise(held, torch.float32), dequantise(layer.quantised, torch.float32))
-        assert (dequantise(held, torch.float32) - plain[key]).abs().max() < 0.07 * plain[key].abs().max()
+        held = Quantized(sent.pop(key), sent.pop(f"{key}{suffix}"), scheme.weights)
+        assert torch.equal(dequantize(held, torch.float32), dequantize(layer.quantized, torch.float32))
+        assert (dequantize(held, torch.float32) - plain[key]).abs().max() < 0.07 * plain[key].abs().max()
     assert sent.keys() == conversion.kept.keys() and all(torch.equal(sent[key], plain[key]) for key in sent)
 
 
@@ -82,7 +82,7 @@ def test_bytes_are_those_that_a_model_takes(name, dtype):
     model = tiny_model(seed=0, hidden_size=96, intermediate_size=200).to(dtype)
     expected = weight_bytes(model, SCHEMES[name] if name else None, dtype)
     if name:
-        quantise_linears(model, SCHEMES[name])
-    layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+        quantize_linears(model, SCHEMES[name])
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     held = sum(tensor.nbytes for layer in layers for tensor in (layer.codes, layer.scales))
     assert held + sum(parameter.nbytes for parameter in model.parameters()) == expected

@@ -1,33 +1,33 @@
-"""Products of quantised matrices: exact, and the same in every batch."""
+"""Products of quantized matrices: exact, and the same in every batch."""
 
 import numpy as np
 import pytest
 import torch
 
-from jackpot.models.quantization.linear import QuantisedLinear, gemm_exact
-from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, Grid, Quantised, quantise, with_scales
+from jackpot.models.quantization.linear import QuantizedLinear, gemm_exact
+from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, Grid, Quantized, quantize, with_scales
 from models.quantization.test_quantizer import matrix
 
 BOTH = ["int8_w8a8", "fp8"]
 
 
-def operands(name: str, m: int, n: int = 150, k: int = 300) -> tuple[Quantised, Quantised]:
+def operands(name: str, m: int, n: int = 150, k: int = 300) -> tuple[Quantized, Quantized]:
     scheme = SCHEMES[name]
-    return quantise(matrix(m, k, 1), scheme.activations), quantise(matrix(n, k, 2), scheme.weights)
+    return quantize(matrix(m, k, 1), scheme.activations), quantize(matrix(n, k, 2), scheme.weights)
 
 
-def numpy_of(quantised: Quantised) -> np.ndarray:
+def numpy_of(quantized: Quantized) -> np.ndarray:
     """Codes times scales in float64, which does not round them."""
-    rows, columns = quantised.grid.block(quantised.codes.shape)
-    scales = quantised.scales.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return (quantised.codes.double() * scales[: quantised.codes.shape[0], : quantised.codes.shape[1]]).numpy()
+    rows, columns = quantized.grid.block(quantized.codes.shape)
+    scales = quantized.scales.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return (quantized.codes.double() * scales[: quantized.codes.shape[0], : quantized.codes.shape[1]]).numpy()
 
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("scales", ["power_of_two", "float32"])
 def test_a_product_is_that_of_the_numbers_that_the_codes_stand_for(name, scales):
     scheme = with_scales(SCHEMES[name], scales)
-    a, b = quantise(matrix(33, 300, 1), scheme.activations), quantise(matrix(150, 300, 2), scheme.weights)
+    a, b = quantize(matrix(33, 300, 1), scheme.activations), quantize(matrix(150, 300, 2), scheme.weights)
     exact = numpy_of(a) @ numpy_of(b).T
     size = np.abs(numpy_of(a)) @ np.abs(numpy_of(b)).T
     assert (np.abs(gemm_exact(a, b).double().numpy() - exact) / size).max() < 2.5e-7
@@ -38,7 +38,7 @@ def test_a_token_does_not_notice_the_tokens_beside_it_or_the_threads(name):
     a, b = operands(name, 32, n=512, k=1024)
     whole, threads = gemm_exact(a, b), torch.get_num_threads()
     for m in (1, 2, 3, 8, 31):
-        assert torch.equal(gemm_exact(Quantised(a.codes[:m], a.scales[:m], a.grid), b), whole[:m])
+        assert torch.equal(gemm_exact(Quantized(a.codes[:m], a.scales[:m], a.grid), b), whole[:m])
     try:
         torch.set_num_threads(2 if threads == 1 else 1)
         assert torch.equal(gemm_exact(a, b), whole)
@@ -53,7 +53,7 @@ def test_the_largest_codes_do_not_overflow():
         full = torch.full((2, 4096), largest)
         full[0, 1:] = -largest
         full[1, 0] = 2.0**-9 if codes != torch.int8 else 1.0
-        rows = Quantised(full.to(codes), torch.ones(2, 1), grid)
+        rows = Quantized(full.to(codes), torch.ones(2, 1), grid)
         exact = full.double() @ full.double().T
         assert torch.equal(gemm_exact(rows, rows), exact.float())
 
@@ -61,8 +61,8 @@ def test_the_largest_codes_do_not_overflow():
 def test_matrices_that_do_not_fit_are_refused():
     a, b = operands("fp8", 4)
     int8 = operands("int8_w8a8", 4)[1]
-    short = quantise(matrix(150, 256), b.grid)
-    wide = quantise(matrix(4, 300), Grid(codes=a.grid.codes, rows=1, columns=64, scales="power_of_two"))
+    short = quantize(matrix(150, 256), b.grid)
+    wide = quantize(matrix(4, 300), Grid(codes=a.grid.codes, rows=1, columns=64, scales="power_of_two"))
     for left, right in ((a, int8), (a, short), (b, b), (wide, b)):
         with pytest.raises(ValueError, match="a product needs equal codes"):
             gemm_exact(left, right)
@@ -72,22 +72,22 @@ def test_matrices_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_is_the_product_of_rounded_inputs_and_weights_with_the_bias_last(name, dtype):
     scheme, weight, bias = SCHEMES[name], matrix(70, 200, 4, dtype), torch.randn(70).to(dtype)
-    layer, inputs = QuantisedLinear(weight, bias, scheme), matrix(15, 200, 5, dtype).reshape(3, 5, 200)
+    layer, inputs = QuantizedLinear(weight, bias, scheme), matrix(15, 200, 5, dtype).reshape(3, 5, 200)
     rows = inputs.reshape(15, 200)
-    left = rows.double().numpy() if scheme.activations is None else numpy_of(quantise(rows, scheme.activations))
-    expected = left @ numpy_of(quantise(weight, scheme.weights)).T + bias.double().numpy()
+    left = rows.double().numpy() if scheme.activations is None else numpy_of(quantize(rows, scheme.activations))
+    expected = left @ numpy_of(quantize(weight, scheme.weights)).T + bias.double().numpy()
     found = layer(inputs)
     assert found.dtype == dtype and found.shape == (3, 5, 70)
-    size = np.abs(left) @ np.abs(numpy_of(quantise(weight, scheme.weights))).T + 1.0
+    size = np.abs(left) @ np.abs(numpy_of(quantize(weight, scheme.weights))).T + 1.0
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     assert (np.abs(found.reshape(15, 70).double().numpy() - expected) / size).max() < tolerance
     assert not torch.equal(found, torch.nn.functional.linear(inputs, weight, bias))
 
 
 def test_a_layer_takes_another_weight():
-    layer = QuantisedLinear(matrix(64, 64, 1), None, SCHEMES["fp8"])
+    layer = QuantizedLinear(matrix(64, 64, 1), None, SCHEMES["fp8"])
     layer.take(matrix(64, 64, 2))
-    other = quantise(matrix(64, 64, 2), SCHEMES["fp8"].weights)
-    assert torch.equal(layer.quantised.codes.float(), other.codes.float())
-    assert torch.equal(layer.quantised.scales, other.scales)
-    assert layer.quantised.grid == other.grid and FP8_TOKEN_BLOCKS.rows == 1
+    other = quantize(matrix(64, 64, 2), SCHEMES["fp8"].weights)
+    assert torch.equal(layer.quantized.codes.float(), other.codes.float())
+    assert torch.equal(layer.quantized.scales, other.scales)
+    assert layer.quantized.grid == other.grid and FP8_TOKEN_BLOCKS.rows == 1

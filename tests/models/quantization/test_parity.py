@@ -18,9 +18,9 @@ from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.forward import head_logits
 from jackpot.models.load import load_model, load_tokenizer
-from jackpot.models.quantization.convert import quantise_linears
-from jackpot.models.quantization.linear import QuantisedLinear
-from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantise, quantise, with_scales
+from jackpot.models.quantization.convert import quantize_linears
+from jackpot.models.quantization.linear import QuantizedLinear
+from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantize, quantize, with_scales
 from jackpot.models.scoring import forward_rollouts
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import set_attention
@@ -39,7 +39,7 @@ def side(
     model = load_model(path, torch.bfloat16)
     set_attention(model, attn_implementation, fp8_cache)
     if scheme is not None:
-        quantise_linears(model, scheme)
+        quantize_linears(model, scheme)
     return model
 
 
@@ -84,17 +84,17 @@ def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_co
         assert torch.equal(log_probs, score)
 
 
-def float32_product(layer: QuantisedLinear, inputs: Tensor) -> Tensor:
+def float32_product(layer: QuantizedLinear, inputs: Tensor) -> Tensor:
     """The same codes, added up by BLAS in float32."""
-    rows = quantise(inputs.reshape(-1, layer.in_features), layer.scheme.activations)
-    outputs = dequantise(rows, torch.float32) @ dequantise(layer.quantised, torch.float32).T
+    rows = quantize(inputs.reshape(-1, layer.in_features), layer.scheme.activations)
+    outputs = dequantize(rows, torch.float32) @ dequantize(layer.quantized, torch.float32).T
     return outputs.to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
 
 
 def with_other_product(path: str) -> PreTrainedModel:
     model = side(path, FLOAT_SCALES)
     for layer in model.modules():
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, QuantizedLinear):
             layer.forward = float32_product.__get__(layer)
     return model
 

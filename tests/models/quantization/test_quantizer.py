@@ -1,4 +1,4 @@
-"""The one quantiser against numpy and the definition of FP8 (tests/helpers/engines/quantized_reference.py)."""
+"""The one quantizer against numpy and the definition of FP8 (tests/helpers/engines/quantized_reference.py)."""
 
 import math
 
@@ -16,10 +16,10 @@ from jackpot.models.quantization.quantizer import (
     INT8_CHANNELS,
     Grid,
     block_scales,
-    dequantise,
+    dequantize,
     encode,
     next_power_of_two,
-    quantise,
+    quantize,
 )
 
 FLOAT_BLOCKS = Grid(codes=E4M3, rows=128, columns=128, scales="float32")
@@ -68,11 +68,11 @@ def test_the_next_power_of_two_is_exact_at_powers_and_beside_them():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_of_any_shape_is_rounded_block_by_block(grid, kind, rows, columns, shape, dtype):
     values = matrix(*shape, dtype=dtype)
-    quantised = quantise(values, grid)
-    rounded = dequantise(quantised, torch.float64).numpy()
+    quantized = quantize(values, grid)
+    rounded = dequantize(quantized, torch.float64).numpy()
     expected = round_blocks(values.float().numpy(), rows, columns, kind)
-    assert quantised.codes.shape == shape and quantised.codes.dtype == grid.codes
-    assert quantised.scales.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
+    assert quantized.codes.shape == shape and quantized.codes.dtype == grid.codes
+    assert quantized.scales.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
     assert rounded == pytest.approx(expected, rel=2e-7)  # a float32 product of code and scale
     if kind == "fp8":
         assert (rounded == expected).all()
@@ -92,16 +92,16 @@ def test_powers_of_two_make_every_formula_agree_and_other_scales_do_not():
 
 
 def test_with_powers_of_two_rounding_again_changes_nothing_and_bfloat16_loses_nothing():
-    once = dequantise(quantise(matrix(256, 200), FP8_BLOCKS), torch.float32)
-    assert torch.equal(dequantise(quantise(once, FP8_BLOCKS), torch.float32), once)
+    once = dequantize(quantize(matrix(256, 200), FP8_BLOCKS), torch.float32)
+    assert torch.equal(dequantize(quantize(once, FP8_BLOCKS), torch.float32), once)
     assert torch.equal(once.bfloat16().float(), once)
-    other = dequantise(quantise(matrix(256, 200), FLOAT_BLOCKS), torch.float32)
+    other = dequantize(quantize(matrix(256, 200), FLOAT_BLOCKS), torch.float32)
     assert not torch.equal(other.bfloat16().float(), other)
 
 
 def test_square_blocks_do_not_mind_being_transposed():
     values = matrix(256, 200)
-    there, back = quantise(values, FP8_BLOCKS), quantise(values.T, FP8_BLOCKS)
+    there, back = quantize(values, FP8_BLOCKS), quantize(values.T, FP8_BLOCKS)
     assert torch.equal(there.codes.float(), back.codes.T.float()) and torch.equal(there.scales, back.scales.T)
 
 
@@ -110,15 +110,15 @@ def test_zeros_stay_zero_and_what_is_no_number_stays_in_its_block():
     values[0, :128] = 0.0
     values[1, 5] = math.nan
     values[2, 200] = math.inf
-    rounded = dequantise(quantise(values, FP8_TOKEN_BLOCKS), torch.float32)
+    rounded = dequantize(quantize(values, FP8_TOKEN_BLOCKS), torch.float32)
     assert (rounded[0, :128] == 0.0).all() and rounded[0, 128:].any()
     assert rounded[1, :128].isnan().all() and rounded[1, 128:].isfinite().all()
     assert rounded[2, :128].isfinite().all() and not rounded[2, 200].isfinite()
 
 
 def test_int8_is_symmetric_and_uses_its_largest_code():
-    quantised = quantise(matrix(64, 300), INT8_CHANNELS)
-    assert (quantised.codes.abs().amax(1) == 127).all() and quantised.codes.min() == -127
+    quantized = quantize(matrix(64, 300), INT8_CHANNELS)
+    assert (quantized.codes.abs().amax(1) == 127).all() and quantized.codes.min() == -127
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

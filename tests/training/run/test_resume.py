@@ -32,8 +32,8 @@ REGIMES = {
     "dynamic": ("batch.filter_groups.max_num_gen_batches=2", "objective.overlong_buffer.len=8"),
     "iteration": ("rollout_model.update=iteration", "batch.mini_batch_size=4"),
     "reference": ("objective.reference.kl_loss_coef=0.1", "objective.entropy_coeff=0.01"),
-    "quantised": ("rollout_model=null", "objective.correction=tis", "engine.quantization=int8_w8a8"),
-    "quantised writer": ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
+    "quantized": ("rollout_model=null", "objective.correction=tis", "engine.quantization=int8_w8a8"),
+    "quantized writer": ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
     "lora on policy": ("policy.lora.rank=4", "rollout_model=null", "objective.correction=none"),
 }
 

@@ -61,7 +61,7 @@ def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
     return {"mismatch/prefix_ess": line[begins[max(reached)]]} if reached else {}
 
 
-QUANTISED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantised.md
+QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantised.md
 
 Group = Literal["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
@@ -83,9 +83,9 @@ def rounding(history: History, values: Values) -> float | None:
     return None if is_quantized(engine) else max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
 
 
-def quantising(history: History, values: Values) -> float | None:
+def quantizing(history: History, values: Values) -> float | None:
     """What fewer bits may make of a probability, on average. `guards` lets a run go on beyond it."""
-    return QUANTISED_GAP if is_quantized(history.config.engine) else None
+    return QUANTIZED_GAP if is_quantized(history.config.engine) else None
 
 
 def above_start(least: float, factor: float) -> Limit:

@@ -14,7 +14,7 @@ from jackpot.analysis.diagnose.rule import (
     below_start,
     both_parts,
     latest,
-    quantising,
+    quantizing,
     rise,
     rounding,
 )
@@ -119,9 +119,9 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="precision",
             metric=metric,
-            high=quantising,
+            high=quantizing,
             see=latest,
-            means=f"the quantised engine of the {model} is so far from training that the correction decides what is "
+            means=f"the quantized engine of the {model} is so far from training that the correction decides what is "
             "learnt",
             tries="set objective.correction=tis where it is none or ppo_is; set engine.quantization=null and "
             "engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",

@@ -128,5 +128,5 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str
 def _precision(side: SideConfig) -> str:
     """A key of `LARGEST_GAPS`."""
     if is_quantized(side.engine):
-        return "quantised"
+        return "quantized"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

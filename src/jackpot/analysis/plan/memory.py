@@ -100,7 +100,7 @@ def _engine_weights(config: Config, sizes: Mapping[Role, Size]) -> int:
 
 
 def _held(settings: TransformersEngineConfig, path: str, parameters: int) -> int:
-    """Bytes of the weights while an engine writes; while it starts, those to quantise are there in its dtype."""
+    """Bytes of the weights while an engine writes; while it starts, those to quantize are there in its dtype."""
     dtype = DTYPES[settings.dtype]
     if settings.quantization is None:
         return parameters * dtype.itemsize

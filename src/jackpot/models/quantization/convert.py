@@ -1,6 +1,6 @@
-"""A model whose linear layers compute with quantised weights. Torch only.
+"""A model whose linear layers compute with quantized weights. Torch only.
 
-Quantised are the linear layers inside the model. What stays are embeddings and the output layer, whose rounding reaches
+Quantized are the linear layers inside the model. What stays are embeddings and the output layer, whose rounding reaches
 every token at once, norms, biases, and the routers of experts, which choose by small differences. A weight of no linear
 layer stays too, such as that of all experts in one tensor; the report names everything that stays.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from jackpot.models.quantization.linear import QuantisedLinear
-from jackpot.models.quantization.quantizer import Scheme, quantise
+from jackpot.models.quantization.linear import QuantizedLinear
+from jackpot.models.quantization.quantizer import Scheme, quantize
 
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
 
@@ -27,8 +27,8 @@ class Conversion:
     kept: dict[str, str]  # name: why
 
 
-def quantised_names(model: nn.Module) -> Conversion:
-    """What `quantise_linears` would convert; nothing is changed."""
+def quantized_names(model: nn.Module) -> Conversion:
+    """What `quantize_linears` would convert; nothing is changed."""
     modules = dict(model.named_modules())
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     heads = {id(head) for head in [_output_layer(model)] if head is not None}
@@ -56,25 +56,25 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return find() if find else None
 
 
-def quantise_linears(model: nn.Module, scheme: Scheme) -> Conversion:
-    """Put a `QuantisedLinear` in the place of every linear layer inside a model, in place; what was done.
+def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
+    """Put a `QuantizedLinear` in the place of every linear layer inside a model, in place; what was done.
 
     Raises:
         ValueError: no linear layer was found.
     """
-    conversion = quantised_names(model)
+    conversion = quantized_names(model)
     if not conversion.converted:
         kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(f"no linear layer to quantise in {type(model).__name__}, which is made of {', '.join(kinds)}")
+        raise ValueError(f"no linear layer to quantize in {type(model).__name__}, which is made of {', '.join(kinds)}")
     for name in conversion.converted:
         path = name.removesuffix(".weight")
         parent, _, last = path.rpartition(".")
         layer = model.get_submodule(path)
-        setattr(model.get_submodule(parent), last, QuantisedLinear(layer.weight, layer.bias, scheme))
+        setattr(model.get_submodule(parent), last, QuantizedLinear(layer.weight, layer.bias, scheme))
     return conversion
 
 
-def quantise_named(
+def quantize_named(
     named_tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights on their way to somebody who computes with codes: those named become two tensors, the others pass.
@@ -88,15 +88,15 @@ def quantise_named(
         if name not in chosen:
             yield name, tensor
             continue
-        quantised = quantise(tensor.detach(), scheme.weights)
-        yield name, quantised.codes
-        yield f"{name}{suffix}", quantised.scales
+        quantized = quantize(tensor.detach(), scheme.weights)
+        yield name, quantized.codes
+        yield f"{name}{suffix}", quantized.scales
 
 
 def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Bytes of a model's parameters in `dtype`, those that a scheme quantises in codes and scales. The model may be one
+    """Bytes of a model's parameters in `dtype`, those that a scheme quantizes in codes and scales. The model may be one
     without weights (on the meta device)."""
-    chosen = set(quantised_names(model).converted) if scheme else set()
+    chosen = set(quantized_names(model).converted) if scheme else set()
     return sum(
         _code_bytes(parameter.shape, scheme) if name in chosen else parameter.numel() * dtype.itemsize
         for name, parameter in model.named_parameters()

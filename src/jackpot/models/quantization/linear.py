@@ -1,4 +1,4 @@
-"""A linear layer whose weight is quantised. Torch only.
+"""A linear layer whose weight is quantized. Torch only.
 
 Shapes: `N` features out, `K` features in.
 """
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from jackpot.models.quantization.quantizer import E4M3, Grid, Quantised, Scheme, dequantise, encode, quantise
+from jackpot.models.quantization.quantizer import E4M3, Grid, Quantized, Scheme, dequantize, encode, quantize
 
 
-def gemm_exact(a: Quantised, b: Quantised) -> Tensor:
+def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
     """A B^T: [M, N] float32.
 
     Args:
@@ -43,15 +43,15 @@ def _exact(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() @ b.double().T).float()
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """Takes the place of an `nn.Linear`, without gradient. The bias stays as it was and is added last.
 
-    With quantised activations a token's result does not depend on the tokens beside it (`gemm_exact`). Without, it is
+    With quantized activations a token's result does not depend on the tokens beside it (`gemm_exact`). Without, it is
     torch's product with the weight in the dtype of the activations.
     """
 
     codes: Tensor  # [N, K]
-    scales: Tensor  # of `Quantised`
+    scales: Tensor  # of `Quantized`
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
         """
@@ -62,28 +62,28 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.scheme, self.bias = scheme, bias
         self.out_features, self.in_features = weight.shape
-        quantised = quantise(weight.detach(), scheme.weights)
-        self.register_buffer("codes", quantised.codes)
-        self.register_buffer("scales", quantised.scales)
+        quantized = quantize(weight.detach(), scheme.weights)
+        self.register_buffer("codes", quantized.codes)
+        self.register_buffer("scales", quantized.scales)
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Quantise another weight [N, K] and hold that."""
-        quantised = quantise(weight, self.scheme.weights)
-        self.codes.copy_(quantised.codes)
-        self.scales.copy_(quantised.scales)
+        """Quantize another weight [N, K] and hold that."""
+        quantized = quantize(weight, self.scheme.weights)
+        self.codes.copy_(quantized.codes)
+        self.scales.copy_(quantized.scales)
 
     @property
-    def quantised(self) -> Quantised:
+    def quantized(self) -> Quantized:
         """The weight as it is held."""
-        return Quantised(self.codes, self.scales, self.scheme.weights)
+        return Quantized(self.codes, self.scales, self.scheme.weights)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N], in the dtype of the inputs."""
         if self.scheme.activations is None:
-            return linear(inputs, dequantise(self.quantised, inputs.dtype), self.bias)
-        rows = quantise(inputs.reshape(-1, self.in_features), self.scheme.activations)
-        outputs = gemm_exact(rows, self.quantised).to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
+            return linear(inputs, dequantize(self.quantized, inputs.dtype), self.bias)
+        rows = quantize(inputs.reshape(-1, self.in_features), self.scheme.activations)
+        outputs = gemm_exact(rows, self.quantized).to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias
 
     def extra_repr(self) -> str:
@@ -100,4 +100,4 @@ def round_by_token(states: Tensor) -> Tensor:
     """Keys or values [..., D] with a power of two as the scale of each token and head."""
     rows = states.reshape(-1, states.shape[-1])
     grid = Grid(codes=E4M3, rows=1, scales="power_of_two")
-    return dequantise(quantise(rows, grid), states.dtype).reshape(states.shape)
+    return dequantize(quantize(rows, grid), states.dtype).reshape(states.shape)

@@ -1,4 +1,4 @@
-"""The one quantiser: floating-point numbers become codes and scales. Torch only.
+"""The one quantizer: floating-point numbers become codes and scales. Torch only.
 
 A matrix [R, C] is cut into blocks of `rows` x `columns`, the last ones as small as they are. With L the largest code,
 each block has
@@ -28,7 +28,7 @@ _SMALLEST = 1e-10  # stands in for the largest number of a block of zeros, whose
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """What a matrix is quantised to, and which part of it shares a scale."""
+    """What a matrix is quantized to, and which part of it shares a scale."""
 
     codes: torch.dtype  # a key of LARGEST
     rows: int | None = None  # of a block; None: all
@@ -40,7 +40,7 @@ class Grid:
         return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """A matrix in codes."""
 
     codes: Tensor  # [R, C] of grid.codes
@@ -48,7 +48,7 @@ class Quantised(NamedTuple):
     grid: Grid
 
 
-def quantise(values: Tensor, grid: Grid) -> Quantised:
+def quantize(values: Tensor, grid: Grid) -> Quantized:
     """Codes and scales of a matrix [R, C], float32 or bfloat16. A NaN makes its whole block NaN in FP8.
 
     Round-off: a block with an infinite number has no other numbers left, as in every implementation.
@@ -56,12 +56,12 @@ def quantise(values: Tensor, grid: Grid) -> Quantised:
     blocks = _blocks(values.float(), grid)  # [rows of blocks, rows, columns of blocks, columns]
     scales = block_scales(blocks.abs().amax(dim=(1, 3)), grid)
     codes = encode(blocks, scales[:, None, :, None], grid.codes)
-    return Quantised(_matrix(codes, values.shape), scales, grid)
+    return Quantized(_matrix(codes, values.shape), scales, grid)
 
 
-def dequantise(quantised: Quantised, dtype: torch.dtype) -> Tensor:
+def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """The numbers [R, C] that the codes stand for, rounded once to `dtype`."""
-    codes, scales, grid = quantised
+    codes, scales, grid = quantized
     blocks = _blocks(codes.float(), grid)
     return _matrix(blocks * scales[:, None, :, None], codes.shape).to(dtype)
 

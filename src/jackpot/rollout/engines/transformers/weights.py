@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
-from jackpot.models.quantization.convert import quantise_linears
-from jackpot.models.quantization.linear import QuantisedLinear
+from jackpot.models.quantization.convert import quantize_linears
+from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.quantizer import SCHEMES
 from jackpot.rollout.engines.base import quantized_event
 from jackpot.rollout.engines.checks import check_weights
@@ -33,10 +33,10 @@ class ModelWeights:
         self.dtype = dtypes.pop()
         self.events: list[dict[str, Any]] = []  # the event that reports the quantization, if there is one
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self._quantized: dict[str, QuantisedLinear] = {}  # layer by the name of its weight
+        self._quantized: dict[str, QuantizedLinear] = {}  # layer by the name of its weight
         if quantization is not None:
             try:
-                conversion = quantise_linears(model, SCHEMES[quantization])
+                conversion = quantize_linears(model, SCHEMES[quantization])
             except ValueError as error:
                 raise EngineError(f"{error}; leave engine.quantization out") from error
             sizes = {name: shape.numel() for name, shape in self._shapes.items()}

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from jackpot.core.errors import EngineError
-from jackpot.models.quantization.convert import quantise_named, quantised_names
-from jackpot.models.quantization.quantizer import BLOCK, SCHEMES, dequantise, quantise
+from jackpot.models.quantization.convert import quantize_named, quantized_names
+from jackpot.models.quantization.quantizer import BLOCK, SCHEMES, dequantize, quantize
 from jackpot.rollout.engines.base import quantized_event
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -63,7 +63,7 @@ class WeightFormat:
         """
         if quantization is None:
             return cls(quantization=None, quantized_names=frozenset(), quantization_config=None, events=())
-        conversion = quantised_names(model)
+        conversion = quantized_names(model)
         if not conversion.converted:
             raise EngineError(f"no linear layer to quantize in {type(model).__name__}; leave engine.quantization out")
         kept, config = conversion.kept, None
@@ -98,11 +98,11 @@ class WeightFormat:
         if self.quantization is None:
             yield from named_tensors
         elif self.quantization_config:
-            yield from quantise_named(named_tensors, self.quantized_names, SCHEMES[self.quantization])
+            yield from quantize_named(named_tensors, self.quantized_names, SCHEMES[self.quantization])
         else:
             grid = SCHEMES[self.quantization].weights
             for name, tensor in named_tensors:
                 if name in self.quantized_names:
-                    yield name, dequantise(quantise(tensor, grid), tensor.dtype)
+                    yield name, dequantize(quantize(tensor, grid), tensor.dtype)
                 else:
                     yield name, tensor
