@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from helpers.commands import jackpot
-from jackpot.ui.terminal.progress import mismatch_progress
+from jackpot.ui.terminal.progress import status
 
 SMALL = ("--responses", "12", "--max-new-tokens", "12", "threads=1")
 
@@ -71,7 +71,7 @@ def test_several_sides_in_one_table_and_json_alone_on_the_output(tmp_path: Path)
 
 
 def test_a_terminal_has_one_line_that_changes(capsys) -> None:
-    with mismatch_progress(Console(force_terminal=True, width=80)) as listen:
+    with status(Console(force_terminal=True, width=80), "starting") as listen:
         listen("one writes [not markup]")
     out = capsys.readouterr().out
     assert "one writes [not markup]" in out and out.endswith("\x1b[2K")  # cleared in the end

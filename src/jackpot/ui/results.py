@@ -39,6 +39,6 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def folder_about(command: str, model: str) -> Path:
+def default_folder(command: str, model: str) -> Path:
     """Name the default folder for a command's results on a model, given as a path, a hub name or starter:NAME."""
     return Path("runs") / f"{command}-{model.strip('/.').replace('/', '-').replace(':', '-')}"

@@ -7,9 +7,11 @@ import typer
 from rich.console import Console
 
 from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_arms
+from jackpot.analysis.compare.process import ArmRun
+from jackpot.analysis.compare.scheduler import ArmListener, Lines
 from jackpot.config.recipes import resolve_arms, split_names
 from jackpot.ui.results import write_folder
-from jackpot.ui.terminal.progress import arms_progress
+from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.comparison import comparison_sections
 
@@ -32,18 +34,35 @@ def compare(
     console, given = Console(), overrides or []
     configs = resolve_arms(recipe, split_names(arms), range(first_seed, first_seed + seeds), given)
     if not arms and (different := differing_arms(configs)):
-        console.print(f"Left out, for they cannot be compared: {'; '.join(map(': '.join, different.items()))}")
+        print_line(
+            console, f"Left out, because they cannot be compared: {'; '.join(map(': '.join, different.items()))}"
+        )
         configs = {key: config for key, config in configs.items() if key[0] not in different}
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
     plan = ComparisonPlan(
         unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed
     )
     try:
-        found, runs = run_arms(configs, given, where, plan, jobs, arms_progress(console))
+        found, runs = run_arms(configs, given, where, plan, jobs, _listener(console))
     except KeyboardInterrupt:
-        console.print("Stopped; the same command continues from the newest checkpoints.")
+        print_line(console, "Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
     sections = comparison_sections(found, runs)
     files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     show_tables(console, sections.values())
     show_files(console, files)
+
+
+def _listener(console: Console) -> ArmListener:
+    """Return a listener that prints a line for every evaluation of a run and for the end of a run."""
+    shown: dict[str, int] = {}  # newest evaluation of each run, iteration
+
+    def listen(run: ArmRun, lines: Lines, end: str) -> None:
+        evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
+        newest = evaluated[-1]["iteration"] if evaluated else -1
+        if end or newest > shown.get(run.name, -1):
+            shown[run.name] = newest
+            accuracy = f"policy {evaluated[-1]['eval/policy_accuracy']:.1%}" if evaluated else ""
+            print_line(console, f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}")
+
+    return listen

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from jackpot.analysis.diagnose.diagnose import Diagnosis
 from jackpot.analysis.diagnose.diagnose import diagnose as diagnosis_of
 from jackpot.training.run.folder import RunFolder, run_config
-from jackpot.ui.terminal.train import show_diagnosis
+from jackpot.ui.report.summary import finding_cells
+from jackpot.ui.terminal.tables import show_table
 
 
 def diagnose(run: Path, as_json: bool) -> None:
@@ -19,6 +22,18 @@ def diagnose(run: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
-        show_diagnosis(Console(), found)
+        _show(Console(), found)
     if found.verdict == "sick":
         raise typer.Exit(1)
+
+
+def _show(console: Console, diagnosis: Diagnosis) -> None:
+    """Print the summary, and the findings with what they mean and what to try."""
+    console.print(Text(diagnosis.summary), highlight=False)
+    if not diagnosis.findings:
+        return
+    columns = ("metric", "since", "then", "now", "limit")
+    rows = [finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]
+    show_table(console, "Causes before their symptoms", columns, rows, columns[1:4])
+    for finding in diagnosis.findings:
+        console.print(Text(f"{finding.metric}: {finding.means}. Try: {finding.tries}."), highlight=False)

@@ -1,14 +1,19 @@
 """`jackpot eval`: benchmarks of one model."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.analysis.evaluate.run import evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import Listener, Progress, Result, evaluate_model, evaluation_config
 from jackpot.config.recipes import parse_override, split_names
-from jackpot.ui.results import folder_about
-from jackpot.ui.terminal.evaluate import evaluation_progress, show_evaluation
+from jackpot.rollout.pass_at_k import CONFIDENCE, BootstrapEstimate, EvaluationSummary
+from jackpot.ui.results import default_folder
+from jackpot.ui.terminal.progress import print_line, progress
+from jackpot.ui.terminal.tables import show_table
 
 
 def evaluate(
@@ -19,11 +24,74 @@ def evaluate(
     given = {"benchmarks": split_names(benchmarks), "k": k, "engine": engine}
     changes = [{key: value} for key, value in given.items() if value]
     config = evaluation_config(model, [*changes, *map(parse_override, overrides or [])])
-    folder = out or folder_about("eval", model)
+    folder = out or default_folder("eval", model)
     try:
-        with evaluation_progress(console) as listen:
+        with _listener(console) as listen:
             results = evaluate_model(config, folder, listen)
     except KeyboardInterrupt:
-        console.print("Stopped; the same command goes on from here.")
+        print_line(console, "Stopped; the same command goes on from here.")
         raise typer.Exit(130) from None
-    show_evaluation(console, results, folder)
+    _show(console, results, folder)
+
+
+@contextmanager
+def _listener(console: Console) -> Iterator[Listener]:
+    """Yield a listener that shows answers, speed and time left of each benchmark.
+
+    It shows no accuracy: the answers that end first are the short ones.
+    """
+    with progress(console) as shown:
+
+        def listen(one: Progress) -> None:
+            shown.update(
+                one.benchmark,
+                one.done,
+                one.total,
+                {"tokens/s": f"{one.tokens / one.seconds:,.0f}"},
+                noun=" answers",
+                start=one.done - one.fresh,
+                is_due=one.done == one.total,
+            )
+
+        yield listen
+
+
+def _show(console: Console, results: Sequence[Result], folder: Path) -> None:
+    """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers."""
+    if all(result.was_done for result in results):
+        print_line(console, "This evaluation was finished before; nothing was generated.")
+    k = results[0].summary.k
+    columns = ("benchmark", "problems", f"mean@{k}", *([f"pass@{k}"] if k > 1 else []), "truncated", "tokens")
+    rows = []
+    for result in results:
+        found = result.summary
+        passed = [_percent(found.pass_at_k[k])] if k > 1 else []
+        cells = (f"{found.problems:,}", _percent(found.mean_at_k), *passed, f"{100 * found.truncated:.1f}")
+        rows.append((result.benchmark, *cells, f"{found.tokens:,.0f}"))
+    title = f"{k} sampled {'answer' if k == 1 else 'answers'} to each problem, percent"
+    show_table(console, title, columns, rows, columns[1:], box=SIMPLE_HEAD)
+    for result in results:
+        for sentence in _sentences(result.summary):
+            print_line(console, f"{result.benchmark}: {sentence}")
+    print_line(console, f"In brackets: {100 * CONFIDENCE:g} % intervals over problems. All answers: {folder}")
+
+
+def _percent(estimate: BootstrapEstimate) -> str:
+    """Format a share in percent, with its interval if it has one."""
+    interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
+    return f"{100 * estimate.value:.1f}{interval}"
+
+
+def _sentences(found: EvaluationSummary) -> Iterator[str]:
+    """Yield pass@k for every k, and for each kind of failure the number of answers that count as wrong for it."""
+    if found.k > 2:
+        yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in found.pass_at_k.items())
+    answers = found.problems * found.k
+    wrong = {
+        "were aborted by the engine": found.aborted,
+        "could not be scored in time": found.reward_timeouts,
+        "crashed the verifier": found.reward_crashes,
+    }
+    for what, share in wrong.items():
+        if share:
+            yield f"{round(share * answers):,} of {answers:,} answers {what}; they count as wrong"

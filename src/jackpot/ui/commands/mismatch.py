@@ -9,9 +9,9 @@ from rich.console import Console
 from jackpot.analysis.mismatch.run import measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
 from jackpot.config.recipes import parse_override, parse_overrides, split_names
-from jackpot.ui.results import folder_about, write_folder
-from jackpot.ui.terminal.progress import mismatch_progress, show_mismatch
-from jackpot.ui.terminal.tables import show_files
+from jackpot.ui.results import default_folder, write_folder
+from jackpot.ui.terminal.progress import status
+from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.mismatch import mismatch_sections
 
 
@@ -38,13 +38,14 @@ def mismatch(
     changes = [{key: value} for key, value in given.items() if value is not None]
     sides = [[parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
     config = mismatch_config(model, *sides, [*changes, *map(parse_override, overrides or [])])
-    with mismatch_progress(console) as listen:
+    with status(console, "starting") as listen:
         found = measure_mismatch(config, listen)
-    folder = out or folder_about("mismatch", model)
+    folder = out or default_folder("mismatch", model)
     sections = mismatch_sections(found)
     files = write_folder(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
         return
-    show_mismatch(console, found, sections)
+    whole = {"responses", "lengths"} if len(found.pairs) > 1 else sections.keys()  # these compare all pairs
+    show_tables(console, [section for name, section in sections.items() if name in whole])
     show_files(console, files)

@@ -1,12 +1,20 @@
 """`jackpot recipes`: the recipes and what was published of them."""
 
 import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import typer
+import yaml
 from rich.console import Console
 
-from jackpot.config.recipes.listing import listed, listed_all
-from jackpot.ui.terminal.recipes import show_recipe, show_recipes
+from jackpot.config.published import PAPERS, PublishedRow, PublishedTable
+from jackpot.config.recipes.listing import Listed, listed, listed_all
+from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.tables import show_table
+
+_INDENTED = (" ", "-", "#")
+_MOST_COLUMNS = 6
 
 
 def recipes(name: str | None, as_json: bool) -> None:
@@ -15,6 +23,81 @@ def recipes(name: str | None, as_json: bool) -> None:
         found = listed(name).as_json() if name else [recipe.as_json() for recipe in listed_all()]
         typer.echo(json.dumps(found, indent=2))
     elif name:
-        show_recipe(Console(), listed(name))
+        _show_one(Console(), listed(name))
     else:
-        show_recipes(Console(), listed_all())
+        _show_all(Console(), listed_all())
+
+
+def _show_all(console: Console, recipes: Sequence[Listed]) -> None:
+    """What was published of each recipe of a paper, and the names of the other recipes."""
+    for recipe in recipes:
+        if recipe.published:
+            print_line(console, f"{recipe.name}: {recipe.description}")
+            _show_published(console, recipe)
+    rows = ((recipe.name, recipe.description, ", ".join(recipe.arms)) for recipe in recipes if not recipe.published)
+    show_table(console, "Recipes of our own", ("recipe", "what", "arms"), rows)
+    print_line(console, "jackpot recipes NAME shows one in full, with where each of its settings is from.")
+
+
+def _show_one(console: Console, recipe: Listed) -> None:
+    """Its settings with their sources, as they stand in the files; what each arm changes; each published table."""
+    print_line(console, f"{recipe.name}: {recipe.description}")
+    if recipe.gpus:
+        print_line(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")
+    for path in recipe.files:
+        blocks = ("published",) if path == recipe.files[0] else ("published", "arms")  # a base's are not this recipe's
+        print_line(console, f"\n{path}\n\n{_without(blocks, path)}\n")
+    arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
+    show_table(console, "Arms", ("arm", "changes"), arms)
+    for paper in dict.fromkeys(table.paper for table in recipe.published):
+        print_line(console, f"{paper} is {PAPERS[paper]}")
+    _show_published(console, recipe)
+
+
+def _show_published(console: Console, recipe: Listed) -> None:
+    for table in recipe.published:
+        show_table(console, f"{table.paper}, {table.table}", *_grid(table))
+        if table.columns:
+            for remark in dict.fromkeys(filter(None, map(_remark, table.rows))):
+                arms = (row.arm for row in table.rows if _remark(row) == remark)
+                print_line(console, f"{', '.join(arms)}: {remark}")
+    of_rows = {row.arm for table in recipe.published for row in table.rows}
+    if others := [arm for arm in recipe.arms if arm not in of_rows]:
+        print_line(console, f"Of no row: {', '.join(others)}")
+    print_line(console, "")
+
+
+def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Heads and rows as the paper has them; arms side by side where it has too many columns; curves in words."""
+    if not table.columns:
+        return ("arm", "row", "what"), [(row.arm, row.row, _remark(row)) for row in table.rows]
+    heads = ("arm", "row", *table.columns)
+    rows = [(row.arm, row.row, *_cells(table, row)) for row in table.rows]
+    if len(table.columns) <= _MOST_COLUMNS:
+        return heads, rows
+    heads, *rows = zip(heads, *rows, strict=True)
+    return heads, rows
+
+
+def _cells(table: PublishedTable, row: PublishedRow) -> list[str]:
+    """Numbers as they are written, with nothing where the paper has none."""
+    return ["" if number is None else f"{number:g}" for number in row.numbers or [None] * len(table.columns)]
+
+
+def _remark(row: PublishedRow) -> str:
+    return "; ".join(filter(None, (row.note, row.not_runnable and f"not yet runnable: {row.not_runnable}")))
+
+
+def _one_line(changes: dict) -> str:
+    return yaml.safe_dump(changes, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _without(blocks: Collection[str], path: Path) -> str:
+    """The file's text without these keys of it and what stands under them."""
+    lines, inside = [], False
+    for line in path.read_text().splitlines():
+        if line and not line.startswith(_INDENTED):
+            inside = line.partition(":")[0] in blocks
+        if not inside:
+            lines.append(line)
+    return "\n".join(lines).strip()

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from jackpot.analysis.replay.replay import Replay
 from jackpot.analysis.replay.replay import replay as replay_rollouts
 from jackpot.analysis.replay.results import as_numbers
 from jackpot.config.recipes import split_names
+from jackpot.ui.charts import Section
 from jackpot.ui.results import plain
-from jackpot.ui.terminal.progress import replay_progress, show_replay
+from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
+from jackpot.ui.terminal.tables import show_tables
+from jackpot.ui.views.replay import facts, replay_sections
 
 
 def replay(
@@ -18,9 +23,25 @@ def replay(
 ) -> None:
     """Replay the rollouts and print the tables and the recommendation, or JSON."""
     console = Console(stderr=as_json)
-    with replay_progress(console) as listen:
+    with status(console, "reading", LINE_SECONDS) as show:
+
+        def listen(responses: int) -> None:
+            show(f"read {responses:,} responses")
+
         found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen)
     if as_json:
         typer.echo(json.dumps(plain(as_numbers(found)), indent=2, allow_nan=False))
     else:
-        show_replay(console, found)
+        _show(console, found)
+
+
+def _show(console: Console, found: Replay) -> None:
+    """Print the facts of the run, every correction, what was left out, and last the recommendation."""
+    show_tables(console, [Section(title="", intro="", items=(facts(found),)), *replay_sections(found).values()])
+    for text in found.left_out:
+        print_line(console, f"Left out: {text}")
+    for text in found.problems:
+        print_line(console, f"Not read: {text}")
+    if found.unreadable > len(found.problems):
+        print_line(console, f"Not read: {found.unreadable:,} in all")
+    console.print(Text(found.answer.sentence, style="bold"), highlight=False)

@@ -5,9 +5,21 @@ from pathlib import Path
 from rich.console import Console
 
 from jackpot.analysis.evaluate.sample import sample_answers
-from jackpot.ui.terminal.train import show_answers
+from jackpot.ui.terminal.tables import show_table
 
 
 def sample(run: Path, problems: int, seed: int) -> None:
-    """Generate and print the answers."""
-    show_answers(Console(), sample_answers(run, problems, seed))
+    """Generate the answers and print a table for each problem."""
+    console = Console()
+    for prompt, answers in sample_answers(run, problems, seed):
+        rows = [
+            (
+                answer.role.replace("_", " "),
+                "after" if answer.after else "before",
+                answer.response,
+                "right" if answer.correct else "wrong",
+            )
+            for answer in answers
+        ]
+        title = f"{prompt.text} (answer: {prompt.answer})"
+        show_table(console, title, ("model", "training", "response", "verdict"), rows, min_width=60)

@@ -10,6 +10,7 @@ from jackpot.analysis.simulate.run import simulate_candidates, simulate_families
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.ui.results import write_folder
+from jackpot.ui.terminal.progress import status
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.simulation import view_sections
 from jackpot.ui.views.simulation_pairs import pair_sections
@@ -32,14 +33,14 @@ def simulate(
         raise ConfigError("--rollout-model and --arm need a recipe, whose policy and task are taken")
     console, prompts = Console(), prompts or PROMPTS
     if recipe or run:
-        with console.status("measuring both models"):
+        with status(console, "measuring both models"):
             if run:
                 found = simulate_run(run, prompts, seed)
             else:
                 found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
         sections = pair_sections(found)
     else:
-        with console.status("simulating"):
+        with status(console, "simulating"):
             found = simulate_families(seed)
         sections = view_sections(found)
     name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))

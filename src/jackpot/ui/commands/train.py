@@ -1,7 +1,9 @@
 """`jackpot train`: a run, its plan or its tiny version."""
 
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,8 +18,18 @@ from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.launch.local import launch
 from jackpot.training.run.folder import RunFolder
-from jackpot.ui.terminal.plan import show_needs, show_tiny
-from jackpot.ui.terminal.train import live_progress, show_plan, show_result
+from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
+from jackpot.ui.terminal.progress import print_line, progress
+from jackpot.ui.terminal.tables import show_table
+
+_FACTS = {  # name on the screen: metric and its format
+    "reward": ("reward/mean", "{:.3f}"),
+    "policy": ("eval/policy_accuracy", "{:.1%}"),
+    "rollout model": ("eval/rollout_model_accuracy", "{:.1%}"),
+    "acceptance": ("obrs/acceptance", "{:.3f}"),
+    "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
+    "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
+}
 
 
 def train(
@@ -50,8 +62,41 @@ def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Pat
 
 
 def _train_and_show(console: Console, config: Config, folder: Path) -> None:
-    with live_progress(console, config) as listen, closing(launch(config, folder, listen)) as trainer:
+    with _listener(console, config.iterations) as listen, closing(launch(config, folder, listen)) as trainer:
         if trainer.iteration == config.iterations:
-            console.print(f"This run is finished ({config.iterations} iterations); use --run for a new one.")
-        finished = trainer.train()
-    show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, finished)
+            print_line(console, f"This run is finished ({config.iterations} iterations); use --run for a new one.")
+        is_finished = trainer.train()
+    _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
+
+
+@contextmanager
+def _listener(console: Console, iterations: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yield a listener for each new line of metrics that shows the iteration, `_FACTS` and the time left."""
+    with progress(console) as shown:
+
+        def listen(line: Mapping[str, Any]) -> None:
+            found = {name: (line.get(metric), form) for name, (metric, form) in _FACTS.items()}
+            facts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
+            shown.update("iteration", line["iteration"], iterations, facts, is_due="eval/policy_accuracy" in line)
+
+        yield listen
+
+
+def _show_result(
+    console: Console, config: Config, lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
+) -> None:
+    """Print the accuracy of both models before and after training, and the run folder."""
+    evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
+    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+    shown = {role.replace("_", " "): f"eval/{role}_accuracy" for role in roles}
+    shown |= {f"policy on {name}": f"eval/{name}/mean_at_k" for name in config.evaluation.benchmarks}
+    rows = []
+    for name, metric in shown.items():
+        before, after = evaluated[0][metric], evaluated[-1][metric]
+        rows.append((name, f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points"))
+    columns = ("model", "before", f"after {evaluated[-1]['iteration']} iterations", "change")
+    title = f"Sampled accuracy on {config.evaluation.problems} held-out problems"
+    show_table(console, title, columns, rows, columns[1:])
+    print_line(console, f"Run folder: {folder}")
+    if not is_finished:
+        print_line(console, "Stopped before the end; the same command continues.")

@@ -75,7 +75,7 @@ def _before_after(run: Run, metric: str) -> tuple[str, str]:
 
 
 def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:
-    rows = [(run.name, *_cells(finding)) for run, diagnosis in found for finding in diagnosis.findings]
+    rows = [(run.name, *finding_cells(finding)) for run, diagnosis in found for finding in diagnosis.findings]
     return Table(
         title="Findings, causes before their symptoms",
         columns=("run", "metric", "since iteration", "then", "now", "limit", "it means", "try"),
@@ -83,7 +83,8 @@ def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:
     )
 
 
-def _cells(finding: Finding) -> tuple[str, ...]:
+def finding_cells(finding: Finding) -> tuple[str, ...]:
+    """Format metric, first unhealthy iteration, value then, value now, limit, explanation and suggestion."""
     limit = f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}"
     numbers = (str(finding.since), f"{finding.then:.3g}", f"{finding.now:.3g}", limit)
     return finding.metric, *numbers, finding.means, finding.tries

@@ -1,33 +1,145 @@
-"""What a large run needs of GPUs and hours, as `--dry-run` shows it."""
+"""Prints what a run would do and need: the plan of `--dry-run`, and the changes of `--tiny`."""
+
+from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from jackpot.analysis.plan.estimate import Estimate, Row
+from jackpot.analysis.plan.memory import Memory
+from jackpot.analysis.plan.sizes import Size
 from jackpot.analysis.plan.tiny import Tiny
+from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
+from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
+from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.tables import show_table
 
-_GB = 1e9  # as GPUs are sold
-_COLUMNS = ("GPUs", "GB each", "hours", "write", "train", "eval", "rollout share", "on policy", "saved")
+_GB = 1e9  # bytes; GPUs are sold in these, not in GiB
+_COLUMNS = ("GPUs", "GB each", "hours", "rollout", "training", "eval", "rollout share", "on policy", "saved")
+
+
+def show_plan(
+    console: Console, config: Config, sizes: Mapping[Role, Size], memory: Memory | None, folder: Path
+) -> None:
+    """Print what a run would do. `memory` is None for a large run, whose GPUs `show_needs` prints."""
+    batch = config.batch
+    correction = config.objective.correction
+    rows = {
+        "policy": f"{config.policy.path}, {sizes['policy'].parameters:,} parameters",
+        "rollout model": "the policy itself"
+        if config.rollout_model is None
+        else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
+        + ("" if config.rollout_model.optimizer else ", frozen"),
+        "trained": _trained(config, sizes),
+        **({"memory": _peak(memory)} if memory else {}),
+        "iterations": f"{config.iterations}",
+        "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
+        "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
+        f"{config.iterations * batch.steps_per_iteration} in all",
+        "response tokens": f"at most {batch.rollouts * config.sampling.max_new_tokens:,} per iteration",
+        "correction": ", ".join(
+            [correction.name, *(f"{key} {value}" for key, value in correction.model_dump().items() if key != "name")]
+        ),
+        "objective": _objective(config),
+        "engine": _engine(config),
+        "evaluation": _evaluation(config),
+        "run folder": str(folder),
+    }
+    show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
+
+
+def _peak(memory: Memory) -> str:
+    """Say how many bytes the run holds at its peak, and in which parts."""
+    parts = ", ".join(f"{name} {_bytes(getattr(memory, name) or 0)}" for name in Memory.__slots__)
+    if memory.training is None:
+        return f"more than {_bytes(memory.peak)}: {parts}; the activations depend on values and are not known"
+    return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {parts}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _engine(config: Config) -> str:
+    """Say which engine generates, in which precision, and which engine evaluates the policy."""
+    settings, other = config.engine, config.evaluation.engine
+    parts = [f"{_precision(settings)}, training in {config.precision}"]
+    if isinstance(settings, VLLMServerEngineConfig):
+        parts.append(f"servers {', '.join(settings.urls)}")
+    if config.batch.ahead:
+        parts.append("one rollout batch ahead")
+    if other:
+        parts.append(f"evaluation of the policy with {_precision(other)}")
+    return "; ".join(parts)
+
+
+def _precision(engine: EngineConfig) -> str:
+    """Name an engine and the precision of its weights, linear layers and cache."""
+    settings, parts = engine.model_dump(), [f"{engine.name} in {engine.dtype}"]
+    if settings.get("quantization"):
+        parts.append(f"linear layers {engine.quantization}")
+    if settings.get("kv_cache_dtype"):
+        parts.append(f"keys and values {engine.kv_cache_dtype}")
+    if settings.get("attn_implementation") == "eager":
+        parts.append("eager attention")
+    return ", ".join(parts)
+
+
+def _evaluation(config: Config) -> str:
+    """Say which problems are evaluated, with how many answers to each, how often."""
+    settings = config.evaluation
+    sets = ", ".join([f"{settings.problems} problems of the task", *settings.benchmarks])
+    answers = f", {settings.k} answers to each" if settings.k > 1 else ""
+    return f"{sets}{answers}, every {settings.every} iterations"
+
+
+def _objective(config: Config) -> str:
+    """Name the advantage, the aggregation of the loss, and each further term of it."""
+    objective = config.objective
+    parts = [f"advantage {objective.advantage}", f"{objective.loss_agg_mode} over {objective.count} tokens"]
+    if config.critic:
+        parts.append(f"critic from {config.critic.path or config.policy.path}")
+    if objective.reference:
+        path, weight = objective.reference.path or config.policy.path, objective.reference.kl_loss_coef
+        parts.append(f"{weight:g} x KL to {path} ({objective.reference.kl_loss_type})")
+    if objective.entropy_coeff:
+        parts.append(f"{objective.entropy_coeff:g} x entropy")
+    if objective.overlong_buffer:
+        parts.append(
+            f"up to -{objective.overlong_buffer.penalty_factor:g} for the last {objective.overlong_buffer.len} tokens"
+        )
+    if config.batch.filter_groups:
+        parts.append(f"groups filtered, at most {config.batch.filter_groups.max_num_gen_batches} generation batches")
+    return "; ".join(parts)
+
+
+def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:
+    """Say how many parameters of each model are trained."""
+    adapters = {role: getattr(getattr(config, role), "lora", None) for role in sizes}
+    counts = [
+        f"{role.replace('_', ' ')} {size.trained:,}"
+        + (f" (LoRA of rank {adapters[role].rank})" if adapters[role] else "")
+        for role, size in sizes.items()
+    ]
+    return f"{', '.join(counts)} parameters"
 
 
 def show_needs(console: Console, config: Config, estimate: Estimate) -> None:
-    """Memory of each GPU, hours of the run, and what both rest on."""
-    table = Table(title="What it needs, by arithmetic (docs/cost.md)")
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "GPUs" else "right")
+    """Print the memory of each GPU and the hours of the run for several machines, and what both assume."""
     names = [_name(row) for row in estimate.rows]
-    for row in estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows):
-        table.add_row(_name(row), *_cells(row, is_on_policy(config)))
-    console.print(table)
+    machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
+    rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
+    show_table(console, "GPUs and hours by arithmetic (docs/cost.md)", _COLUMNS, rows, _COLUMNS[1:])
     for sentence in (_memory(estimate.stated), *_assumptions(config, estimate)):
-        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+        print_line(console, sentence)
 
 
 def is_on_policy(config: Config) -> bool:
+    """Return whether the policy generates its own rollouts and takes one step on each batch of them."""
     return config.rollout_model is None and config.batch.steps_per_iteration == 1
 
 
@@ -36,7 +148,7 @@ def _name(row: Row) -> str:
 
 
 def _cells(row: Row, on_policy: bool) -> list[str]:
-    """Without hours where it does not fit: then it is the memory that one wants to see."""
+    """Format memory and hours of one machine; without hours where the run does not fit into its memory."""
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f}/{shard.limit / _GB:.0f}"
     if row.hours is None or row.alone is None:
@@ -52,10 +164,10 @@ def _hours(count: float) -> str:
 
 
 def _memory(row: Row) -> str:
-    """What a GPU of the recipe's machine holds at the worst moment."""
+    """Say in words what each GPU of the recipe's machine holds at the peak."""
     shard = row.shard
     training = "activations unknown" if shard.training is None else f"activations and loss {shard.training / _GB:.1f}"
-    engines = f"engines {shard.resting / _GB:.1f}, while they write {shard.writing / _GB:.1f}"
+    engines = f"engines {shard.resting / _GB:.1f}, while they generate {shard.writing / _GB:.1f}"
     spread = max(shard.tensor_parallel.values(), default=1)
     return (
         f"Each of {_name(row)}, in GB: weights {shard.weights / _GB:.1f}, optimizer {shard.optimizer / _GB:.1f}, "
@@ -66,7 +178,7 @@ def _memory(row: Row) -> str:
 
 
 def _assumptions(config: Config, estimate: Estimate) -> list[str]:
-    """What the numbers rest on and nobody has seen."""
+    """List the smallest machine on which the run fits and the assumptions behind the numbers."""
     prompts, fewest = estimate.prompts, [f"{count} {kind}" for kind, count in estimate.fewest.items() if count]
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
     if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
@@ -74,7 +186,7 @@ def _assumptions(config: Config, estimate: Estimate) -> list[str]:
     tokens = config.batch.rollouts * estimate.response
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. On-policy: "
-        f"hours, without evaluations, in which the policy writes as many responses itself, one step on each batch."
+        f"hours, without evaluations, in which the policy generates as many responses itself and takes one step on each batch."
     )
     if prompts.assumed:
         said.append(
@@ -84,25 +196,20 @@ def _assumptions(config: Config, estimate: Estimate) -> list[str]:
         path for path in dict.fromkeys(model_paths(config, None).values()) if is_from_table(load_config(path))
     ]
     if from_table:
-        said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, for the hub does not answer.")
+        said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
     return said
 
 
 def show_tiny(console: Console, tiny: Tiny) -> None:
-    """Every setting that is not the recipe's, and where the problems are from."""
-    console.print(
+    """Print every setting that `--tiny` replaces, and where its problems come from."""
+    text = (
         "--tiny: small models with random weights and few problems, to see that every part of the recipe runs here. "
-        "Its numbers mean nothing. It changes",
-        soft_wrap=True,
+        "Its numbers mean nothing. It changes"
     )
-    table = Table()
-    for column in ("setting", "recipe", "here"):
-        table.add_column(column, overflow="fold")
-    for key, recipe, here in tiny.changes:
-        table.add_row(key, _text(recipe), _text(here))
-    console.print(table, markup=False)
+    rows = [(key, _text(recipe), _text(here)) for key, recipe, here in tiny.changes]
+    show_table(console, text, ("setting", "recipe", "here"), rows)
     for line in tiny.data:
-        console.print(line, soft_wrap=True, markup=False)
+        print_line(console, line)
 
 
 def _text(value: object) -> str:

@@ -1,74 +1,128 @@
-"""What `jackpot replay` prints."""
+"""Shows how far a command is: bars in a terminal, single lines in a log."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from jackpot.analysis.compare.process import ArmRun
-from jackpot.analysis.compare.scheduler import ArmListener, Lines
-from jackpot.analysis.mismatch.run import Found
-from jackpot.analysis.mismatch.run import Listener as MismatchListener
-from jackpot.analysis.replay.replay import Replay
-from jackpot.ui.charts import Section
-from jackpot.ui.terminal.tables import show_tables
-from jackpot.ui.views.replay import facts, replay_sections
+LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
 
 @contextmanager
-def replay_progress(console: Console) -> Iterator[Callable[[int], None]]:
-    """A listener that shows how many responses have been read."""
-    with console.status("reading") as status:
-
-        def listen(responses: int) -> None:
-            status.update(f"read {responses:,} responses")
-
-        yield listen
-
-
-def show_replay(console: Console, found: Replay) -> None:
-    """The run, every correction, what is missing, and at the end the answer."""
-    show_tables(console, [Section(title="", intro="", items=(facts(found),)), *replay_sections(found).values()])
-    for text in found.left_out:
-        console.print(Text(f"Left out: {text}"), highlight=False)
-    for text in found.problems:
-        console.print(Text(f"Not read: {text}"), highlight=False)
-    if found.unreadable > len(found.problems):
-        console.print(f"Not read: {found.unreadable:,} in all", highlight=False)
-    console.print(Text(found.answer.sentence, style="bold"), highlight=False)
-
-
-def arms_progress(console: Console) -> ArmListener:
-    """A listener that prints a line for every evaluation, and for every run that ends."""
-    shown: dict[str, int] = {}
-
-    def listen(run: ArmRun, lines: Lines, end: str) -> None:
-        evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
-        newest = evaluated[-1]["iteration"] if evaluated else -1
-        if end or newest > shown.get(run.name, -1):
-            shown[run.name] = newest
-            accuracy = f"policy {evaluated[-1]['eval/policy_accuracy']:.1%}" if evaluated else ""
-            console.print(
-                f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    return listen
-
-
-@contextmanager
-def mismatch_progress(console: Console) -> Iterator[MismatchListener]:
-    """A listener that shows what is done now: on one line in a terminal, else a line each."""
+def progress(console: Console) -> Iterator["Bars | Lines"]:
+    """Yield what `update` is called on, for as long as the work goes on."""
     if not console.is_terminal:
-        yield lambda text: console.print(Text(text), soft_wrap=True)
+        yield Lines(console)
         return
-    with console.status("starting") as status:
-        yield lambda text: status.update(Text(text))
+    bars = Bars(console)
+    with bars.live:
+        yield bars
 
 
-def show_mismatch(console: Console, found: Found, sections: Mapping[str, Section]) -> None:
-    """All tables of one pair; of several those that lay them side by side."""
-    whole = {"responses", "lengths"} if len(found.pairs) > 1 else sections.keys()
-    show_tables(console, [section for name, section in sections.items() if name in whole])
+class Bars:
+    """A bar with elapsed and remaining time for each counted thing, and below them the newest facts."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description} {task.completed:,}/{task.total:,}{task.fields[noun]}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=console,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._facts: dict[str, str] = {}
+        self.live = Live(self._frame(), console=console, refresh_per_second=4)
+
+    def update(
+        self,
+        name: str,
+        done: int,
+        total: int,
+        facts: Mapping[str, str],
+        *,
+        noun: str = "",
+        start: int | None = None,
+        is_due: bool = False,
+    ) -> None:
+        """Show the count of one thing and facts about it; a fact stays until a newer one replaces it.
+
+        Args:
+            name: what is counted, for example an iteration or a benchmark.
+            facts: name and formatted value.
+            noun: what stands behind the count.
+            start: count at which this process began; None takes the first `done`.
+            is_due: print a line of a log at once; bars always show the newest count.
+        """
+        if name not in self._tasks:
+            begun = done if start is None else start
+            self._tasks[name] = self._bars.add_task(name, total=total, completed=begun, noun=noun)
+        self._bars.update(self._tasks[name], completed=done)
+        self._facts |= facts
+        self.live.update(self._frame())
+
+    def _frame(self) -> Group:
+        facts = Text("  ".join(f"{name} {value}" for name, value in self._facts.items()), style="dim")
+        return Group(self._bars, facts)
+
+
+class Lines:
+    """At most one line every few seconds, unless a line is due at once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._last = console, -LINE_SECONDS
+        self._begun: dict[str, tuple[float, int]] = {}  # of each name: time of the first call and the count at it
+
+    def update(
+        self,
+        name: str,
+        done: int,
+        total: int,
+        facts: Mapping[str, str],
+        *,
+        noun: str = "",
+        start: int | None = None,
+        is_due: bool = False,
+    ) -> None:
+        """Print the count, the facts and the time left, if a line is due; arguments as for `Bars.update`."""
+        now = time.monotonic()
+        begun, first = self._begun.setdefault(name, (now, done))
+        if now - self._last < LINE_SECONDS and not is_due:
+            return
+        self._last = now
+        left = [f"{(now - begun) / (done - first) * (total - done):.0f} s left"] if done > first else []
+        parts = [f"{name} {done:,}/{total:,}{noun}", *(f"{fact} {value}" for fact, value in facts.items()), *left]
+        print_line(self._console, "  ".join(parts))
+
+
+@contextmanager
+def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what the command does now: on one changing line in a terminal, else a line each.
+
+    Args:
+        text: shown first, in a terminal only.
+        every: shortest time between two lines of a log, seconds.
+    """
+    if console.is_terminal:
+        with console.status(Text(text)) as shown:
+            yield lambda newer: shown.update(Text(newer))
+        return
+    last = time.monotonic()
+
+    def show(newer: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            print_line(console, newer)
+
+    yield show
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print text as it is: no markup, no colours for numbers, no line breaks of our own."""
+    console.print(Text(text), highlight=False, soft_wrap=True)

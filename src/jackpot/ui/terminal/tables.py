@@ -1,6 +1,6 @@
-"""The tables of a page in the terminal."""
+"""Tables in the terminal, and the names of written files."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -8,33 +8,48 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from jackpot.ui.charts import Section, Table
+from jackpot.ui.terminal.progress import print_line
 
-_MOST_ROWS = 40
+_MOST_ROWS = 40  # of a table in the terminal; a longer one is in the page only
 
 
 def show_tables(console: Console, sections: Iterable[Section]) -> None:
-    """The tables of a page with the notes below them; of those too long for a terminal only that they are there."""
+    """Print the tables of a page with their notes; of a table too long for a terminal print only its title."""
     for section in sections:
         for item in section.items:
             if isinstance(item, Table) and len(item.rows) > _MOST_ROWS:
-                console.print(Text(f"{item.title}: {len(item.rows)} rows, in the page\n"), highlight=False)
+                print_line(console, f"{item.title}: {len(item.rows)} rows, in the page\n")
             elif isinstance(item, Table):
-                console.print(_terminal_table(item))
+                numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text
+                show_table(console, item.title, item.columns, item.rows, numbers)
                 console.print(Text(item.note + "\n" if item.note else ""), highlight=False)
 
 
-def show_files(console: Console, files: Sequence[Path]) -> None:
-    """What was written; all of it into one folder."""
-    names = ", ".join(file.name for file in files)
-    console.print(f"Wrote {names} to {files[0].parent}", soft_wrap=True, highlight=False)
+def show_table(
+    console: Console,
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Collection[str] = (),
+    **options: object,
+) -> None:
+    """Print one table; no cell is read as markup.
 
-
-def _terminal_table(item: Table) -> TerminalTable:
-    """The first column is what the row is about; numbers stand on the right, and a single second column is text."""
-    table = TerminalTable(title=Text(item.title), title_justify="left")
-    for place, column in enumerate(item.columns):
-        is_number = place > 0 and len(item.columns) > 2
-        table.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
-    for row in item.rows:
+    Args:
+        columns: heads, of which those in `numbers` are aligned to the right.
+        options: further arguments of `rich.table.Table`.
+    """
+    if title:
+        print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
+    table = TerminalTable(**options)
+    for column in columns:
+        table.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
         table.add_row(*map(Text, row))
-    return table
+    console.print(table)
+
+
+def show_files(console: Console, files: Sequence[Path]) -> None:
+    """Print the names of written files and the one folder that holds them."""
+    names = ", ".join(file.name for file in files)
+    print_line(console, f"Wrote {names} to {files[0].parent}")
