@@ -171,7 +171,7 @@ def test_eval_measures_a_model_and_says_when_it_is_done(tmp_path: Path) -> None:
     assert f"{100 * told['mean_at_k']['value']:.1f} (" in result.stdout
     assert f"{100 * told['pass_at_k']['4']['value']:.1f} (" in result.stdout
     again = jackpot(*command, cwd=tmp_path)
-    assert again.returncode == 0 and "finished before; nothing was asked" in again.stdout
+    assert again.returncode == 0 and "finished before; nothing was generated" in again.stdout
     other = jackpot(*command, "seed=1", cwd=tmp_path)
     assert other.returncode == 2 and "seed: 0 in the folder, 1 now" in other.stderr and "Traceback" not in other.stderr
 

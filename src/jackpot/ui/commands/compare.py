@@ -34,9 +34,8 @@ def compare(
     console, given = Console(), overrides or []
     configs = resolve_arms(recipe, split_names(arms), range(first_seed, first_seed + seeds), given)
     if not arms and (different := differing_arms(configs)):
-        print_line(
-            console, f"Left out, because they cannot be compared: {'; '.join(map(': '.join, different.items()))}"
-        )
+        reasons = "; ".join(map(": ".join, different.items()))
+        print_line(console, f"Left out, because they cannot be compared: {reasons}")
         configs = {key: config for key, config in configs.items() if key[0] not in different}
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
     plan = ComparisonPlan(

@@ -19,7 +19,7 @@ from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_table
 
 _GB = 1e9  # bytes; GPUs are sold in these, not in GiB
-_COLUMNS = ("GPUs", "GB each", "hours", "rollout", "training", "eval", "rollout share", "on policy", "saved")
+_COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout share", "on policy", "saved")
 
 
 def show_plan(
@@ -186,7 +186,7 @@ def _assumptions(config: Config, estimate: Estimate) -> list[str]:
     tokens = config.batch.rollouts * estimate.response
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. On-policy: "
-        f"hours, without evaluations, in which the policy generates as many responses itself and takes one step on each batch."
+        "hours, without evaluations, if the policy generates as many responses itself and takes one step on each batch."
     )
     if prompts.assumed:
         said.append(

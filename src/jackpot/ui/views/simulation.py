@@ -127,7 +127,7 @@ def view_sections(views: SimulationViews) -> dict[str, Section]:
 
 def _ratio_section(sources: Sequence[SimulatedPair]) -> Section:
     return Section(
-        title="TokenRatios of single tokens",
+        title="Ratios of single tokens",
         intro="View (a) of the paper's Figure 2: p_policy / p_rollout of a token before, p_policy / p~ after, where p~ "
         "is the distribution of accepted tokens at lam = 1. Above lam the ratio is only multiplied by Z; below lam it "
         "is lifted to Z. OBRS removes the small ratios, not the large ones: what the rollout model never writes no "
