@@ -174,8 +174,6 @@ class Scripted(Engine):
             num_top_log_probs=9,
             max_model_len=CONTEXT,
             quantized=False,
-            streaming=True,
-            updates_in_flight=True,
             dtype=torch.float32,
         )
 

@@ -37,8 +37,6 @@ class Capabilities:
     num_top_log_probs: int  # largest number of top log-probs that the engine returns for a token
     max_model_len: int  # largest length of a prompt and its response together, tokens
     quantized: bool  # True where the engine computes with other numbers than the weights it was sent
-    streaming: bool  # True where `collect` returns finished rollouts while others are still being generated
-    updates_in_flight: bool  # True where weights may change during generation; each token carries its own version
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
 
 
@@ -47,7 +45,8 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """Return the limits of the engine and the properties of its numbers."""
 
     @property
     @abstractmethod
@@ -87,8 +86,8 @@ class Engine(ABC):
         carry `version`; cached keys and values of the old weights are dropped.
 
         Raises:
-            EngineError: rollouts are in flight (unless `capabilities.updates_in_flight`), a name is missing or unknown,
-                or a shape differs. The old weights and version stay.
+            EngineError: rollouts are in flight, a name is missing or unknown, or a shape differs. The old weights and
+                version stay.
         """
 
     def sleep(self) -> None:

@@ -490,7 +490,7 @@ def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
     other.settings["model_config"] |= {"max_model_len": 32, "quantization": "fp8"}
     can = make(server, other).capabilities
     assert (can.num_top_log_probs, can.max_model_len, can.quantized) == (5, 32, True)
-    assert (can.vocab_size, can.streaming, can.dtype) == (VOCAB_SIZE, True, torch.float32)
+    assert (can.vocab_size, can.dtype) == (VOCAB_SIZE, torch.float32)
     assert make(server).capabilities.max_model_len == CONTEXT
 
 

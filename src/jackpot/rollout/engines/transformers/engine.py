@@ -73,8 +73,6 @@ class TransformersEngine(Engine):
             num_top_log_probs=output_layer(model).out_features,
             max_model_len=int(context),
             quantized=is_quantized(settings),
-            streaming=True,
-            updates_in_flight=False,
             dtype=self._weights.dtype,
         )
         self._events = self._weights.events

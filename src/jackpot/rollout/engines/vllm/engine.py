@@ -215,8 +215,6 @@ class VLLMEngine(ThreadEngine):
             num_top_log_probs=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             quantized=is_quantized(settings) or bool(model.quantization),
-            streaming=True,
-            updates_in_flight=False,
             dtype=self._dtype,
         )
 

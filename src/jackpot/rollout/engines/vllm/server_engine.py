@@ -239,8 +239,6 @@ class VLLMServerEngine(BackgroundEngine):
             num_top_log_probs=min(info.num_top_log_probs for info in infos),
             max_model_len=min(info.max_model_len for info in infos),
             quantized=is_quantized(settings) or any(info.quantized for info in infos),
-            streaming=True,
-            updates_in_flight=False,
             dtype=self._expected.dtype,
         )
 
