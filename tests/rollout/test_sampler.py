@@ -166,7 +166,12 @@ def test_surplus_unequal_groups_are_left_out_and_counted():
     sampler, *_ = sampler_of(lambda number: RIGHT if number < 2 else MIXED, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [2, 3, 4, 5]
-    assert [int(rollout.prompt.uid) for rollout in batch.first[::4]] == [0, 1, 2, 3]  # nobody has chosen among them
+    assert [int(rollout.prompt.uid) for rollout in batch.unfiltered[::4]] == [
+        0,
+        1,
+        2,
+        3,
+    ]  # nobody has chosen among them
     assert value(batch, "sampling/gen_batches") == 2.0 and value(batch, "sampling/groups_filtered") == 4.0
 
 

@@ -1,4 +1,4 @@
-"""The sampler makes the rollout batch of one iteration: prompts, responses, rewards."""
+"""Sampling of one iteration's rollout batch: prompts, responses, rewards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,42 +23,47 @@ from jackpot.rollout.tasks.base import PromptStream, Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    scored: list[ScoredRollout]  # what is trained on
-    first: list[Rollout]  # all that can be used of the first round, before any choice among them
-    sums: Sums  # about all that was written, what is left out too
+    """The rollouts of one iteration with the sums of their metrics."""
+
+    scored: list[ScoredRollout]  # rollouts to train on
+    unfiltered: list[Rollout]  # usable rollouts of the first generation batch, before groups are filtered
+    sums: Sums  # metrics over everything generated, what is not trained on included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    rollout: Rollout
-    task_reward: float  # before shaping
-    score: Score  # what is trained on
+class PromptGroup:
+    """The usable responses to one prompt."""
+
+    members: list[ScoredRollout]
+    has_equal_rewards: bool  # whether the task gave all members the same reward, before shaping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
-    """What the engine wrote to one round of prompts, in the order of its requests."""
+class GenerationBatch:
+    """All responses to the prompts of one generation batch, in the order of the requests."""
 
-    written: list[Rollout]
-    unusable: dict[str, str]  # uid: why; these are events and counts, and not rewards of 0
-    groups: list[list[Judged]]  # by prompt; what cannot be used is in none
+    generated: list[Rollout]
+    discarded: dict[str, str]  # uid of an unusable rollout and the reason, `aborted` or `non_finite`
+    groups: list[PromptGroup]  # by prompt, without discarded rollouts and without empty groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Begun:
-    """A round that the engine is writing."""
+class _PendingBatch:
+    """A generation batch that was submitted to the engine."""
 
     requests: list[Request]
-    stream: Iterator[Rollout]
+    rollouts: Iterator[Rollout]  # in the order in which they end
 
 
 class Sampler:
-    """Draws prompts and has the engine answer them.
+    """Makes the rollout batch of each iteration: draws prompts, has the engine generate responses, and scores them.
 
     Args:
-        engine: writes the rollouts.
-        cost: of a forward pass of the model that the engine decodes with.
-        event: called with (iteration, event) for every rollout that cannot be used, or not be judged.
+        engine: generates the rollouts.
+        cost: cost of a forward pass of the model that the engine runs.
+        prompts: source of training prompts.
+        clock: times `rollout` (waiting for the engine) and `score` (scoring responses).
+        event: called with (iteration, event) for every rollout that is discarded or cannot be scored.
     """
 
     def __init__(
@@ -74,101 +79,99 @@ class Sampler:
     ) -> None:
         self._config, self._engine, self._task, self._tokenizer, self._cost = config, engine, task, tokenizer, cost
         self._prompts, self._clock, self._event = prompts, clock, event
-        self._ahead: list[Round] | None = None  # of the next iteration
-        self._before_ahead: dict[str, int] | None = None  # the state of the prompts before them
+        self._ahead: list[GenerationBatch] | None = None  # generated ahead for the next iteration
+        self._state_before_ahead: dict[str, int] | None = None  # the prompt stream's state before `_ahead`
 
     def next_batch(self, iteration: int) -> RolloutBatch:
-        """The rollout batch of an iteration: what was written ahead, or else what is written now.
+        """Return the rollout batch of an iteration: the one generated ahead, else one generated now.
 
-        Nothing in it depends on the order in which responses ended. With dynamic sampling, groups to which the task
-        gave equal rewards only fill what the last round left missing.
+        It does not depend on the order in which responses ended. With `batch.filter_groups`, groups to which the task
+        gave equal rewards are used only where the last generation batch left too few others.
         """
         config = self._config
-        rounds = self._ahead or self._all_written(iteration, self._begin(iteration))
-        self._ahead = self._before_ahead = None
-        for uid, why in (item for one in rounds for item in one.unusable.items()):
-            self._event(iteration, {"event": f"{why}_rollout", "uid": uid})
-        groups, wanted = [group for one in rounds for group in one.groups], config.batch.prompts
-        for item in (item for group in groups for item in group if item.score.reward_error):
-            self._event(iteration, {"event": f"reward_{item.score.reward_error}", "uid": item.rollout.uid})
+        batches = self._ahead or self._generate(iteration, self._submit(iteration))
+        self._ahead = self._state_before_ahead = None
+        for uid, reason in (item for batch in batches for item in batch.discarded.items()):
+            self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
+        groups, wanted = [group for batch in batches for group in batch.groups], config.batch.prompts
+        for one in (one for group in groups for one in group.members if one.score.reward_error):
+            self._event(iteration, {"event": f"reward_{one.score.reward_error}", "uid": one.rollout.uid})
         if config.batch.filter_groups:
-            groups.sort(key=_is_equal)
-        first = next((one.groups for one in rounds if one.groups), [])
+            groups.sort(key=lambda group: group.has_equal_rewards)
+        first = next((batch.groups for batch in batches if batch.groups), [])
         return RolloutBatch(
-            scored=[
-                ScoredRollout(rollout=item.rollout, score=item.score) for group in groups[:wanted] for item in group
-            ],
-            first=[item.rollout for group in first for item in group],
-            sums=_sums(rounds, groups, self._cost) | _rounds(rounds, groups, wanted),
+            scored=[one for group in groups[:wanted] for one in group.members],
+            unfiltered=[one.rollout for group in first for one in group.members],
+            sums=_rollout_sums(batches, groups, self._cost) | _sampling_sums(batches, groups, wanted),
         )
 
     @contextmanager
     def overlap_with_training(self, iteration: int) -> Iterator[None]:
-        """While the body runs the engine rests, or with `batch.ahead` writes the rollout batch of `iteration`.
+        """Let the engine sleep while the body runs, or with `batch.ahead` generate the batch of `iteration` meanwhile.
 
-        That begins with the weights that the engine has now, and all of it is there at the end: only then are new
-        weights taken. Of a response with a tool it is the first turn that is written meanwhile, for nobody answers the
-        calls.
+        Generation begins with the engine's current weights and is complete at the end of the context, so that new
+        weights are sent only then. Of responses with several turns, only the first turn is generated meanwhile, because
+        no tool is called before the end of the body.
         """
         config = self._config
         if not config.batch.ahead or iteration > config.iterations:
             self._engine.sleep()
             yield
             return
-        self._before_ahead = self._prompts.state_dict()
-        begun = self._begin(iteration)
+        self._state_before_ahead = self._prompts.state_dict()
+        pending = self._submit(iteration)
         yield
-        self._ahead = self._all_written(iteration, begun)
+        self._ahead = self._generate(iteration, pending)
 
     @property
     def prompt_state(self) -> dict[str, int]:
-        """Of the prompt stream, for a checkpoint: before what was written ahead, which a resumed run writes anew."""
-        return self._before_ahead or self._prompts.state_dict()
+        """The prompt stream's state for a checkpoint, before the prompts of a batch generated ahead: a resumed run
+        generates that batch again."""
+        return self._state_before_ahead or self._prompts.state_dict()
 
-    def _all_written(self, iteration: int, begun: _Begun) -> list[Round]:
-        """Wait for a round, and with dynamic sampling for as many more as it takes."""
-        wanted, dynamic = self._config.batch.prompts, self._config.batch.filter_groups
-        rounds = [self._written(begun)]
-        while dynamic and len(rounds) < dynamic.max_num_gen_batches:
-            if sum(not _is_equal(group) for one in rounds for group in one.groups) >= wanted:
+    def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:
+        """Wait for a generation batch, and with `batch.filter_groups` for as many more as are needed and allowed."""
+        wanted, filtering = self._config.batch.prompts, self._config.batch.filter_groups
+        batches = [self._wait(pending)]
+        while filtering and len(batches) < filtering.max_num_gen_batches:
+            if sum(not group.has_equal_rewards for batch in batches for group in batch.groups) >= wanted:
                 break
-            rounds.append(self._written(self._begin(iteration)))
-        return rounds
+            batches.append(self._wait(self._submit(iteration)))
+        return batches
 
-    def _begin(self, iteration: int) -> _Begun:
-        """Give the engine one round of prompts."""
+    def _submit(self, iteration: int) -> _PendingBatch:
+        """Submit the requests of one generation batch to the engine."""
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
-            return _Begun(
-                requests=requests, stream=stream_rollouts(self._engine, self._task, self._tokenizer, requests)
-            )
+            rollouts = stream_rollouts(self._engine, self._task, self._tokenizer, requests)
+            return _PendingBatch(requests=requests, rollouts=rollouts)
 
-    def _written(self, begun: _Begun) -> Round:
-        """Wait for a round. Groups are judged as they are complete, while the engine goes on with the others."""
+    def _wait(self, pending: _PendingBatch) -> GenerationBatch:
+        """Wait for a generation batch. Each group is scored once it is complete, while the engine generates others."""
         members: dict[str, list[str]] = {}
-        for request in begun.requests:
+        for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
         rollouts: dict[str, Rollout] = {}
-        unusable: dict[str, str] = {}
-        groups: dict[str, list[Judged]] = {}
+        discarded: dict[str, str] = {}
+        groups: dict[str, PromptGroup] = {}
         while len(groups) < len(members):
             with self._clock("rollout"):
-                rollout = next(begun.stream)
+                rollout = next(pending.rollouts)
             rollouts[rollout.uid] = rollout
-            if why := useless(rollout):
-                unusable[rollout.uid] = why
+            if reason := discard_reason(rollout):
+                discarded[rollout.uid] = reason
             if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
                 with self._clock("score"):
-                    groups[rollout.prompt.uid] = self._judge([rollouts[uid] for uid in group if uid not in unusable])
-        order = [request.uid for request in begun.requests]
-        return Round(
-            written=[rollouts[uid] for uid in order],
-            unusable={uid: unusable[uid] for uid in order if uid in unusable},
-            groups=[groups[prompt] for prompt in members if groups[prompt]],
+                    groups[rollout.prompt.uid] = self._score([rollouts[uid] for uid in group if uid not in discarded])
+        order = [request.uid for request in pending.requests]
+        return GenerationBatch(
+            generated=[rollouts[uid] for uid in order],
+            discarded={uid: discarded[uid] for uid in order if uid in discarded},
+            groups=[groups[prompt] for prompt in members if groups[prompt].members],
         )
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
-        """A group of requests for each prompt; the seed of each is hashed from its uid."""
+        """Make a group of requests for each prompt; the seed of each is hashed from its uid."""
         config = self._config
         uids = [
             (f"{iteration}/{prompt.uid}#{member}", prompt)
@@ -180,17 +183,18 @@ class Sampler:
             for uid, prompt in uids
         ]
 
-    def _judge(self, group: Sequence[Rollout]) -> list[Judged]:
-        """What the task says of each response to a prompt."""
-        _, scores = score_rollouts(group, self._task, self._tokenizer)
-        return [
-            Judged(rollout=rollout, task_reward=score.reward, score=shaped_score(self._config, rollout, score))
-            for rollout, score in zip(group, scores, strict=True)
+    def _score(self, rollouts: Sequence[Rollout]) -> PromptGroup:
+        """Score the responses to one prompt."""
+        _, scores = score_rollouts(rollouts, self._task, self._tokenizer)
+        members = [
+            ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))
+            for rollout, score in zip(rollouts, scores, strict=True)
         ]
+        return PromptGroup(members=members, has_equal_rewards=len({score.reward for score in scores}) == 1)
 
 
 def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
-    """The task's score with what `objective.overlong_buffer` takes from the reward."""
+    """Return the task's score with the penalty of `objective.overlong_buffer` added to its reward."""
     overlong = config.objective.overlong_buffer
     if overlong is None:
         return score
@@ -200,53 +204,48 @@ def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
 
 
 def tokens_read(rollout: Rollout) -> int:
-    """How many tokens a model reads to write this response or to score it: all but the last one, with the prompt."""
+    """Return how many tokens a model reads to generate or score a rollout: all of prompt and response but the last."""
     return len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1
 
 
-def _is_equal(group: Sequence[Judged]) -> bool:
-    """Whether the task gave one reward to all."""
-    return len({item.task_reward for item in group}) == 1
-
-
-def useless(rollout: Rollout) -> str | None:
-    """Why a rollout cannot be trained on; None for one that ended by itself or at the limit with finite log-probs."""
+def discard_reason(rollout: Rollout) -> str | None:
+    """Return why a rollout cannot be trained on: `aborted` or `non_finite` log-probs; None where it can."""
     if rollout.finish == "aborted":
         return "aborted"
     return None if rollout.rollout_log_probs[rollout.sampled_mask].isfinite().all() else "non_finite"
 
 
-def _rounds(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], wanted: int) -> Sums:
+def _sampling_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup], wanted: int) -> Sums:
+    """Return the metrics of filtering groups."""
     return {
-        "sampling/gen_batches": mean([len(rounds)]),
+        "sampling/gen_batches": mean([len(batches)]),
         "sampling/groups_filtered": mean([max(0, len(groups) - wanted)]),
     }
 
 
-def _sums(rounds: Sequence[Round], groups: Sequence[Sequence[Judged]], cost: ForwardCost) -> Sums:
-    """About all that was written, by a writer of this cost."""
-    written = [rollout for one in rounds for rollout in one.written]
-    unusable = [why for one in rounds for why in one.unusable.values()]
-    judged = [item for group in groups for item in group]
-    lengths = [len(item.rollout.token_ids) for item in judged]
+def _rollout_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup], cost: ForwardCost) -> Sums:
+    """Return the metrics of rewards and responses over everything that was generated."""
+    generated = [rollout for batch in batches for rollout in batch.generated]
+    discarded = [reason for batch in batches for reason in batch.discarded.values()]
+    scored = [one for group in groups for one in group.members]
     return {
-        "reward/mean": mean([item.score.reward for item in judged]),
-        "reward/correct": mean([item.score.correct for item in judged]),
-        "reward/timeouts": mean([item.score.reward_error == "timeout" for item in judged]),
-        "reward/errors": mean([item.score.reward_error == "crash" for item in judged]),
-        "reward/all_right": mean([all(item.score.correct for item in group) for group in groups]),
-        "reward/all_wrong": mean([not any(item.score.correct for item in group) for group in groups]),
-        "response/tokens": mean(lengths),
-        "response/tool_tokens": mean([int((~item.rollout.sampled_mask).sum()) for item in judged]),
-        "response/truncated": mean([item.rollout.finish == "length" for item in judged]),
-        "response/aborted": mean([unusable.count("aborted") / len(written)]),
-        "response/non_finite": mean([unusable.count("non_finite") / len(written)]),
-        "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in written)),
-        "flops/rollout": Sum.number(sum(cost.sequence(tokens_read(rollout)) for rollout in written)),
+        "reward/mean": mean([one.score.reward for one in scored]),
+        "reward/correct": mean([one.score.correct for one in scored]),
+        "reward/timeouts": mean([one.score.reward_error == "timeout" for one in scored]),
+        "reward/errors": mean([one.score.reward_error == "crash" for one in scored]),
+        "reward/all_right": mean([all(one.score.correct for one in group.members) for group in groups]),
+        "reward/all_wrong": mean([not any(one.score.correct for one in group.members) for group in groups]),
+        "response/tokens": mean([len(one.rollout.token_ids) for one in scored]),
+        "response/tool_tokens": mean([int((~one.rollout.sampled_mask).sum()) for one in scored]),
+        "response/truncated": mean([one.rollout.finish == "length" for one in scored]),
+        "response/aborted": mean([discarded.count("aborted") / len(generated)]),
+        "response/non_finite": mean([discarded.count("non_finite") / len(generated)]),
+        "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),
+        "flops/rollout": Sum.number(sum(cost.sequence(tokens_read(rollout)) for rollout in generated)),
     }
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Of plain numbers, as a sum."""
+    """Return the mean of plain numbers as a metric that adds up."""
     tensor = torch.tensor(values, dtype=torch.float64)
     return Mean.of(tensor, torch.ones_like(tensor, dtype=torch.bool))

@@ -15,7 +15,7 @@ from jackpot.core.errors import EngineError, JackpotError, TrainingError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Rollout
 from jackpot.rollout.engines.base import Capabilities, Engine
-from jackpot.rollout.sampler import useless
+from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
 from jackpot.training.learner import Learner, StepResult
 
@@ -81,7 +81,7 @@ class EngineCheck:
             EngineError: the gap is more than rounding and `guard.check_engine` is on; an event of `iteration` says so.
         """
         config = self._config
-        chosen = first_rollouts([one for one in rollouts if one.sampled_mask.any() and not useless(one)])
+        chosen = first_rollouts([one for one in rollouts if one.sampled_mask.any() and not discard_reason(one)])
         if not chosen:
             return math.nan
         score = self._score(role, chosen)

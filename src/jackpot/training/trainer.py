@@ -85,7 +85,7 @@ class Trainer:
             while self.iteration < config.iterations and not stop.requested:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
-                self._engine_check.check_batch(parts.engine, batch.first, number)
+                self._engine_check.check_batch(parts.engine, batch.unfiltered, number)
                 with self._sampler.overlap_with_training(number + 1), self._clock("train"):
                     samples = parts.learner.compute_advantages(batch.scored)
                     results = parts.learner.train(list(self._mini_batches(samples)), self._saves_rollouts(number))
