@@ -136,7 +136,7 @@ def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
     assert engine.collected != [request.uid for request in engine.requests]
     assert [item.rollout.uid for item in shuffled.scored] == [item.rollout.uid for item in asked.scored]
     assert [item.score for item in shuffled.scored] == [item.score for item in asked.scored]
-    assert [one.uid for one in shuffled.first] == [one.uid for one in asked.first]
+    assert [one.uid for one in shuffled.unfiltered] == [one.uid for one in asked.unfiltered]
     assert told_again == told and 4 * len(told) == len(engine.requests)
 
 
