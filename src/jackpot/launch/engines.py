@@ -1,4 +1,4 @@
-"""An engine from its settings, with its own copy of a model."""
+"""Make an engine from its settings, with its own copy of a model."""
 
 import torch
 

@@ -54,12 +54,12 @@ def _name(sampling: Sampling) -> str:
 
 
 class EngineConformance(ABC):
-    """The suite. Tests share one engine, and leave nothing in flight and the old weights in it."""
+    """The suite. Its tests share one engine, and each leaves it with the old weights and nothing in flight."""
 
     reference_dtype: torch.dtype = torch.float32
     tolerance: float = 2e-5  # nats, between the engine's log-probs and the reference's
     moved_supports: float = 0.0  # share of tokens where rounding may move the edge of a truncated distribution
-    moved_responses: float = 0.0  # share of responses that rounding may change with the batch they are written in
+    moved_responses: float = 0.0  # share of responses that rounding may change with their batch
 
     training_gap: float | None = None  # in probability, of a token in the engine and in training; None: the tolerance
 
@@ -70,7 +70,7 @@ class EngineConformance(ABC):
     @staticmethod
     @abstractmethod
     def make_engine(folder: Path, version: Version) -> Engine:
-        """An engine on the model in `folder`, whose first tokens carry `version`."""
+        """Make an engine on the model in `folder`, whose first tokens carry `version`."""
 
     # Log-probs
 
@@ -91,7 +91,7 @@ class EngineConformance(ABC):
 
     @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, top_p=0.9)], ids=_name)
     def test_sampled_frequencies_match_the_exact_distribution(self, engine, reference, sampling):
-        """Over both tokens of 4000 responses, so that a uniform used twice shows."""
+        """The test counts both tokens of 4000 responses, so that a uniform used twice shows."""
         sampling = sampling.model_copy(update={"max_new_tokens": 2, "num_top_log_probs": 0})
         requests = [Request(uid=f"{i}", prompt=ONE_PROMPT, seed=i, sampling=sampling) for i in range(4000)]
         seen = Counter(tuple(rollout.token_ids.tolist()) for rollout in engine.generate(requests))
@@ -120,7 +120,7 @@ class EngineConformance(ABC):
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     def test_scores_equal_a_full_forward(self, engine, reference, temperature):
-        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not write
+        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
         rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
         scores = engine.score(rollouts, temperature)
         for rollout, score in zip(rollouts, scores, strict=True):
@@ -323,7 +323,7 @@ class EngineConformance(ABC):
     # Shared checks
 
     def check_log_probs(self, rollouts: list[Rollout], reference: Reference, sampling: Sampling) -> None:
-        """Sampled and top log-probs of every token against the reference, on the same prefix."""
+        """Compare sampled and top log-probs of every token with the reference on the same prefix."""
         moved = [
             self._token_moved(rollout, token, exact, sampling)
             for rollout in rollouts
@@ -353,7 +353,7 @@ class EngineConformance(ABC):
 
 @contextmanager
 def sent(engine: Engine, new: Reference, old: Reference) -> Iterator[str]:
-    """The new weights in the engine, and the old ones again afterwards."""
+    """Send the new weights to the engine, and the old ones again afterwards."""
     try:
         yield engine.update_weights(new.model.named_parameters(), NEW)
     finally:
@@ -361,18 +361,18 @@ def sent(engine: Engine, new: Reference, old: Reference) -> Iterator[str]:
 
 
 def _chosen(reference: Reference, rollout: Rollout, sampling: Sampling) -> np.ndarray:
-    """The reference's log-probs of the response tokens, [T]."""
+    """Return the reference's log-probs of the response tokens, [T]."""
     tokens = rollout.token_ids.tolist()
     return reference.log_probs(rollout.prompt, tokens, sampling)[np.arange(len(tokens)), tokens]
 
 
 def _moved(some: list[Rollout], others: list[Rollout]) -> float:
-    """The share of responses that differ."""
+    """Return the share of responses that differ."""
     return float(np.mean([not torch.equal(a.token_ids, b.token_ids) for a, b in zip(some, others, strict=True)]))
 
 
 def _check_fields(rollout: Rollout, version: Version, num_top_log_probs: int) -> None:
-    """Shapes, types and place of every tensor, and the version of every token."""
+    """Check shape, dtype and device of every tensor, and the version of every token."""
     length = len(rollout.token_ids)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "token_ids": ((length,), torch.int64),

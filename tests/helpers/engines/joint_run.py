@@ -52,7 +52,7 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
 
 
 def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path, rollout_model: Path, gap: float):
-    """The run learns, and training sees at every iteration the distribution that the engine sampled from.
+    """Check that the run learns, and that training computes the distributions from which the engine sampled.
 
     Args:
         gap: largest difference allowed between a token's probability in the engine and in training.

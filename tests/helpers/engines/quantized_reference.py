@@ -22,7 +22,7 @@ from jackpot.core.types import Prompt
 
 
 def e4m3_grid() -> np.ndarray:
-    """All finite numbers from 0 up, by the format's definition: 4 exponent bits with bias 7, 3 of mantissa. [127]"""
+    """Return all finite FP8 numbers from 0 up, [127]: 4 exponent bits with bias 7, 3 mantissa bits."""
     small = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
     large = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
     return np.array([*small, *large][:127])  # the 128th is NaN
@@ -32,7 +32,7 @@ GRID = e4m3_grid()
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """To the nearest number of the grid; a tie to the one with the even place, which has the even mantissa."""
+    """Round to the nearest number of the grid, ties to the even index, which has the even mantissa."""
     size = np.minimum(np.abs(values.astype(np.float64)), GRID[-1])
     above = np.searchsorted(GRID, size).clip(1, len(GRID) - 1)
     below = above - 1
@@ -42,13 +42,13 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def cut_to_e4m3(values: np.ndarray) -> np.ndarray:
-    """To the next number of the grid towards zero."""
+    """Truncate to the next number of the grid towards zero."""
     size = np.minimum(np.abs(values.astype(np.float64)), GRID[-1])
     return np.sign(values) * GRID[np.searchsorted(GRID, size, side="right") - 1]
 
 
 def round_blocks(values: np.ndarray, rows: int, columns: int, kind: str) -> np.ndarray:
-    """A float32 matrix after rounding each block: int8 with float32 scales, fp8 with powers of two."""
+    """Round each block of a float32 matrix: int8 with float32 scales, fp8 with powers of two."""
     rounded = np.empty(values.shape, dtype=np.float64)
     for top in range(0, values.shape[0], rows):
         for left in range(0, values.shape[1], columns):
@@ -91,7 +91,7 @@ for kind in ROUND_KEYS:
 
 
 class QuantizedReference(Reference):
-    """`model` keeps the weights that are sent; `log_probs` are those of its rounded twin."""
+    """Computes `log_probs` with a rounded twin of the model; `model` keeps the weights that are sent."""
 
     def __init__(self, folder: Path, quantization: str | None, kv_cache_dtype: str | None) -> None:
         super().__init__(folder, torch.float32)

@@ -16,7 +16,7 @@ VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
 
 
 def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
+    """Return a Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": vocab_size,
@@ -42,7 +42,7 @@ def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Pa
 
 
 def tiny_prompt(length: int, seed: int = 0) -> Prompt:
-    """Tokens drawn from all but padding and end-of-sequence."""
+    """Return a prompt of random tokens other than padding and end-of-sequence."""
     draw = np.random.default_rng([length, seed])
     return Prompt(
         uid=f"{length}/{seed}", text="", answer="", token_ids=tuple(draw.integers(2, VOCAB_SIZE, length).tolist())
@@ -71,7 +71,7 @@ def rollout_of(prompt: Prompt, token_ids: Sequence[int]) -> Rollout:
 
 
 class Reference:
-    """An independent copy of a model, read with `AutoModelForCausalLM` and eager attention, without padding or
+    """Holds an independent copy of a model, loaded with `AutoModelForCausalLM` and eager attention, without padding or
     cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -79,14 +79,14 @@ class Reference:
 
     @torch.no_grad()
     def log_probs(self, prompt: Prompt, token_ids: Sequence[int], sampling: Sampling) -> np.ndarray:
-        """Log-probs before each response token and after the last, truncated as `sampling` says: [T + 1, V] float64."""
+        """Return log-probs before each response token and after the last, truncated: [T + 1, V] float64."""
         ids = torch.tensor([[*prompt.token_ids, *token_ids]])
         logits = self.model(ids).logits[0, len(prompt.token_ids) - 1 :].double().numpy()
         with np.errstate(divide="ignore"):
             return np.log([_truncated(row / sampling.temperature, sampling) for row in logits])
 
     def joint_probs(self, prompt: Prompt, sampling: Sampling) -> dict[tuple[int, ...], float]:
-        """The exact probability of every response of at most two tokens."""
+        """Return the exact probability of every response of at most two tokens."""
         first = np.exp(self.log_probs(prompt, (), sampling)[0])
         joint = {(EOS,): first[EOS]}
         for token in range(VOCAB_SIZE):
@@ -98,7 +98,7 @@ class Reference:
 
 
 def _truncated(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Probabilities after top-k and top-p as vLLM defines them, one token at a time: [V] float64."""
+    """Return probabilities after top-k and top-p as vLLM defines them, computed token by token: [V] float64."""
     probs = np.exp(logits - logits.max())
     if sampling.top_k:
         probs[probs < np.sort(probs)[-min(sampling.top_k, len(probs))]] = 0.0

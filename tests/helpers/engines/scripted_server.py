@@ -31,7 +31,7 @@ _STRUCTURE = """Qwen3ForCausalLM()(
 
 
 class ScriptedServer:
-    """Lives on a thread of its own. `script` replaces what it says at a path; tests read what it was asked.
+    """Serves from a thread of its own. `script` replaces the response of a path; `asked` records the calls.
 
     Its log-probs are those of a uniform distribution, less the mean of the final norm that it was last given.
     """
@@ -116,7 +116,7 @@ class ScriptedServer:
         self.weights = load_file(Path(folder) / "model.safetensors")
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Tokens counted up from the seed; the top ones are others, so that the sampled one has a place of its own."""
+        """Return tokens counted up from the seed; the top tokens are others, so the sampled one has its own entry."""
         value = float(-np.log(VOCAB_SIZE) - self.weights["model.norm.weight"].mean())
         tokens = [2 + (body["seed"] + i) % (VOCAB_SIZE - 2) for i in range(body["max_tokens"])]
         assert EOS not in tokens

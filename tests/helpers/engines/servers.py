@@ -38,7 +38,7 @@ _FLAGS = {
 
 
 def save_untied(folder: Path, target: Path) -> Path:
-    """A copy of a model whose output layer is a tensor of its own, as vLLM needs it on a CPU."""
+    """Save a copy of a model with an untied output layer, as vLLM needs it on a CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
@@ -47,7 +47,7 @@ def save_untied(folder: Path, target: Path) -> Path:
 
 
 class VLLMServer:
-    """One server process and its children, at an address of its own."""
+    """Starts and kills one server process with its children, at an address of its own."""
 
     def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **flags: str) -> None:
         """
@@ -71,7 +71,7 @@ class VLLMServer:
         self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed with this object
 
     def start(self) -> "VLLMServer":
-        """Returns at once; `wait_until_ready` waits."""
+        """Start the process without waiting; `wait_until_ready` waits."""
         self._process = subprocess.Popen(
             self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -96,7 +96,7 @@ class VLLMServer:
         return self._log.read()
 
     def kill(self) -> None:
-        """As a power cut would: every process of it, at once."""
+        """Kill every process of the server at once, as a power cut would."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -105,7 +105,7 @@ class VLLMServer:
 
 @contextmanager
 def started(*servers: VLLMServer) -> Iterator[tuple[VLLMServer, ...]]:
-    """All of them, ready; killed afterwards."""
+    """Start servers and wait until all are ready; kill them afterwards."""
     try:
         for server in servers:
             server.start()

@@ -1,4 +1,4 @@
-"""The models, references and engines of the shared suite. A class gets one engine, which may take long to start."""
+"""Fixtures of the shared suite: models, references and engines. A class shares one engine, which may start slowly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +14,13 @@ from jackpot.rollout.engines.base import Engine  # noqa: E402
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that an engine starts with."""
+    """Save the model that an engine starts with."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / "old", seed=0)
 
 
 @pytest.fixture(scope="session")
 def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the same architecture with other weights."""
+    """Save a model of the same architecture with other weights."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / "new", seed=1)
 
 
@@ -43,6 +43,6 @@ def shared_engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engi
 
 @pytest.fixture
 def engine(shared_engine: Engine) -> Iterator[Engine]:
-    """The engine of the class; what a failed test left in flight is collected."""
+    """Give a test the engine of its class; collect afterwards what a failed test left in flight."""
     yield shared_engine
     shared_engine.collect(10_000)

@@ -22,7 +22,7 @@ KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8")
 
 
 class QuantizedConformance(EngineConformance):
-    """A rounding of the last bit moves an activation to the next code now and then, and that a log-prob visibly."""
+    """The suite with wide tolerances: a last-bit difference can move an activation to the next code."""
 
     quantization: str | None = None
     kv_cache_dtype: str | None = None
@@ -85,7 +85,7 @@ def test_numbers_are_those_of_the_definition_and_far_from_those_without_rounding
     references = QuantizedReference(folder, quantization, kv_cache_dtype), Reference(folder, torch.float32)
 
     def error(reference: Reference, log_probs: list[torch.Tensor]) -> float:
-        """Mean over tokens, nats."""
+        """Return the mean difference of log-probs over all tokens, nats."""
         return np.concatenate(
             [
                 np.abs(
@@ -167,8 +167,10 @@ def test_models_that_cannot_be_quantized_so_are_refused():
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "gpt_neox", "lfm2"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_an_fp8_cache_is_what_every_pass_sees(name, attention):
-    """Step by step with a cache in place or transformers' own, and at once without a cache: with windows, with padding,
-    with biases, with layers of another kind."""
+    """Decoding step by step rounds keys and values as one pass over the whole sequence does.
+
+    The models have windows, padding, biases, layers of another kind, and both kinds of cache.
+    """
     model = make_model(name, attention)
     engine, plain = make_engine(model, kv_cache_dtype="fp8"), make_engine(make_model(name, attention))
     rollouts = engine.generate([tiny_request(f"{i}", 2 + 7 * i, seed=i, max_new_tokens=25) for i in range(3)])

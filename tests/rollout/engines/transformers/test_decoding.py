@@ -87,7 +87,7 @@ def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
 
 
 def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list[Request]:
-    """`group` responses to a prompt of each length, with four limits, so that rows end alone and several at once."""
+    """Return `group` requests per prompt length, of four response lengths: rows end alone and together."""
     draw = torch.Generator().manual_seed(len(lengths))
     prompts = [
         Prompt(uid=f"{i}", text="", answer="", token_ids=tuple(ids.tolist()))
@@ -107,7 +107,7 @@ def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list
 
 @torch.no_grad()
 def check_log_probs(reference: PreTrainedModel, rollouts: list[Rollout]) -> None:
-    """Against the whole sequence in one pass, without cache, padding or other rows."""
+    """Compare log-probs with one pass over the whole sequence, without cache, padding or other rows."""
     for rollout in rollouts:
         prompt, tokens = rollout.prompt.token_ids, rollout.token_ids
         logits = reference(input_ids=torch.tensor([[*prompt, *tokens.tolist()]]), use_cache=False).logits[0]
@@ -151,7 +151,7 @@ def test_responses_longer_than_the_first_room_of_the_cache(monkeypatch):
 
 @pytest.fixture
 def masks_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of query tokens of every mask that transformers makes."""
+    """Record the number of query tokens of every mask that transformers makes."""
     made: list[int] = []
     original = AttentionMaskInterface._global_mapping[GROUPED]
 

@@ -48,7 +48,7 @@ class TestTransformersEngineInBfloat16(EngineConformance):
 
 @pytest.fixture
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The shape of the token ids of every forward pass."""
+    """Record the shape of the token ids of every forward pass."""
     shapes: list[tuple[int, int]] = []
     forward = torch.nn.Embedding.forward
 
@@ -85,7 +85,7 @@ def test_batches_are_no_larger_than_asked(folder, rows_read):
 
 
 class LiveDistributions(TorchDispatchMode):
-    """The most elements of tensors [..., V] that were alive at once, the head's own weight aside."""
+    """Counts the most elements of tensors [..., V] alive at once, without the output layer's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def other() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes engines, and closes them."""
+    """Return a function that makes engines; close them after the test."""
     engines = []
 
     def make(*servers: ScriptedServer | str, **changes: Any) -> VLLMServerEngine:
@@ -75,12 +75,12 @@ def requests(count: int, **sampling: Any) -> list:
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:
-    """All parameters of the model; the scripted server's log-probs are less by `value`."""
+    """Return weights with which the scripted server's log-probs are lower by `value`."""
     return [(name, torch.full_like(p, value)) for name, p in tiny_model(seed=0).named_parameters()]
 
 
 def first(times: int, then: Callable[[dict, dict], Any]):
-    """The first answers come from `then`, the others are the usual ones."""
+    """Return a script that gives the first responses by `then` and the usual ones afterwards."""
     left = [times]
 
     async def script(body: dict, usual: dict) -> Any:
@@ -102,7 +102,7 @@ def failure(status: int, text: str = '{"error": {"message": "as scripted"}}') ->
 
 
 def changed(**changes: Any) -> Callable[[dict, dict], dict]:
-    """The usual answer with another content in its only choice."""
+    """Return a function that changes entries of the usual completion."""
     return lambda body, usual: {"choices": [usual["choices"][0] | changes]}
 
 
@@ -189,7 +189,7 @@ def test_a_closed_engine_leaves_nothing_behind_though_a_server_still_writes(make
 
 
 def test_servers_share_the_work(make, server, other):
-    """Though one could write all of it at once."""
+    """Both servers get prompts although one could run all of them at once."""
     engine = make(server, other, max_num_seqs=64)
 
     async def wait_for_all(body: dict, usual: dict) -> Any:
@@ -387,7 +387,7 @@ def test_a_server_that_fails_at_an_update_is_resumed_and_given_the_weights_later
 
 
 def once_failing(server: ScriptedServer, path: str):
-    """Fails once, then answers as usual."""
+    """One route fails once and works afterwards."""
     left = [1]
 
     async def script(body: dict, usual: dict) -> Any:

@@ -45,7 +45,7 @@ class TestVLLMEngineInBfloat16(EngineConformance):
 
 
 def largest_gap(rollouts: list[Rollout], reference: Reference) -> float:
-    """In probability, over the sampled tokens."""
+    """Return the largest difference in probability over the sampled tokens."""
     gaps = []
     for rollout in rollouts:
         tokens = rollout.token_ids.tolist()
@@ -56,7 +56,7 @@ def largest_gap(rollouts: list[Rollout], reference: Reference) -> float:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_new_weights_reach_prompts_whose_states_were_cached_and_the_output_layer(tmp_path, tied):
-    """Prompts of more than two cache blocks (128 tokens on a CPU), asked again after the update."""
+    """Prompts of more than two cache blocks (128 tokens on a CPU) are sent again after the update."""
     for name, seed in (("old", 0), ("new", 1)):
         model = tiny_model(seed, max_position_embeddings=400, tie_word_embeddings=tied)
         model.save_pretrained(tmp_path / name)
@@ -209,7 +209,7 @@ def test_a_saved_model_without_eos_writes_to_the_limit(tmp_path):
 
 
 def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
-    """On a CPU vLLM keeps the memory and goes through the same states."""
+    """On a CPU vLLM keeps the memory but goes through the same states."""
     engine, new = make(folder), Reference(new_folder, torch.float32)
     engine._settings = engine._settings.model_copy(update={"enable_sleep_mode": True})
     requests = [tiny_request(f"{i}", seed=i) for i in range(4)]

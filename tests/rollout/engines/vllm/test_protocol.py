@@ -20,7 +20,7 @@ def sampling_params(**sampling) -> dict:
 
 
 def test_every_setting_that_shapes_the_distribution_is_named():
-    """A server fills in from generation_config.json what a request leaves open."""
+    """A server takes parameters that a request does not set from generation_config.json."""
     asked = sampling_params(temperature=0.7, top_p=0.9, top_k=8, num_top_log_probs=3, stop_token_ids=(5, EOS))
     assert asked.pop("seed") >= 0
     assert asked == {

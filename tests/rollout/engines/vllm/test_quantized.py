@@ -1,5 +1,7 @@
-"""The shared suite on a quantized vLLM, and what only a quantized one promises. Its cache of FP8 cuts on a CPU (0.32)
-where a GPU rounds."""
+"""The shared suite on a quantized vLLM, and tests of what only it promises.
+
+On a CPU vLLM 0.32 truncates keys and values to FP8, where a GPU rounds.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,7 @@ class TestVLLMInInt8WithAnFp8Cache(QuantizedConformance):
 
 
 def gap(rollouts: list[Rollout], log_probs: list[torch.Tensor], reference: Reference) -> float:
-    """Mean over tokens, nats."""
+    """Return the mean difference of log-probs over all tokens, nats."""
     gaps = []
     for rollout, given in zip(rollouts, log_probs, strict=True):
         exact = reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), Sampling())

@@ -1,4 +1,4 @@
-"""The shared suite on `VLLMServerEngine`, with real vLLM servers in other processes, and what happens when they die."""
+"""The shared suite on `VLLMServerEngine` with real vLLM servers in other processes, some of which are killed."""
 
 import json
 import time
@@ -37,7 +37,7 @@ def untied_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def servers(untied_folder: Path) -> Iterator[tuple[VLLMServer, ...]]:
-    """Two, for every test that breaks none."""
+    """Start two servers for all tests that kill none."""
     with started(VLLMServer(untied_folder), VLLMServer(untied_folder)) as both:
         yield both
 
@@ -57,7 +57,7 @@ def make(
 
 
 class OnServers(EngineConformance):
-    """The engines of a class share its servers; one is made at a time."""
+    """The shared suite on engines that share the servers of the class; one engine exists at a time."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -112,7 +112,7 @@ def long_requests(count: int) -> list[Request]:
 
 
 def check_log_probs(rollouts: list[Rollout], reference: Reference) -> None:
-    """As the suite does, for responses that were sampled without truncation."""
+    """Compare log-probs as the suite does, for responses sampled without truncation."""
     TestOneServer().check_log_probs(rollouts, reference, LONG)
 
 
@@ -141,7 +141,7 @@ def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder,
 
 
 def test_a_joint_run_goes_on_where_its_only_server_dies_and_comes_back(mortals, folder, new_folder, tmp_path):
-    """It comes back with the weights of its command line; what it writes must be of the newest ones."""
+    """A restarted server has the weights of its command line; its next responses must come from the newest ones."""
     [server] = mortals[1:]
     engines = []
 

@@ -1,4 +1,4 @@
-"""What vLLM is given for quantized weights, without vLLM."""
+"""The format in which vLLM gets quantized weights, tested without vLLM."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ NAMES = {f"model.layers.{number}.{layer}.weight" for number in range(2) for laye
 
 
 class Experts(nn.Module):
-    """A linear layer, a router, and experts in one tensor."""
+    """Has a linear layer, a router, and experts in one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
