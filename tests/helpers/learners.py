@@ -135,7 +135,12 @@ def make_learner(
     policy, rollout_model = copy.deepcopy(policy), copy.deepcopy(rollout_model)
     trains = rollout_model is not None and not is_frozen
     settings = dict(
-        temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, faithful=True, autocast=None, advantage="grpo"
+        temperature=1.0,
+        num_top_log_probs=VOCAB,
+        max_length=MAX_NEW,
+        engine_is_exact=True,
+        autocast=None,
+        advantage="grpo",
     )
     return JointLearner(
         policy=policy,
@@ -149,7 +154,7 @@ def make_learner(
 
 
 def train(learner: JointLearner, steps: Sequence[Sequence[TokenBatch]]) -> list[StepResult]:
-    return [learner.update(step) for step in learner.anchor(steps)]
+    return [learner.update(step) for step in learner.compute_old_log_probs(steps)]
 
 
 def parameters(learner: JointLearner, role: str) -> Tensor:

@@ -12,7 +12,7 @@ from jackpot.launch.local import make_components
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import collate
-from jackpot.training.joint_learner import MicroBatch
+from jackpot.training.old_policy import MicroBatch
 
 
 def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -30,7 +30,7 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     mine: list[TrainingSample] = samples[rank::ranks]
     pieces = [mine] if rank < ranks - 1 else [mine[:5], mine[5:]]
     for _ in range(2):
-        parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), anchor=None) for piece in pieces])
+        parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), old=None) for piece in pieces])
     return {
         f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in parts.learner.weights(role)
     }

@@ -38,7 +38,7 @@ from jackpot.config.run import OptimizerConfig
 from jackpot.core.prng import fold_in, uniform_row
 from jackpot.core.types import Version
 from jackpot.training.batching import collate
-from jackpot.training.joint_learner import MicroBatch
+from jackpot.training.old_policy import MicroBatch
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL)
@@ -91,7 +91,7 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
     roles = {"policy": POLICY, "rollout_model": ROLLOUT_MODEL}
     old = {role: double(model) for role, model in roles.items()}
     adamw = {role: ReferenceAdamW(fast) for role in roles}
-    for epoch, step in enumerate(learner.anchor(batches(items, epochs=2, budget=40))):
+    for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=40))):
         assert len(step) > 2
         start = {role: parameters(learner, role) for role in roles}
         now = {role: double(learner._models[role]) for role in roles}
@@ -143,7 +143,7 @@ def test_a_step_in_micro_batches_is_the_step_on_the_whole_batch(mask, aggregate,
 def test_kappa_is_the_one_of_the_whole_step():
     """With a truncated top k, kappa is far from 1, and every micro-batch has another one of its own."""
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
-    learner = make_learner(POLICY, ROLLOUT_MODEL, faithful=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, engine_is_exact=False)
     result = one_step(learner, items, budget=30)
     a, z, own = 0.0, 0.0, []
     for item in items:
@@ -160,7 +160,7 @@ def test_kappa_is_the_one_of_the_whole_step():
 
 def test_previous_kappa_is_that_of_the_step_before_and_one_at_first():
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
-    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="previous"), faithful=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="previous"), engine_is_exact=False)
     first, second = train(learner, batches(items, epochs=2, budget=40))
     assert value(first, "obrs/kappa") == 1.0
     assert value(second, "obrs/kappa") == pytest.approx(value(first, "obrs/acceptance") / value(first, "obrs/z"))
@@ -170,7 +170,7 @@ def test_previous_kappa_is_that_of_the_step_before_and_one_at_first():
 def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of_the_step_before(budget):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
     objective = policy_objective(kappa="auto", target="new")  # anchors do not tell a target that moves
-    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, faithful=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, engine_is_exact=False)
     steps = train(learner, batches(items, epochs=3, budget=budget))
     own = [value(step, "obrs/acceptance") / value(step, "obrs/z") for step in steps]
     assert len(set(own)) == 3
@@ -182,8 +182,8 @@ def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of
 def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(kappa, monkeypatch):
     forwards = []
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa=kappa))
-    scores = learner._scores
-    monkeypatch.setattr(learner, "_scores", lambda *args, **options: forwards.append(1) or scores(*args, **options))
+    scores = learner._forward
+    monkeypatch.setattr(learner, "_forward", lambda *args, **options: forwards.append(1) or scores(*args, **options))
 
     def count(steps):
         forwards.clear()
@@ -192,19 +192,19 @@ def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(
 
     whole, parts = batches(WRITTEN)[0], batches(WRITTEN, budget=40)[0]
     needs = kappa == "prepass"
-    assert count([MicroBatch(tokens=batch, anchor=None) for batch in whole]) == (1, False)
-    assert count([MicroBatch(tokens=batch, anchor=None) for batch in parts]) == (len(parts) * (1 + needs), needs)
-    anchored = learner.anchor([parts, parts])[1]
+    assert count([MicroBatch(tokens=batch, old=None) for batch in whole]) == (1, False)
+    assert count([MicroBatch(tokens=batch, old=None) for batch in parts]) == (len(parts) * (1 + needs), needs)
+    anchored = learner.compute_old_log_probs([parts, parts])[1]
     assert count(anchored) == (len(parts), needs)  # target old: the anchors hold all that kappa wants
 
 
-# Anchors
+# Old log-probs
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_old_log_probs_of_several_steps_are_those_before_the_first_update(epochs):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
-    steps = learner.anchor(batches(WRITTEN, mini_batch_size=4, epochs=epochs, budget=60))
+    steps = learner.compute_old_log_probs(batches(WRITTEN, mini_batch_size=4, epochs=epochs, budget=60))
     assert len(steps) == 3 * epochs
     start = double(POLICY)
     before = {item.rollout.uid: sampled_log_probs(start, item.rollout, 1.0).detach() for item in WRITTEN}
@@ -219,10 +219,10 @@ def test_old_log_probs_of_several_steps_are_those_before_the_first_update(epochs
     assert any((trace["log_probs"].double() - before[uid]).abs().max() > 1e-2 for uid, trace in result.traces.items())
 
 
-def test_a_single_step_needs_no_anchor_and_costs_no_extra_forward(monkeypatch):
+def test_a_single_step_needs_no_scores_of_its_own_and_costs_no_extra_forward(monkeypatch):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
-    monkeypatch.setattr(learner, "_scores", lambda *args: pytest.fail("a forward pass"))
-    assert all(micro.anchor is None for micro in learner.anchor(batches(WRITTEN, budget=40))[0])
+    monkeypatch.setattr(learner, "_forward", lambda *args: pytest.fail("a forward pass"))
+    assert all(micro.old is None for micro in learner.compute_old_log_probs(batches(WRITTEN, budget=40))[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"epochs": 2}])
@@ -252,10 +252,10 @@ def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
     one_step(learner, write(learner._models["rollout_model"], version=learner.version))
 
 
-@pytest.mark.parametrize(("version", "faithful"), [(Version(0, 0), False), (Version(0, 1), True)])
-def test_fill_ins_are_used_only_while_the_writing_weights_are_in_training(version, faithful):
+@pytest.mark.parametrize(("version", "engine_is_exact"), [(Version(0, 0), False), (Version(0, 1), True)])
+def test_fill_ins_are_used_only_while_the_writing_weights_are_in_training(version, engine_is_exact):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2, version=version)
-    blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, faithful=faithful), items)
+    blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, engine_is_exact=engine_is_exact), items)
     assert value(blind, "obrs/z_bound_width") > 0.01
     fresh = one_step(make_learner(POLICY, ROLLOUT_MODEL), write(ROLLOUT_MODEL, num_top_log_probs=2))
     assert value(fresh, "obrs/z_bound_width") < 1e-5
@@ -393,7 +393,7 @@ def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
     """Z from the top k of the engine alone, so that a broken rollout model leaves the policy's gradient finite."""
     broken = copy.deepcopy(ROLLOUT_MODEL)
     broken.model.norm.weight.data[0] = math.nan
-    learner = make_learner(POLICY, broken, faithful=False)
+    learner = make_learner(POLICY, broken, engine_is_exact=False)
     result = one_step(learner, WRITTEN)
     assert math.isfinite(value(result, "policy/grad_norm")) and math.isnan(value(result, "rollout_model/grad_norm"))
     assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}
@@ -542,7 +542,7 @@ def test_the_order_of_the_batch_changes_nothing(order):
     """Nor does it matter who shares a micro-batch with whom."""
     learners = [make_learner(POLICY, ROLLOUT_MODEL) for _ in range(2)]
     for learner, items in zip(learners, (WRITTEN, [WRITTEN[index] for index in order]), strict=True):
-        learner.update([MicroBatch(tokens=collate(part, 0, 0), anchor=None) for part in (items[:5], items[5:])])
+        learner.update([MicroBatch(tokens=collate(part, 0, 0), old=None) for part in (items[:5], items[5:])])
     for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
         assert_same_move(*(parameters(learner, role) for learner in learners), flat(model))
 

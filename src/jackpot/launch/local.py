@@ -3,16 +3,16 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
-from jackpot.core.errors import ConfigError, EngineError, ModelError
+from jackpot.core.errors import ConfigError, ModelError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Version
+from jackpot.launch.checks import check_lengths, check_top_log_probs, check_vocabulary, engine_is_exact
 from jackpot.launch.engines import make_engine
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
@@ -20,7 +20,6 @@ from jackpot.models.forward import checkpoint_activations, output_layer
 from jackpot.models.load import DTYPES, check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
 from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
 from jackpot.training.components import RunComponents
@@ -87,7 +86,7 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None
-        learner = make_learner(config, trained, is_faithful(config, engine), critic)
+        learner = make_learner(config, trained, engine_is_exact(config, engine), critic)
         if state is not None:
             learner.load_state_dict(state["learner"])
         undo.pop_all()
@@ -143,9 +142,9 @@ def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -
 
 
 def make_learner(
-    config: Config, models: dict[Role, PreTrainedModel], faithful: bool, critic: Critic | None
+    config: Config, models: dict[Role, PreTrainedModel], is_exact: bool, critic: Critic | None
 ) -> JointLearner:
-    """The learner with the objective of the settings bound to functions; `faithful` as in JointLearner."""
+    """The learner with the objective of the settings bound to functions; `is_exact`: see `engine_is_exact`."""
     policy, rollout_model = models["policy"], models.get("rollout_model")
     writer = config.rollout_model
     trains = rollout_model is not None and writer.optimizer is not None
@@ -161,7 +160,7 @@ def make_learner(
         temperature=config.sampling.temperature,
         num_top_log_probs=config.sampling.num_top_log_probs,
         max_length=config.sampling.max_new_tokens,
-        faithful=faithful,
+        engine_is_exact=is_exact,
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
         rollout_model_each_step=each_step,
         advantage=config.objective.advantage,
@@ -192,60 +191,6 @@ def load_tokenizers(paths: dict[Role, str]) -> PreTrainedTokenizerBase:
     for tokenizer in tokenizers.values():
         check_same_tokenizer(tokenizers["policy"], tokenizer)
     return tokenizers["policy"]
-
-
-def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log-probs are compared id by id, so the heads must be equally wide. ModelError with both sizes otherwise."""
-    sizes = {role: model.get_output_embeddings().weight.shape[0] for role, model in models.items()}
-    if len(set(sizes.values())) > 1:
-        raise ModelError(f"the models' output layers differ in size, {sizes}; policy and rollout model must share one")
-    if len(tokenizer) > sizes["policy"]:
-        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
-
-
-def check_lengths(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
-    """Refuse limits that the first prompts already break; engine and batching refuse single prompts too long."""
-    context = min(model.config.get_text_config().max_position_embeddings for model in models.values())
-    prompt = max(len(task.prompt(split, 0).token_ids) for split in get_args(Split))
-    wanted = config.sampling.max_new_tokens
-    if prompt + wanted > context:
-        raise ConfigError(
-            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the models' context of "
-            f"{context}; lower max_new_tokens to at most {context - prompt}, or shorten the prompts"
-        )
-    if prompt + wanted > config.batch.micro_batch_tokens:
-        raise ConfigError(
-            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit batch.micro_batch_tokens "
-            f"{config.batch.micro_batch_tokens}; raise it to at least {prompt + wanted}, or lower max_new_tokens"
-        )
-
-
-def check_top_log_probs(config: Config, engine: Engine) -> None:
-    """Refuse to ask for more of the distribution than there is."""
-    wanted, most = config.sampling.num_top_log_probs, engine.capabilities.num_top_log_probs
-    if wanted > most:
-        raise ConfigError(f"sampling.num_top_log_probs is {wanted}, but the engine returns at most {most}; lower it")
-
-
-def is_faithful(config: Config, engine: Engine) -> bool:
-    """Whether the rollout model in training stands in for the distribution that the engine samples from.
-
-    In bf16 it does so up to rounding, which is good enough for a fill-in (`mismatch/engine_gap` shows how good) and not
-    for `normalizer: exact`.
-
-    Raises:
-        EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.
-    """
-    quantized = engine.capabilities.quantized
-    faithful = not quantized and not config.sampling.truncated and config.engine.dtype == config.precision
-    exact = policy_objective(config).normalizer == "exact"
-    if exact and not (faithful and config.precision == "fp32"):
-        raise EngineError(
-            f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
-            f"{', quantized,' if quantized else ''} and training in {config.precision}; use normalizer: topk, or fp32 "
-            f"on both sides and no quantization"
-        )
-    return faithful
 
 
 def pick_device(config: Config | BenchmarksConfig | MismatchConfig) -> torch.device:

@@ -1,4 +1,4 @@
-"""The rollout model's gradient: summed over several steps, and where it comes from."""
+"""The gradient of the rollout model: added up over several optimizer steps, and split into its two losses."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,25 @@ from jackpot.core.metrics import Mean, Sums
 from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
 
-class GradientBank:
-    """Adds up a gradient over the optimizer steps of others, for `rollout_model.update: iteration`."""
+class GradientAccumulator:
+    """Adds up the rollout model's gradient over several optimizer steps, for `rollout_model.update: iteration`."""
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
         self._saved: list[Tensor] | None = None
         self._count = 0.0
 
-    def close_step(self, count: float, others_are_finite: bool) -> bool:
-        """Take in the gradient of one step and its denominator, or drop both unless everything was finite everywhere.
+    def add(self, count: float, others_are_finite: bool) -> bool:
+        """Add the gradient of one optimizer step and its denominator, and clear it in the parameters.
 
-        Returns whether it was.
+        A step with a non-finite gradient, of this model on any rank or of another model, is dropped.
+
+        Args:
+            count: denominator of the gradient.
+            others_are_finite: no other model's gradient is non-finite.
+
+        Returns:
+            True where the step was added.
         """
         grads = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
@@ -39,18 +46,19 @@ class GradientBank:
         self._count += count
         return True
 
-    def withdraw(self) -> float:
-        """Give the sum to the parameters as their gradient; returns its denominator."""
+    def pop(self) -> float:
+        """Move the sum into the parameters as their gradient, and return its denominator."""
         for parameter, grad in zip(self._parameters, self._saved or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
         count, self._saved, self._count = self._count, None, 0.0
         return count
 
 
-class GradientParts:
-    """The parts of the rollout model's gradient: eq. 6 alone, and by subtraction eq. 7.
+class GradientDecomposition:
+    """Measures how the rollout model's gradient splits into that of PPO (eq. 6) and that of distillation (eq. 7).
 
-    They cost one more copy of the gradient, and for a moment that of one parameter.
+    The PPO part is computed alone, the other by subtraction. That takes one more copy of the gradient, and for a moment
+    a copy of one parameter.
     """
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
@@ -58,17 +66,20 @@ class GradientParts:
         self._ppo: list[Tensor | None] | None = None  # None for a parameter that no token has reached
 
     def add(self, loss: Tensor, wanted: bool) -> None:
-        """Before the backward pass of the micro-batch: adds the gradient of eq. 6's numerator."""
+        """Add the gradient of eq. 6's numerator, where `wanted`; before the backward pass of the micro-batch."""
         if not wanted or not loss.requires_grad:
             return
         whole = [parameter.grad for parameter in self._parameters]
-        self._give(self._ppo or [None] * len(whole))  # autograd adds in place what it would return beside it
+        self._give(self._ppo or [None] * len(whole))  # autograd adds in place, so the other gradient is put away
         loss.backward(retain_graph=True, inputs=self._parameters)
         self._ppo = [parameter.grad for parameter in self._parameters]
         self._give(whole)
 
     def measure(self, denominator: float) -> Sums:
-        """After `reduce` and before `clip`: norms of both parts and the cosine between them; empty where not wanted."""
+        """Return the norms of both parts and the cosine between them; empty where they were not wanted.
+
+        Between `reduce` and `clip` of the optimizer, with the same denominator.
+        """
         if self._ppo is None:
             return {}
         ppo = [

@@ -1,20 +1,21 @@
-"""One optimizer step on both models: measure, all-reduce, apply, backward, step.
+"""The learner of policy and rollout model in one process.
 
-The objective is pure and lives in `objectives.joint`; here are the forward passes, the sums over micro-batches and
-ranks, and the two optimizers. An accumulated step equals the step on the whole batch: gradients are summed as
-numerators and divided once by denominators that cover all micro-batches and ranks, before clipping.
+It runs the forward and backward passes of an optimizer step. What stands before a step is in `old_policy` (log-probs
+before the first update on a rollout batch) and `step_totals` (sums that the correction needs first); the step of the
+optimizers is in `joint_optimizer`; the objective is pure and stands in `objectives.joint`.
+
+An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
+clipping, by denominators that cover all micro-batches and ranks.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from jackpot.config.run import Sampling
@@ -29,71 +30,34 @@ from jackpot.objectives.joint import (
     PolicyObjective,
     RolloutModelObjective,
     TokenScores,
-    correction_inputs,
     joint_loss,
     token_scores,
 )
 from jackpot.objectives.kernels.linear_head import LinearHead
-from jackpot.objectives.obrs import ZEstimate
 from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
 from jackpot.training.critic import Critic
-from jackpot.training.gradients import GradientBank, GradientParts
+from jackpot.training.joint_optimizer import JointOptimizer
 from jackpot.training.learner import Learner, StepResult
+from jackpot.training.old_policy import MicroBatch, OldPolicySnapshot, by_rollout, holds_target
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
-
-
-def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Columns [B, T, ...] as one row without padding, [T_i, ...], for every rollout uid."""
-    lengths = batch.attention_mask.sum(-1).tolist()
-    return {
-        uid: {name: tensor[row, :length] for name, tensor in columns.items()}
-        for row, (uid, length) in enumerate(zip(batch.uids, lengths, strict=True))
-    }
-
-
-def anchor_columns(anchor: OldLogProbs) -> dict[str, Tensor]:
-    return {
-        "old_log_probs": anchor.old_log_probs,
-        "rollout_model_old_log_probs": anchor.rollout_model_old_log_probs,
-        **anchor.z._asdict(),
-    }
-
-
-def anchor_from_rows(batch: TokenBatch, rows: dict[str, dict[str, Tensor]]) -> OldLogProbs:
-    """The anchor of a micro-batch: in a later epoch it holds other rollouts together than the one that was scored."""
-    mine = [rows[uid] for uid in batch.uids]
-    padded = {name: pad_sequence([row[name] for row in mine], batch_first=True) for name in mine[0]}
-    z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
-    return OldLogProbs(z=z, **padded)
-
-
-NON_FINITE = "non-finite gradient"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Tokens, and their anchor unless this is the first update on them: then the training forward pass is the
-    anchor."""
-
-    tokens: TokenBatch
-    anchor: OldLogProbs | None
+from jackpot.training.step_totals import StepTotals
 
 
 class JointLearner(Learner):
-    """Both models in this process, on one device; several ranks sum their gradients.
+    """Trains both models in this process, on one device; several ranks sum their gradients.
 
     Args:
         policy: trained in place; fp32 weights.
         rollout_model: trained in place where it has an optimizer, only scored where it has none (frozen); None where
-            the policy writes for itself.
+            the policy generates its own rollouts.
         objective, rollout_model_objective: eq. 8; the second is None unless the rollout model has an optimizer.
         temperature: of the sampling; every log-prob here uses it.
         num_top_log_probs: K of the policy's own top-k.
         max_length: the sampling limit on response tokens, for `aggregate: constant`.
-        faithful: the engine samples from the weights it is sent, neither quantized nor truncated, so that a forward
-            pass of the rollout model can stand in for p_inf.
+        engine_is_exact: the engine samples from the weights it is sent, neither quantized nor truncated, so that a
+            forward pass of the rollout model can stand in for p_inf.
         autocast: dtype of the forward pass; None for the weights' own.
         rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the
             gradient of all its steps.
@@ -114,7 +78,7 @@ class JointLearner(Learner):
         temperature: float,
         num_top_log_probs: int,
         max_length: int,
-        faithful: bool,
+        engine_is_exact: bool,
         autocast: torch.dtype | None,
         advantage: str,
         rollout_model_each_step: bool = True,
@@ -123,17 +87,19 @@ class JointLearner(Learner):
     ) -> None:
         self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
-        self._policy_optimizer, self._rollout_optimizer = policy_optimizer, rollout_model_optimizer
         self._objective, self._rollout_objective = objective, rollout_model_objective
         self._temperature, self._top, self._max_length = temperature, num_top_log_probs, max_length
-        self._faithful, self._autocast = faithful, autocast
-        self._rollout_model_each_step = rollout_model_each_step
+        self._engine_is_exact, self._autocast = engine_is_exact, autocast
         self._advantage, self._critic, self._reference = advantage, critic, reference
-        self._parts = GradientParts(rollout_model_optimizer) if rollout_model_optimizer else None
-        waits = rollout_model_optimizer is not None and not rollout_model_each_step
-        self._bank = GradientBank(rollout_model_optimizer) if waits else None
-        self._previous: Sums = {}
-        self._anchored_at = Version(0, 0)
+        optimizers: dict[Role, ModelOptimizer] = {"policy": policy_optimizer}
+        optimizers |= {"critic": critic.optimizer} if critic else {}
+        optimizers |= {"rollout_model": rollout_model_optimizer} if rollout_model_optimizer else {}
+        self._optimizer = JointOptimizer(
+            optimizers, regularized=objective.is_regularized, rollout_model_each_step=rollout_model_each_step
+        )
+        self._rollout_model_each_step = rollout_model_each_step
+        self._totals = StepTotals(objective)
+        self._old_version = Version(0, 0)  # weights that the old log-probs are of
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,
@@ -147,44 +113,52 @@ class JointLearner(Learner):
 
     @property
     def version(self) -> Version:
-        policy = self._policy_optimizer.steps
-        if not self._separate:
-            return Version(policy, policy)
-        return Version(policy, self._rollout_optimizer.steps if self._rollout_optimizer else 0)
+        policy = self._optimizer.steps("policy")
+        return Version(policy, self._optimizer.steps("rollout_model") if self._separate else policy)
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
             return self._critic.compute_advantages(scored, self._precision())
         return response_advantages(self._advantage, scored)
 
-    def train(self, steps: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
-        anchored, last = self.anchor(steps), len(steps) - 1
+    def train(self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
+        steps, last = self.compute_old_log_probs(mini_batches), len(mini_batches) - 1
         return [
             self.update(micro_batches, trace, self._rollout_model_each_step or index == last)
-            for index, micro_batches in enumerate(anchored)
+            for index, micro_batches in enumerate(steps)
         ]
 
-    def anchor(self, steps: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
-        """All optimizer steps on one rollout batch, anchored where a later update could move the old policy.
+    def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
+        """Score a rollout batch with the policy before its first update on it.
 
-        One step needs no anchor. Several cost one forward pass without gradient over the rollout batch.
+        A single optimizer step needs no scores of its own. Several cost one forward pass without gradient over the
+        rollout batch.
         """
-        self._anchored_at = self.version
-        if len(steps) == 1:
-            return [[MicroBatch(tokens=batch, anchor=None) for batch in steps[0]]]
-        rows: dict[str, dict[str, Tensor]] = {}
+        self._old_version = self.version
+        if len(mini_batches) == 1:
+            return [[MicroBatch(tokens=batch, old=None) for batch in mini_batches[0]]]
+        snapshot = OldPolicySnapshot()
         with torch.no_grad():
-            for batch in (batch for step in steps for batch in step):
-                if not rows.keys() >= set(batch.uids):
-                    rows |= by_rollout(
-                        batch, anchor_columns(OldLogProbs.of(self._scores(batch_to(batch, self._device))))
-                    )
-        return [[MicroBatch(tokens=batch, anchor=anchor_from_rows(batch, rows)) for batch in step] for step in steps]
+            for batch in (batch for mini_batch in mini_batches for batch in mini_batch):
+                if not snapshot.holds(batch):
+                    snapshot.add(batch, OldLogProbs.of(self._forward(batch_to(batch, self._device))))
+        return [
+            [MicroBatch(tokens=batch, old=snapshot.look_up(batch)) for batch in mini_batch]
+            for mini_batch in mini_batches
+        ]
 
     def update(
         self, micro_batches: Sequence[MicroBatch], trace: bool = True, steps_rollout_model: bool = True
     ) -> StepResult:
-        """One optimizer step of policy and critic; of the rollout model too unless its gradient is to add up further.
+        """Take one optimizer step of policy and critic, and of the rollout model where it steps too.
+
+        The totals that the correction needs come first, then a forward and a backward pass over each micro-batch, then
+        the optimizers.
+
+        Args:
+            trace: as in `train`.
+            steps_rollout_model: False to add the gradient of the rollout model up further, where it does not step each
+                time.
 
         Raises:
             ValueError: no micro-batch.
@@ -192,30 +166,28 @@ class JointLearner(Learner):
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         micro_batches = [replace(micro, tokens=batch_to(micro.tokens, self._device)) for micro in micro_batches]
-        totals, prepass_seconds = self._totals(micro_batches)
+        totals, prepass_seconds = self._totals.before_backward(micro_batches, self._forward)
         traces: dict[str, dict[str, Tensor]] = {}
         sums: Sums = {}
         measured: Sums = {}
         for micro in micro_batches:
-            scores = self._scores(micro.tokens, micro.anchor, with_reference=True)
-            anchor = micro.anchor or OldLogProbs.of(scores)
-            measured = add_sums(measured, self._measure(micro.tokens, anchor, scores.log_probs, scores.z))
+            scores = self._forward(micro.tokens, micro.old, with_reference=True)
+            old = micro.old or OldLogProbs.of(scores)
+            measured = add_sums(measured, self._totals.measure(micro.tokens, old, scores.log_probs, scores.z))
             if totals is None:  # the only micro-batch: its own forward pass is the whole step's
                 totals = all_reduce_sums(measured)
             loss = joint_loss(
-                self._objective, self._rollout_objective, micro.tokens, scores, anchor, totals, self._max_length
+                self._objective, self._rollout_objective, micro.tokens, scores, old, totals, self._max_length
             )
-            if self._parts:
-                self._parts.add(loss.rollout_model_ppo, trace)
+            self._optimizer.decompose(loss.rollout_model_ppo, trace)
             (loss.policy + loss.rollout_model).backward()
-            about_engine = self._engine_gap(micro, anchor) | self._lag(micro.tokens)
-            sums = add_sums(sums, loss.metrics | about_engine | self._critic_backward(micro.tokens))
+            diagnostics = self._engine_gap(micro, old) | self._lag(micro.tokens)
+            sums = add_sums(sums, loss.metrics | diagnostics | self._critic_backward(micro.tokens))
             if trace:
                 traces |= by_rollout(micro.tokens, {name: column.cpu() for name, column in loss.trace.items()})
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
-        if sums["obrs/acceptance"].total.isfinite() and sums["obrs/z"].total > 0:
-            self._previous = {name: sums[f"obrs/{name}"] for name in measured}
-        step_metrics, events = self._step(sums, steps_rollout_model)
+        self._totals.keep({name: sums[f"obrs/{name}"] for name in measured})
+        step_metrics, events = self._optimizer.step(sums, steps_rollout_model)
         step_metrics["seconds/prepass"] = Sum.number(prepass_seconds)
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
 
@@ -239,13 +211,9 @@ class JointLearner(Learner):
         save_model(model, folder)
 
     def state_dict(self) -> dict[str, Any]:
-        rollout = self._rollout_optimizer
-        return {
-            "policy": self._policy_optimizer.state_dict(),
-            "rollout_model": rollout.state_dict() if rollout else None,
-            "critic": self._critic.optimizer.state_dict() if self._critic else None,
+        return self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
-            "previous": {name: list(entry) for name, entry in self._previous.items()},
+            "previous": self._totals.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -255,58 +223,17 @@ class JointLearner(Learner):
                 "the weights of objective.reference are not those that the run began with; put the model back where "
                 "objective.reference.path (or policy.path) leads, or begin a new run"
             )
-        self._policy_optimizer.load_state_dict(state["policy"])
-        if self._rollout_optimizer:
-            self._rollout_optimizer.load_state_dict(state["rollout_model"])
-        if self._critic:
-            self._critic.optimizer.load_state_dict(state["critic"])
-        self._previous = {name: Mean(*entry) for name, entry in state["previous"].items()}
+        self._optimizer.load_state_dict(state)
+        self._totals.load_state_dict(state["previous"])
 
-    def _totals(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums | None, float]:
-        """The sums that the correction wants to know before the first backward pass, and the seconds they cost.
+    def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None, with_reference: bool = False) -> TokenScores:
+        """Run both models over a micro-batch, through the joint head.
 
-        None where the only micro-batch will give them itself. With `target: old` and anchors they are free; else this
-        step's take one more forward pass without gradient (`kappa: prepass`), which `auto` does at the first step and
-        spares itself by the sums of the step before at every later one.
-        """
-        wanted = self._objective.correction.kappa
-        is_free = len(micro_batches) == 1 or all(self._anchored(micro.anchor) for micro in micro_batches)
-        if wanted == "auto":
-            wanted = "previous" if self._previous and _on_any_rank(not is_free) else "prepass"
-        if wanted != "prepass":
-            return (self._previous if wanted == "previous" else {}), 0.0
-        if len(micro_batches) == 1:
-            return None, 0.0
-        started = time.perf_counter()
-        totals: Sums = {}
-        with torch.no_grad():
-            for micro in micro_batches:
-                anchor = micro.anchor
-                if self._anchored(anchor):
-                    measured = self._measure(micro.tokens, anchor, anchor.old_log_probs, anchor.z)
-                else:
-                    scores = self._scores(micro.tokens, anchor)
-                    measured = self._measure(micro.tokens, anchor or OldLogProbs.of(scores), scores.log_probs, scores.z)
-                totals = add_sums(totals, measured)
-        return all_reduce_sums(totals), time.perf_counter() - started
-
-    def _measure(self, batch: TokenBatch, anchor: OldLogProbs, log_probs: Tensor, z: ZEstimate) -> Sums:
-        inputs = correction_inputs(self._objective, batch, anchor, log_probs, z)
-        return self._objective.correction.measure(inputs)
-
-    def _anchored(self, anchor: OldLogProbs | None) -> bool:
-        """Whether acceptance and Z are those of the anchor, whatever the policy is by now."""
-        return anchor is not None and self._objective.target == "old"
-
-    def _scores(
-        self, batch: TokenBatch, anchor: OldLogProbs | None = None, with_reference: bool = False
-    ) -> TokenScores:
-        """One forward pass of both models over a micro-batch, through the joint head.
-
-        Where the anchor's Z is the one in use, the exact Z of now is not asked for: the writing weights may be gone.
+        Where `old` has the Z in use, the exact Z of the current policy is not computed: the weights that generated the
+        rollouts may be gone.
         """
         mask, lam = batch.response_mask, self._objective.correction.lam
-        normalizer = "topk" if self._anchored(anchor) else self._objective.normalizer
+        normalizer = "topk" if holds_target(old, self._objective) else self._objective.normalizer
         with self._precision():
             hidden = {role: response_hidden(model, batch)[mask] for role, model in self._separate_models()}
             head = self._head(
@@ -322,10 +249,10 @@ class JointLearner(Learner):
             wanted = self._reference if with_reference else None
             reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
         distill = self._rollout_objective.distill if self._rollout_objective else None
-        return token_scores(head, batch, self._writer_is_current(batch), lam, normalizer, distill, reference_kl)
+        return token_scores(head, batch, self._generated_by_current(batch), lam, normalizer, distill, reference_kl)
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
-        """Add the critic's gradient on a micro-batch; its metrics."""
+        """Add up the critic's gradient on a micro-batch, and return its metrics."""
         if not self._critic:
             return {}
         with self._precision():
@@ -333,15 +260,15 @@ class JointLearner(Learner):
         loss.backward()
         return metrics
 
-    def _engine_gap(self, micro: MicroBatch, anchor: OldLogProbs) -> Sums:
-        """How far training is from the engine in probability, on tokens of the weights that the anchor came from."""
-        batch, at = micro.tokens, self._anchored_at if micro.anchor else self.version
-        gap = (anchor.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
+    def _engine_gap(self, micro: MicroBatch, old: OldLogProbs) -> Sums:
+        """Measure |p_engine - p_training| on the tokens generated by the weights that the old log-probs are of."""
+        batch, at = micro.tokens, self._old_version if micro.old else self.version
+        gap = (old.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
         own = batch.response_mask & (batch.versions[..., 1] == at.rollout_model)
         return {"mismatch/engine_gap": Mean.of(gap, own), "mismatch/engine_gap_max": Max.of(gap, own)}
 
     def _lag(self, batch: TokenBatch) -> Sums:
-        """How many optimizer steps the models have gone on since each token was written."""
+        """Count the optimizer steps that each model has taken since each token was generated."""
         sums: Sums = {}
         for role, now, then in zip(Version._fields, self.version, batch.versions.unbind(-1), strict=True):
             lag = (now - then).double()
@@ -352,9 +279,9 @@ class JointLearner(Learner):
     def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
         return list(self._models.items()) if self._separate else [("policy", self._models["policy"])]
 
-    def _writer_is_current(self, batch: TokenBatch) -> Tensor:
-        """[B, T] bool: the rollout model in training is the distribution that the token was sampled from."""
-        return (batch.versions[..., 1] == self.version.rollout_model) & self._faithful
+    def _generated_by_current(self, batch: TokenBatch) -> Tensor:
+        """Mark the tokens sampled from the distribution that the rollout model has in training now: [B, T] bool."""
+        return (batch.versions[..., 1] == self.version.rollout_model) & self._engine_is_exact
 
     @property
     def _device(self) -> torch.device:
@@ -362,63 +289,3 @@ class JointLearner(Learner):
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
-
-    def _step(self, sums: Sums, steps_rollout_model: bool) -> tuple[Sums, tuple[dict[str, Any], ...]]:
-        """Divide, clip and step the optimizers, or say why not. A non-finite gradient skips all models."""
-        optimizers: dict[str, ModelOptimizer] = {"policy": self._policy_optimizer}
-        if self._critic:
-            optimizers["critic"] = self._critic.optimizer
-        if self._rollout_optimizer and not self._bank:
-            optimizers["rollout_model"] = self._rollout_optimizer
-        counts = {role: float(sums[f"{role}/loss"].count) for role in optimizers}
-        metrics: Sums = {}
-        norms = {role: self._prepare(role, optimizers[role], counts[role], metrics) for role in optimizers}
-        is_finite = all(norm < float("inf") for norm in norms.values())
-        if self._bank:
-            is_finite = self._bank.close_step(float(sums["rollout_model/loss"].count), is_finite)
-            if steps_rollout_model:
-                optimizers["rollout_model"] = self._rollout_optimizer
-                counts["rollout_model"] = self._bank.withdraw()
-                norms["rollout_model"] = self._prepare(
-                    "rollout_model", self._rollout_optimizer, counts["rollout_model"], metrics
-                )
-        skipped = {}
-        for role, optimizer in optimizers.items():
-            why = self._reason_to_skip(role, norms[role], sums, counts[role], is_finite)
-            metrics[f"{role}/learning_rate"] = Mean.number(optimizer.learning_rate)
-            metrics[f"{role}/skipped_steps"] = Mean.number(float(why is not None))
-            if why:
-                skipped[role] = why
-                optimizer.discard()
-            else:
-                optimizer.step()
-        metrics["health/non_finite_steps"] = Sum.number(float(not is_finite))
-        return metrics, tuple({"event": "skipped_step", "model": role, "why": why} for role, why in skipped.items())
-
-    def _prepare(self, role: str, optimizer: ModelOptimizer, count: float, metrics: Sums) -> float:
-        """Make the gradient the mean over all ranks and clip it; its norm before that, which `metrics` gets too."""
-        optimizer.reduce(count)
-        if role == "rollout_model" and self._parts:
-            metrics |= self._parts.measure(count)
-        norm = optimizer.clip()
-        metrics[f"{role}/grad_norm"] = Mean.number(norm)
-        return norm
-
-    def _reason_to_skip(self, role: str, norm: float, sums: Sums, count: float, is_finite: bool) -> str | None:
-        """Why a model's step is not taken. AdamW would move the weights by its momentum even on a zero gradient."""
-        has_bank = role == "rollout_model" and self._bank is not None  # it holds the finite steps alone
-        if not is_finite and not has_bank:
-            return NON_FINITE
-        if (count if has_bank else float(sums["obrs/acceptance"].count)) == 0:
-            return "no token"
-        if role == "policy" and not self._objective.is_regularized:
-            if not sums["policy/largest_advantage"].value > 0:
-                return "all groups have equal rewards"
-            if not sums["policy/largest_kept_advantage"].value > 0:
-                return "all tokens with an advantage were rejected"
-        return "the gradient is zero" if norm == 0.0 else None
-
-
-def _on_any_rank(happens: bool) -> bool:
-    """The same answer on all ranks, which must take the same passes."""
-    return bool(all_reduce_sums({"happens": Max.number(float(happens))})["happens"].value)

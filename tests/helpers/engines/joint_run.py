@@ -36,13 +36,13 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "policy": load_model(policy_folder, torch.float32),
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
-    learner = make_learner(config, models, faithful=not engine.capabilities.quantized, critic=None)
+    learner = make_learner(config, models, is_exact=not engine.capabilities.quantized, critic=None)
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version
         rollouts = engine.generate(_requests(config, iteration))
         steps = mini_batches(_scored(rollouts), mini_batch_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0)
-        [micro_batches] = learner.anchor(list(steps))
+        [micro_batches] = learner.compute_old_log_probs(list(steps))
         result = learner.update(micro_batches)
         history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))
         held = engine.update_weights(learner.weights("rollout_model"), learner.version)

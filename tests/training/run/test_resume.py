@@ -153,7 +153,7 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_st
 def test_a_run_is_not_continued_beside_another_reference(tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     shutil.copytree(starter_path("policy"), reference)
-    config = small_config("objective.reference={weight: 0.1}", f"objective.reference.path={reference}")
+    config = small_config("objective.reference={kl_loss_coef: 0.1}", f"objective.reference.path={reference}")
     run(config, tmp_path / "run", kill_after=2)
     shutil.copy(tmp_path / "run" / "checkpoints" / "last" / "policy" / "model.safetensors", reference)
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those that the run began with"):

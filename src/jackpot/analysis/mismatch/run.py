@@ -22,8 +22,9 @@ from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
+from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import check_vocabulary, load_tokenizers, pick_device, threads
+from jackpot.launch.local import load_tokenizers, pick_device, threads
 from jackpot.models.load import DTYPES, load_outline
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.multi_turn import generate_rollouts

@@ -39,7 +39,7 @@ from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import read_heads
 from jackpot.objectives.kernels.tiles import Head
-from jackpot.training.gradients import GradientParts
+from jackpot.training.gradients import GradientDecomposition
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -251,7 +251,7 @@ def _train(rig: _Rig) -> None:
     config, shape = rig.config, rig.shape
     writer, settings = rig.models.get("rollout_model"), config.rollout_model
     trains_writer = settings is not None and settings.optimizer is not None
-    parts = GradientParts(ModelOptimizer(writer.parameters(), settings.optimizer, 1)) if trains_writer else None
+    parts = GradientDecomposition(ModelOptimizer(writer.parameters(), settings.optimizer, 1)) if trains_writer else None
     if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in rig.trained:
             parameter.grad = torch.zeros_like(parameter)

@@ -20,8 +20,9 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.launch.checks import check_lengths, check_vocabulary
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import check_lengths, check_vocabulary, load_tokenizers, pick_device
+from jackpot.launch.local import load_tokenizers, pick_device
 from jackpot.models.load import load_model, load_outline
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
