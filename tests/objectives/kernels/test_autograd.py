@@ -159,7 +159,7 @@ def test_the_default_tile_is_rows_of_the_whole_vocabulary_where_they_fit_and_els
     ],
 )
 def test_parts_are_few_about_equal_and_of_whole_grains(count, most, grain, sizes):
-    parts = autograd.cut(count, most, grain)
+    parts = autograd.split_range(count, most, grain)
     assert [part.stop - part.start for part in parts] == sizes
     assert [part.start for part in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jackpot.objectives.kernels.topk import BLOCK, RunningTop, block_peaks, top_k
+from jackpot.objectives.kernels.topk import BLOCK, RunningTopK, block_max, top_k
 
 
 def random_rows(n: int, v: int, kind: str) -> torch.Tensor:
@@ -31,7 +31,7 @@ KINDS = ["random", "ties", "banned", "rising"]
 def test_two_levels_find_what_one_finds(v, k, kind):
     rows = random_rows(11, v, kind)
     assert_top(*top_k(rows, k), rows, k)
-    assert_top(*top_k(rows, k, block_peaks(rows)), rows, k)
+    assert_top(*top_k(rows, k, block_max(rows)), rows, k)
 
 
 def test_a_long_row_is_not_searched_as_a_whole(monkeypatch):
@@ -47,10 +47,10 @@ def test_a_long_row_is_not_searched_as_a_whole(monkeypatch):
 def test_parts_give_what_the_whole_row_gives_and_what_others_have_there(k, width, kind):
     rows = random_rows(9, 1000, kind)
     other = random_rows(9, 1000, "random").flip(1)
-    top = RunningTop(k)
+    top = RunningTopK(k)
     for start in range(0, 1000, width):
         part = slice(start, start + width)
-        top.add(rows[:, part], start, block_peaks(rows[:, part]), [other[:, part]])
+        top.add(rows[:, part], start, block_max(rows[:, part]), [other[:, part]])
     assert_top(top.values, top.ids, rows, k)
     assert top.others[0].equal(other.gather(1, top.ids))
 
@@ -62,10 +62,10 @@ def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
     rows = random_rows(50, 8000, kind)
     if kind == "one rises":
         rows[7] = rows[7].sort().values
-    top = RunningTop(k)
+    top = RunningTopK(k)
     for start in range(0, 8000, width):
         part = rows[:, start : start + width]
-        top.add(part, start, block_peaks(part), [-part])
+        top.add(part, start, block_max(part), [-part])
     assert_top(top.values, top.ids, rows, k)
     assert top.others[0].equal(-top.values)
 
@@ -73,17 +73,17 @@ def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
 def test_ids_of_a_row_of_nans_are_in_range_and_differ_and_its_neighbours_are_right():
     rows = random_rows(3, 600, "random")
     rows[1] = torch.nan
-    top = RunningTop(8)
+    top = RunningTopK(8)
     for start in range(0, 600, 200):
         part = rows[:, start : start + 200]
-        top.add(part, start, block_peaks(part))
+        top.add(part, start, block_max(part))
     assert len(set(top.ids[1].tolist())) == 8 and 0 <= top.ids[1].min() <= top.ids[1].max() < 600
     assert_top(top.values[::2], top.ids[::2], rows[::2], 8)
 
 
 def test_no_rows_have_an_empty_top():
-    top = RunningTop(3)
+    top = RunningTopK(3)
     for start in (0, 100):
         part = torch.zeros(0, 100)
-        top.add(part, start, block_peaks(part))
+        top.add(part, start, block_max(part))
     assert top.values.shape == top.ids.shape == (0, 3)

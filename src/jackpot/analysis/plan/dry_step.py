@@ -37,7 +37,7 @@ from jackpot.models.load import DTYPES, load_outline
 from jackpot.models.lora import add_adapter
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
-from jackpot.objectives.kernels.autograd import read_heads
+from jackpot.objectives.kernels.autograd import tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.training.gradients import GradientDecomposition
 from jackpot.training.guards import CHECKED_TOKENS
@@ -316,7 +316,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
         for model, states in zip(models, hidden, strict=True)
     ]
     ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: it looks at values, see `_beside`
-    return read_heads(heads, ids, None, config.sampling.temperature, None, 0, None)[0]
+    return tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, None)[0]
 
 
 def _precision(config: Config) -> torch.autocast:

@@ -1,12 +1,14 @@
-"""A model's last layer and everything read from it, without the logits of all tokens. Pure, torch only.
+"""The joint head: log-probs, entropy, top-k, KLs and Z of one or two models, without the logits of all tokens. Pure,
+torch only.
 
 With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the soft cap c (Gemma's; None: identity):
 
     raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
 
 Logits are formed in tiles of positions by tokens, so that of [N, V] only a tile ever exists; backward forms them again
-instead of keeping them. Both models' logits of a tile are formed once, and everything is read from them. The gradient
-is in closed form (`head_backward`); there is no second derivative, and create_graph=True raises RuntimeError.
+instead of keeping them, as FlashAttention does (`kernels/autograd.py`). Both models' logits of a tile are formed once,
+and every output is computed from them. The gradient is in closed form (`kernels/backward.py`); there is no second
+derivative, and create_graph=True raises RuntimeError.
 
 Precision: logits, softmax, and all sums over tokens, positions and tiles are float32, or float64 if any operand is. On
 CUDA, bfloat16 and float16 operands are multiplied as they are, with products in float32; other devices have no such
@@ -26,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from jackpot.objectives.kernels.autograd import read_heads
+from jackpot.objectives.kernels.autograd import tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """What one head says of N positions; float32, or float64 if any operand is."""
+    """Holds the outputs of one head for N positions; float32, or float64 if any operand is."""
 
     log_probs: Tensor  # [N] of the given ids; differentiable
     entropy: Tensor  # [N] -sum_x p(x) log p(x); differentiable
@@ -43,7 +45,7 @@ class HeadOutput:
 
 @dataclass(frozen=True, slots=True)
 class JointOutput:
-    """What two heads say of the same N positions, and of each other."""
+    """Holds the outputs of two heads for the same N positions, and the divergences between them."""
 
     policy: HeadOutput
     rollout_model: HeadOutput
@@ -66,15 +68,16 @@ def linear_head(
     gather_ids: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> HeadOutput:
-    """Log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head (equations: module docstring).
+    """Compute log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head (equations: module
+    docstring).
 
     Args:
         head: float tensors on one device.
-        ids: [N] int64 in [0, V). Padding too: give it any id and mask what comes out.
+        ids: [N] int64 in [0, V), also for padding: give that any id and mask its outputs.
         temperature: divides the logits, above 0.
         num_top: K; more than V gives V columns. Ties come in any order.
         gather_ids: [N, G] int64 in [0, V).
-        tile: the most positions and the most tokens that have logits at a time; None takes `tiled_heads.default_tile`.
+        tile: the most positions and the most tokens that have logits at a time; None takes `autograd.default_tile`.
 
     0 log 0 = 0, also for a probability that underflows to 0. Checking the ids waits for the device.
 
@@ -83,7 +86,7 @@ def linear_head(
     """
     _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
     _check_positive("temperature", temperature)
-    values, constants = read_heads([head], ids, gather_ids, temperature, None, num_top, tile)
+    values, constants = tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile)
     return HeadOutput(*values, *constants)
 
 
@@ -98,7 +101,7 @@ def joint_linear_head(
     gather_ids: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> JointOutput:
-    """`linear_head` of both models at the same ids, the two divergences, and Z of eq. 4 over the whole vocabulary.
+    """Compute `linear_head` of both models at the same ids, the two KLs, and Z of eq. 4 over the whole vocabulary.
 
     Arguments as in `linear_head`. The models may differ in H, not in N or V. `lam`, above 0, is that of OBRS, and asks
     for `exact_z`: where the vocabulary is more than one tile, that forms all logits once more.
@@ -116,14 +119,14 @@ def joint_linear_head(
     _check_positive("temperature", temperature)
     if lam is not None:
         _check_positive("lam", lam)
-    values, constants = read_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile)
+    values, constants = tiled_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile)
     outputs = [HeadOutput(*values[2 * i : 2 * i + 2], *constants[3 * i : 3 * i + 3]) for i in (0, 1)]
     exact_z = None if lam is None else constants[7]
     return JointOutput(*outputs, *values[4:], fill_ins=constants[6], exact_z=exact_z)
 
 
 class LinearHead(nn.Module):
-    """The output layers of one or two models as one module, so that FSDP gathers both weights around one forward.
+    """Joins the output layers of one or two models into one module, so that FSDP gathers both weights for one forward.
 
     The `nn.Linear`s are kept by reference: their parameters stay the models' own. Wrap this module with FSDP, not the
     two layers, whose own forward never runs here.
@@ -155,7 +158,7 @@ class LinearHead(nn.Module):
         gather_ids: Tensor | None = None,
         tile: tuple[int, int] | None = None,
     ) -> HeadOutput | JointOutput:
-        """`joint_linear_head` of both models; `linear_head` of the policy where `rollout_model_hidden` is None.
+        """Compute `joint_linear_head` of both models, or `linear_head` of the policy without `rollout_model_hidden`.
 
         Raises:
             ValueError: as they do; `rollout_model_hidden` without a rollout model.
@@ -177,7 +180,7 @@ def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 def _check(
     *heads: tuple[str, Head], ids: Tensor, gather_ids: Tensor | None, num_top: int, tile: tuple[int, int] | None
 ) -> None:
-    """Raises the ValueErrors that `linear_head` promises, and for two heads those of `joint_linear_head`."""
+    """Raise the ValueErrors that `linear_head` documents, and for two heads those of `joint_linear_head`."""
     for name, head in heads:
         _check_head(name, head)
     (name, head), (other_name, other) = heads[0], heads[-1]
