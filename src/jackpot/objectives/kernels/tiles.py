@@ -110,7 +110,7 @@ class HeadOperands:
         return logits
 
     def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """d capped / d raw = 1 - (capped / soft_cap)^2: [C, T], from the logits of `logits`; None without a soft cap."""
+        """d capped / d raw = 1 - (capped / soft_cap)^2 at the logits of `logits`: [C, T]; None without a cap."""
         if self._soft_cap is None:
             return None
         square = torch.square(logits, out=self.buffer("softcap derivative", tuple(logits.shape)))
