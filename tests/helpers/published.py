@@ -1,4 +1,4 @@
-"""The published sets (GSM8K, MATH, AMC, AIME), where somebody has put them: they are not part of the project."""
+"""The published sets (GSM8K, MATH, AMC, AIME), which are not part of the project."""
 
 import json
 import os
@@ -9,13 +9,13 @@ import pytest
 
 from helpers.paths import ROOT
 
-BESIDE = ROOT / "shared" / "data"
+DEFAULT = ROOT / "shared" / "data"
 SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
 
 
 def data_folder() -> Path:
-    """The folder that JACKPOT_DATA names, or ../shared/data beside the repository; without one the test is skipped."""
-    folder = Path(os.environ.get("JACKPOT_DATA") or BESIDE)
+    """The folder that JACKPOT_DATA names, or shared/data in the repository; without one the test is skipped."""
+    folder = Path(os.environ.get("JACKPOT_DATA") or DEFAULT)
     if not folder.is_dir():
         pytest.skip(f"the published sets are not in {folder}; set JACKPOT_DATA to the folder that holds them")
     return folder

@@ -14,12 +14,12 @@ def length(problem: str, response: str, answer: str, finished: bool) -> int:
 
 
 def arguments(*, problem: str, response: str, answer: str, finished: bool) -> float:
-    """1 for just what the test gives it."""
+    """Return 1 for exactly the arguments of the test."""
     return float((problem, response, answer, finished) == ("What is it?", "Say \\boxed{5}", "5", False))
 
 
 def says(problem: str, response: str, answer: str, finished: bool) -> float:
-    """Does what the response says, and rewards everything with 1."""
+    """Execute the first word of the response, and return 1."""
     word = response.split()[0]
     if word == "exit":
         os._exit(3)
@@ -47,13 +47,13 @@ def says(problem: str, response: str, answer: str, finished: bool) -> float:
 
 
 def waits(*, response: str, **_: object) -> float:
-    """As many seconds as the response says, which it returns."""
+    """Sleep for the number of seconds in the response, and return it."""
     time.sleep(float(response))
     return float(response)
 
 
 def process(**_: object) -> float:
-    """Its number."""
+    """Return the process id."""
     time.sleep(0.02)  # long enough for another one to take the next job
     return float(os.getpid())
 

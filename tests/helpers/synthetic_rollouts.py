@@ -1,4 +1,4 @@
-"""Rollouts of two made-up distributions over a small vocabulary, with known gap, as JSONL."""
+"""Rollouts of two synthetic distributions over a small vocabulary, with a known gap, as JSONL."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY = 12
-Gap = Callable[[Tensor, torch.Generator], Tensor]  # the writer's logits, the policy's
+Gap = Callable[[Tensor, torch.Generator], Tensor]  # maps the sampler's logits to the policy's
 
 
 def noise(size: float) -> Gap:
@@ -18,7 +18,7 @@ def noise(size: float) -> Gap:
 
 
 def discovered(share: float, lift: float) -> Gap:
-    """Heavy tails: in `share` of the states the policy has come to like what the writer hardly ever writes."""
+    """Heavy tails: in `share` of the states the policy favors a token that the sampler hardly ever draws."""
 
     def gap(logits: Tensor, generator: torch.Generator) -> Tensor:
         lifted = logits.clone()
@@ -33,26 +33,26 @@ def discovered(share: float, lift: float) -> Gap:
 def records(
     gap: Gap, *, responses: int = 200, length: int = 20, seed: int = 0, stale: bool = False, lists: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """One a response. `stale`: the policy wrote and has moved since; else another model wrote."""
+    """Yield one record for each response. `stale`: an older version of the policy sampled it, else another model."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(responses):
         logits = 2.0 * torch.randn(length, VOCABULARY, generator=generator, dtype=torch.float64)
-        writer = logits.log_softmax(-1)
+        sampler = logits.log_softmax(-1)
         policy = gap(logits, generator).log_softmax(-1)
-        ids = torch.multinomial(writer.exp(), 1, generator=generator)
-        written, scored = (rows.gather(1, ids).squeeze(1).tolist() for rows in (writer, policy))
+        ids = torch.multinomial(sampler.exp(), 1, generator=generator)
+        sampled, scored = (rows.gather(1, ids).squeeze(1).tolist() for rows in (sampler, policy))
         record = {
             "uid": f"response {number}",
             "token_ids": ids.squeeze(1).tolist(),
             "tokens": [f"t{token}" for token in ids.squeeze(1).tolist()],
-            "rollout_log_probs": written,
-            "old_log_probs": written if stale else scored,
+            "rollout_log_probs": sampled,
+            "old_log_probs": sampled if stale else scored,
             "log_probs": scored,
             "advantages": 1.0 if number % 2 else -1.0,
         }
         if lists:
             every = torch.arange(VOCABULARY).expand(length, -1).tolist()
-            record |= {"rollout_top_ids": every, "rollout_top_log_probs": writer.tolist()}
+            record |= {"rollout_top_ids": every, "rollout_top_log_probs": sampler.tolist()}
             record |= {"policy_top_ids": every, "policy_top_log_probs": policy.tolist()}
         yield record
 

@@ -1,4 +1,4 @@
-"""A tokenizer for real text, made in a moment, and problems to write with it."""
+"""A tokenizer for real text, trained in a moment, and files of problems."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CHAT = (
 
 
 def text_tokenizer(*, chat: str | None = CHAT, begins: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with 512 tokens; `begins`: it puts <s> before a text, as Llama's does."""
+    """Train a byte-level BPE tokenizer of 512 tokens; `begins`: it puts <s> before a text, as Llama's does."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def text_tokenizer(*, chat: str | None = CHAT, begins: bool = False) -> PreTrain
 
 
 def write_problems(path: Path, answers: Sequence[object], **more: Sequence[object]) -> Path:
-    """One problem for each answer, `what is NUMBER?`, with further columns."""
+    """Write one problem, `what is NUMBER?`, for each answer, with further columns."""
     rows = [
         {"problem": f"what is {number}?", "answer": answer} | {name: values[number] for name, values in more.items()}
         for number, answer in enumerate(answers)
@@ -46,5 +46,5 @@ def write_problems(path: Path, answers: Sequence[object], **more: Sequence[objec
 
 
 def remainder(response: str, **_: object) -> float:
-    """A reward function that differs between the responses of a random model."""
+    """Reward the length of the response, which differs between responses of a random model."""
     return len(response) % 7 / 7

@@ -1,4 +1,4 @@
-"""A tool, and a tokenizer for models whose words are numbers."""
+"""A task with a tool, and a tokenizer whose words are numbers."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from jackpot.rollout.tasks.base import Task
 
 
 class Numbers:
-    """The text of token 7 is "7"."""
+    """Decodes token 7 as "7"."""
 
     def decode(self, token_ids: Sequence[int], **options) -> str:
         return " ".join(map(str, token_ids))
@@ -17,14 +17,14 @@ class Numbers:
 
 
 class Tool(Task):
-    """Says one or two tokens that follow from all that was said before."""
+    """Replies with one or two tokens that are a function of the whole response so far."""
 
     def __init__(self, turn_end_token_ids: Sequence[int], vocab_size: int) -> None:
         self.turn_end_token_ids, self._vocab_size = tuple(turn_end_token_ids), vocab_size
 
     def step(self, prompt: Prompt, response: str) -> str | None:
-        said = [int(word) for word in response.split()]
-        words = [(sum(said) + number) % self._vocab_size for number in range(1 + sum(said) % 2)]
+        response_ids = [int(word) for word in response.split()]
+        words = [(sum(response_ids) + number) % self._vocab_size for number in range(1 + sum(response_ids) % 2)]
         return " ".join(map(str, words))
 
     def size(self, split: str) -> None:

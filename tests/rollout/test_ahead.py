@@ -1,4 +1,4 @@
-"""`batch.ahead`: the engine writes the next rollout batch while the learner trains on this one."""
+"""`batch.ahead`: the engine generates the next rollout batch while the learner trains on this one."""
 
 import json
 import shutil
@@ -56,7 +56,9 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
         assert {version[1] for row in batch for version in row["versions"]} == {written}
         lag = after[iteration - 1] - written  # at the first update; the last one of the iteration is steps - 1 later
         assert lines[iteration]["lag/rollout_model_max"] == lag + steps - 1
-        assert (lines[iteration]["mismatch/engine_gap"] is None) == (iteration > 1)  # the writer is not in training
+        assert (lines[iteration]["mismatch/engine_gap"] is None) == (
+            iteration > 1
+        )  # the rollout model is not in training
 
 
 def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_checkpoint_neither_loses_nor_repeats_what_was_written_ahead(whole, tm
     run(small_config(*AHEAD), folder)
     assert prompts(folder) == prompts(ahead)
     lags = [line["lag/rollout_model_max"] for line in metrics(folder)[1:]]
-    assert lags == [0, 1, 0, 1]  # iteration 3 is written anew, with the weights of the checkpoint
+    assert lags == [0, 1, 0, 1]  # iteration 3 is generated again, with the weights of the checkpoint
 
 
 def test_only_text_of_the_weights_in_training_is_checked_against_them(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_only_text_of_the_weights_in_training_is_checked_against_them(tmp_path: 
 
 
 class Overlap:
-    """Lets the writer of the second batch go on only when the learner trains, and the learner only when it does."""
+    """Lets the engine generate the second batch only when the learner trains, and the learner only when it does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trains, self.engines, self.during = threading.Event(), [], []

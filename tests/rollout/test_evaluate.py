@@ -89,11 +89,10 @@ def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows
     assert summary.pass_at_k[3].value == pytest.approx(np.mean([c > 0 for c in right]))
     assert summary.tokens_total == sum(row["tokens"] for row in found)
     assert summary.truncated == np.mean([row["finish"] == "length" for row in found])
-    told = json.loads((folder / "summary.json").read_text())["benchmarks"]["arithmetic"]
-    assert (
-        told["mean_at_k"]["low"] <= told["mean_at_k"]["value"] == summary.mean_at_k.value <= told["mean_at_k"]["high"]
-    )
-    assert told["pass_at_k"]["3"]["value"] == summary.pass_at_k[3].value
+    written = json.loads((folder / "summary.json").read_text())["benchmarks"]["arithmetic"]
+    mean = written["mean_at_k"]
+    assert mean["low"] <= mean["value"] == summary.mean_at_k.value <= mean["high"]
+    assert written["pass_at_k"]["3"]["value"] == summary.pass_at_k[3].value
 
 
 def test_answers_do_not_depend_on_how_many_are_asked_at_once_or_on_k(whole, tmp_path: Path) -> None:
@@ -148,7 +147,7 @@ def test_a_kill_before_or_after_the_table_costs_nothing(whole, tmp_path: Path) -
 def test_a_finished_evaluation_loads_no_engine_and_changes_nothing(whole, tmp_path: Path) -> None:
     folder, result = whole
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
-    servers = {"engine": {"urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}}  # nobody answers there
+    servers = {"engine": {"urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}}  # no server there
     with pytest.raises(CheckpointError, match=r"engine\.name"):
         evaluation(folder, {"engine": "vllm_server"}, servers)
     [again] = evaluation(folder, kill_after=0)
@@ -187,8 +186,8 @@ def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: 
     evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"reward_workers": 3}})
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     [result] = evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
-    told = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]
-    assert list(told) == ["arithmetic", "tool_arithmetic"]
+    written = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]
+    assert list(written) == ["arithmetic", "tool_arithmetic"]
     assert result.benchmark == "tool_arithmetic" and {row["sample"] for row in rows(tmp_path, "tool_arithmetic")} == {
         0,
         1,

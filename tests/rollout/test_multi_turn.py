@@ -1,4 +1,4 @@
-"""Responses by turns: who wrote what, under which limits, and that a single turn is left as the engine wrote it."""
+"""Responses of several turns: which tokens are sampled, the limits, and a single turn equals the engine's rollout."""
 
 import re
 from collections import Counter, deque
@@ -72,7 +72,7 @@ def test_a_task_without_a_tool_gets_what_the_engine_writes_bit_for_bit():
 
 
 def test_the_model_and_the_calculator_write_in_turn():
-    """Every `=` that the model wrote is followed by the sum of the two numbers before it, and by nothing else."""
+    """Every `=` that the model sampled is followed by the sum of the two numbers before it, and by nothing else."""
     rollouts = generate_rollouts(starter_engine(), TOOL, TOKENIZER, problems(80))
     calls = 0
     for rollout in rollouts:

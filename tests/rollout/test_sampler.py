@@ -41,7 +41,7 @@ class Numbered(Task):
         return Score(reward=reward, correct=reward > 0.5)
 
 
-class Writer:
+class ScriptedEngine:
     """Answers every request with `LENGTH` tokens; what `change` makes of each rollout is handed over."""
 
     def __init__(self, change=lambda rollout: rollout):
@@ -74,9 +74,9 @@ def answer(request):
 
 
 def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Numbered):
-    """A sampler of 4 prompts with 4 answers each, its prompt stream, the events it told, and its engine."""
+    """A sampler of 4 prompts with 4 answers each, its prompt stream, its events, and its engine."""
     config = small_config(*overrides)
-    task, engine, told = task_class(rules), Writer(change), []
+    task, engine, events = task_class(rules), ScriptedEngine(change), []
     tokenizer = load_tokenizer("starter:policy")
     prompts = PromptStream(task, "train", 0)
     return (
@@ -88,10 +88,10 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Num
             COST,
             prompts,
             Clock(),
-            lambda n, event: told.append(event | {"iteration": n}),
+            lambda n, event: events.append(event | {"iteration": n}),
         ),
         prompts,
-        told,
+        events,
         engine,
     )
 
@@ -125,11 +125,11 @@ def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
         return replace(rollout, finish="aborted") if rollout.uid.endswith("#2") else rollout
 
     def batch_of(shuffle):
-        sampler, _, told, engine = sampler_of(lambda number: (number % 2, 1, 0), *overrides, change=spoil)
+        sampler, _, events, engine = sampler_of(lambda number: (number % 2, 1, 0), *overrides, change=spoil)
         engine.shuffle = shuffle
-        return sampler.next_batch(1), told, engine
+        return sampler.next_batch(1), events, engine
 
-    (asked, told, _), (shuffled, told_again, engine) = (
+    (asked, events, _), (shuffled, events_again, engine) = (
         batch_of(lambda rollouts: None),
         batch_of(random.Random(0).shuffle),
     )
@@ -137,7 +137,7 @@ def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
     assert [item.rollout.uid for item in shuffled.scored] == [item.rollout.uid for item in asked.scored]
     assert [item.score for item in shuffled.scored] == [item.score for item in asked.scored]
     assert [one.uid for one in shuffled.unfiltered] == [one.uid for one in asked.unfiltered]
-    assert told_again == told and 4 * len(told) == len(engine.requests)
+    assert events_again == events and 4 * len(events) == len(engine.requests)
 
 
 def test_without_dynamic_sampling_every_group_is_kept_and_one_round_written():
@@ -166,12 +166,7 @@ def test_surplus_unequal_groups_are_left_out_and_counted():
     sampler, *_ = sampler_of(lambda number: RIGHT if number < 2 else MIXED, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [2, 3, 4, 5]
-    assert [int(rollout.prompt.uid) for rollout in batch.unfiltered[::4]] == [
-        0,
-        1,
-        2,
-        3,
-    ]  # nobody has chosen among them
+    assert [int(rollout.prompt.uid) for rollout in batch.unfiltered[::4]] == [0, 1, 2, 3]
     assert value(batch, "sampling/gen_batches") == 2.0 and value(batch, "sampling/groups_filtered") == 4.0
 
 
@@ -235,12 +230,12 @@ def test_a_rollout_whose_log_probs_are_not_finite_is_dropped_counted_and_told(nu
             return rollout
         return replace(rollout, rollout_log_probs=torch.tensor([number] + [-1.0] * (LENGTH - 1)))
 
-    sampler, _, told, _ = sampler_of(lambda number: MIXED, change=spoil)
+    sampler, _, events, _ = sampler_of(lambda number: MIXED, change=spoil)
     batch = sampler.next_batch(5)
     assert len(batch.scored) == 12 and not any(item.rollout.uid.endswith("#2") for item in batch.scored)
     assert value(batch, "response/non_finite") == 0.25 and value(batch, "response/aborted") == 0.0
-    assert [event["event"] for event in told] == ["non_finite_rollout"] * 4
-    assert told[0] == {"event": "non_finite_rollout", "uid": "5/0#2", "iteration": 5}
+    assert [event["event"] for event in events] == ["non_finite_rollout"] * 4
+    assert events[0] == {"event": "non_finite_rollout", "uid": "5/0#2", "iteration": 5}
 
 
 def test_what_a_tool_wrote_may_have_any_log_prob():
@@ -248,9 +243,9 @@ def test_what_a_tool_wrote_may_have_any_log_prob():
         logs = torch.tensor([math.nan] + [-1.0] * (LENGTH - 1))
         return replace(rollout, rollout_log_probs=logs, sampled_mask=torch.arange(LENGTH) > 0)
 
-    sampler, _, told, _ = sampler_of(lambda number: MIXED, change=tool)
+    sampler, _, events, _ = sampler_of(lambda number: MIXED, change=tool)
     batch = sampler.next_batch(1)
-    assert len(batch.scored) == 16 and not told and value(batch, "response/tool_tokens") == 1.0
+    assert len(batch.scored) == 16 and not events and value(batch, "response/tool_tokens") == 1.0
 
 
 def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled():
@@ -273,14 +268,14 @@ def test_what_could_not_be_scored_is_counted_by_its_cause_and_reported():
                 scores[2], scores[3] = (replace(scores[2], reward_error=why) for why in ("timeout", "crash"))
             return [replace(one, reward_error="timeout") if answers[0].prompt.uid == "3" else one for one in scores]
 
-    sampler, _, told, _ = sampler_of(lambda number: MIXED, task_class=Failing)
+    sampler, _, events, _ = sampler_of(lambda number: MIXED, task_class=Failing)
     batch = sampler.next_batch(5)
     assert value(batch, "reward/timeouts") == 5 / 16 and value(batch, "reward/errors") == 1 / 16
     assert len(batch.scored) == 16  # with the reward that it has
     wanted = [("reward_timeout", "5/1#2"), ("reward_crash", "5/1#3")] + [
         ("reward_timeout", f"5/3#{n}") for n in range(4)
     ]
-    assert told == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
+    assert events == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
 
 
 def test_a_group_is_scored_at_once_with_what_a_task_needs_to_know():

@@ -1,4 +1,4 @@
-"""Tokens that a tool wrote in the middle of responses are read by both models and learned from by none."""
+"""Both models read the tokens of a tool inside a response, and neither learns from them."""
 
 from dataclasses import replace
 
@@ -67,8 +67,8 @@ def test_losses_and_both_gradients_are_those_of_the_float64_reference(changes, b
     [step] = batches(ITEMS, budget=budget)
     [result] = train(learner, [step])
     now, old = ({role: double(model) for role, model in MODELS.items()} for _ in range(2))
-    coins = {item.rollout.uid: uniform_row(fold_in(0, "accept", item.rollout.uid, 0), 99) for item in ITEMS}
-    for (role, model), loss in zip(MODELS.items(), reference_losses(now, old, ITEMS, coins, **changes), strict=True):
+    uniforms = {item.rollout.uid: uniform_row(fold_in(0, "accept", item.rollout.uid, 0), 99) for item in ITEMS}
+    for (role, model), loss in zip(MODELS.items(), reference_losses(now, old, ITEMS, uniforms, **changes), strict=True):
         assert result.metrics[f"{role}/loss"].value.item() == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
         wanted = ReferenceAdamW(LINEAR).step(flat(model).double(), gradient(loss, now[role]))
         assert_same_move(parameters(learner, role), wanted, flat(model))
@@ -108,10 +108,10 @@ def test_what_stands_beside_a_tool_token_changes_nothing(changes):
 
 
 def test_coins_of_tool_tokens_are_thrown_away():
-    """A coin belongs to the position in the response, so one that nobody uses moves no other."""
+    """A uniform belongs to a position of the response, so an unused one moves no other."""
     batch = collate(ITEMS, seed=0, epoch=0)
-    coins = torch.where(batch.response_mask, batch.uniforms, 0.5)
-    results = [train(learner_for(), [[one]])[0] for one in (batch, replace(batch, uniforms=coins))]
+    uniforms = torch.where(batch.response_mask, batch.uniforms, 0.5)
+    results = [train(learner_for(), [[one]])[0] for one in (batch, replace(batch, uniforms=uniforms))]
     for name in ("correction/accepted", "policy/loss"):
         assert torch.equal(*(result.metrics[name].total for result in results))
 

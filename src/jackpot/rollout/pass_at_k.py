@@ -10,7 +10,7 @@ the share of the subsets of k responses that contain a correct one, computed in 
 
 Intervals are percentile bootstraps over problems: as many problems as there are, drawn with replacement, each with all
 its responses. They show how far another draw of problems, and of responses to them, would move the number. The estimate
-depends only on how often each c occurs, so one resample is one multinomial draw, whatever the number of problems.
+depends only on how often each c occurs, so one resample is one multinomial draw for any number of problems.
 """
 
 from collections.abc import Mapping

@@ -20,7 +20,7 @@ from jackpot.rollout.rewards.pool import RewardWorkerPool
 from jackpot.rollout.rewards.rewards import RewardFn
 
 PATIENCE = 60.0  # seconds until something that must happen counts as not happening
-TIMEOUT = 3.0  # for one verdict
+TIMEOUT = 3.0  # seconds for one job
 BOMB = r"\boxed{9^{9^{9^9}}}"  # C code that holds the interpreter's lock for ever
 FINE, WRONG = r"\boxed{9 \cdot 2}", r"\boxed{9 \cdot 3}"  # algebra
 
@@ -198,8 +198,8 @@ def test_a_reward_function_is_given_the_problem_the_response_the_answer_and_whet
 def test_a_reward_that_is_no_finite_number_is_a_crash(function, capfd):
     with closing(reward_fn_of(f"helpers.reward_functions:{function}")) as one:
         assert one.scores([answer("")] * 2) == [score(0.0, False, "crash")] * 2
-    told = capfd.readouterr().err
-    assert told.count("Traceback") == 1 and "a reward is a finite number" in told  # once, and not for each answer
+    errors = capfd.readouterr().err
+    assert errors.count("Traceback") == 1 and "a reward is a finite number" in errors  # once, and not for each answer
 
 
 @pytest.mark.parametrize(

@@ -251,9 +251,9 @@ def test_files_that_name_no_split_beside_others_that_do_are_left_out_and_told(tm
     for number in range(7):
         write(tmp_path / "extra" / f"more{number}.jsonl", [problem(3)])
     assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
-    (told,) = [record.message for record in caplog.records]
-    assert "(train): 7 files name no split and are left out, for others do: extra/more0.jsonl, extra/more1" in told
-    assert "extra/more4.jsonl and 2 more" in told
+    (message,) = [record.message for record in caplog.records]
+    assert "(train): 7 files name no split and are left out, for others do: extra/more0.jsonl, extra/more1" in message
+    assert "extra/more4.jsonl and 2 more" in message
 
 
 def test_a_folder_of_test_files_alone_is_not_trained_on(tmp_path):

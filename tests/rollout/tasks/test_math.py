@@ -60,10 +60,10 @@ def test_prompts_that_are_too_long_are_left_out_and_the_count_is_told(tmp_path, 
         "some (train): of 6 rows 1 have no answer and 1 have an answer of more than 2,000 characters and 1 are longer "
         f"than {sorted(lengths)[2]} tokens; 3 are left"
     ]
-    told = {"event": "data", "source": "some", "rows": 6, "without_answer": 1, "long_answer": 1, "too_long": 1}
-    assert task.take_events() == [told | {"split": "train"}]
+    expected = {"event": "data", "source": "some", "rows": 6, "without_answer": 1, "long_answer": 1, "too_long": 1}
+    assert task.take_events() == [expected | {"split": "train"}]
     assert task.take_events() == []
-    assert task.size("test") == 3 and task.take_events() == [told | {"split": "test"}]
+    assert task.size("test") == 3 and task.take_events() == [expected | {"split": "test"}]
 
 
 def test_data_that_is_used_whole_is_told_without_a_warning(ten, caplog):

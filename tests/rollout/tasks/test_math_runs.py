@@ -1,4 +1,4 @@
-"""The math task in real runs: what was left out is told, a stream is resumed, everything is closed."""
+"""The math task in real runs: rows left out are reported, a stream is resumed, everything is closed."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from jackpot.config.run import Config
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A small random model that reads and writes text."""
+    """A small random model with a tokenizer for text."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), text_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -65,10 +65,10 @@ def events(folder: Path, name: str) -> list[dict]:
 
 def test_a_run_trains_on_the_problems_that_are_left_and_tells_how_many_are_not(model, data, tmp_path):
     lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}), tmp_path / "run")
-    told = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
+    expected = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
     assert events(tmp_path / "run", "data") == [
-        told | {"split": "train", "rows": 40, "without_answer": 2},
-        told | {"split": "test", "rows": 20, "without_answer": 1},
+        expected | {"split": "train", "rows": 40, "without_answer": 2},
+        expected | {"split": "test", "rows": 20, "without_answer": 1},
     ]
     assert lines[-1]["iteration"] == 4 and 0.0 < lines[-1]["reward/mean"] < 1.0
     answered = (tmp_path / "run" / "eval" / "iteration-000004-policy.jsonl").read_text().splitlines()

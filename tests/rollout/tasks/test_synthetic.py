@@ -1,4 +1,4 @@
-"""Made-up problems: right, and read as the rows of any data set are."""
+"""Synthetic problems: their answers are correct, and they are read like the rows of any data set."""
 
 import json
 import re

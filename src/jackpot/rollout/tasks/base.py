@@ -49,7 +49,7 @@ class Task(ABC):
     def step(self, prompt: Prompt, response: str) -> str | None:
         """Return the environment's reply, such as a tool's result, or None to end the response.
 
-        The reply is tokenized by itself; special tokens that are written out in it become special tokens.
+        The reply is tokenized by itself; special tokens spelled out in it become special tokens.
 
         Args:
             response: all turns so far, decoded; the last token is one of `turn_end_token_ids`.
@@ -61,8 +61,9 @@ class Task(ABC):
         Each has an `event` and its details."""
         return []
 
-    def close(self) -> None:  # noqa: B027 - most tasks hold nothing
+    def close(self) -> None:
         """Free what scoring holds, such as processes; nothing is scored afterwards. A second call does nothing."""
+        return None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:

@@ -189,7 +189,7 @@ def _text(value: Any, column: str, place: str) -> str | None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place}: column {column!r} has half a character, {value[error.start]!r}, which is not UTF-8; write the "
-            f"file anew"
+            f"file as UTF-8"
         ) from error
     return value.strip() or None
 

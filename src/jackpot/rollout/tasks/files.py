@@ -133,9 +133,9 @@ def _parquet(path: Path) -> Iterator[Record]:
                     number += 1
                     yield Record(f"{path} row {number}", row)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it anew") from error
+        raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it again") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} row {number + 1}: not UTF-8 ({error}); write the file anew as UTF-8") from error
+        raise DataError(f"{path} row {number + 1}: not UTF-8 ({error}); write the file as UTF-8") from error
 
 
 def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, Any]]:
@@ -180,7 +180,7 @@ _READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}
 def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead: str) -> Iterator[Record]:
     """Yield every row of a data set on the hub, in order.
 
-    `datasets` downloads it once into its cache, or with `streaming` fetches it anew each time.
+    `datasets` downloads it once into its cache, or with `streaming` fetches it each time.
 
     Args:
         path: OWNER/NAME, or another path that `datasets.load_dataset` takes.

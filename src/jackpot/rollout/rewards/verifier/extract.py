@@ -9,7 +9,7 @@ never ends has no answer. In the text that is read, the answer is
 
 A last box that is not closed, or is empty, or holds more than `MAX_ANSWER_LENGTH` characters is no answer, and no
 earlier box replaces it. "The answer is 5", a last number, a last formula, `\boxed 5` without braces and `<answer>` tags
-are not accepted, because they would reward guesses on the way. A reward function of the user may extract otherwise.
+are not accepted, because they would reward guesses made before it. A reward function of the user may extract otherwise.
 """
 
 import re
