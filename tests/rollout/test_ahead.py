@@ -56,9 +56,8 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
         assert {version[1] for row in batch for version in row["versions"]} == {written}
         lag = after[iteration - 1] - written  # at the first update; the last one of the iteration is steps - 1 later
         assert lines[iteration]["lag/rollout_model_max"] == lag + steps - 1
-        assert (lines[iteration]["mismatch/engine_gap"] is None) == (
-            iteration > 1
-        )  # the rollout model is not in training
+        is_stale = iteration > 1  # the learner no longer has the weights that sampled the batch
+        assert (lines[iteration]["mismatch/engine_gap"] is None) == is_stale
 
 
 def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: Path) -> None:
