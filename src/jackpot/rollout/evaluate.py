@@ -1,4 +1,4 @@
-"""Scores of rollouts, and evaluation of a model on problems.
+"""Scores rollouts, and evaluates a model on problems.
 
 Sample j of a problem is drawn from its own random stream, keyed by (seed, set, problem, j). So a response depends
 neither on the other requests, nor on the number of samples, nor on where an interrupted evaluation continues.
@@ -26,7 +26,7 @@ _SCORE_INTERVAL = 5.0  # or those that ended within this many seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """k sampled responses to each of several problems: all of the first problem, then all of the second."""
+    """Holds k sampled responses to each of several problems: all of the first problem, then all of the second."""
 
     k: int  # samples of each problem
     rollouts: tuple[Rollout, ...]
@@ -35,33 +35,33 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """mean@k: the share of all responses that are correct."""
+        """Return mean@k, the share of all responses that are correct."""
         return sum(score.correct for score in self.scores) / len(self.scores)
 
     @property
     def pass_at_k(self) -> float:
-        """pass@k: the share of problems with a correct response among the k."""
+        """Return pass@k, the share of problems with a correct response among the k."""
         problems = [self.scores[first : first + self.k] for first in range(0, len(self.scores), self.k)]
         return sum(any(score.correct for score in problem) for problem in problems) / len(problems)
 
     @property
     def reward(self) -> float:
-        """The task's mean reward, before shaping."""
+        """Return the mean of the task's rewards, before shaping."""
         return sum(score.reward for score in self.scores) / len(self.scores)
 
     @property
     def tokens(self) -> int:
-        """The number of response tokens, summed over all responses."""
+        """Return the number of tokens of all responses together."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
     @property
     def mean_tokens(self) -> float:
-        """The mean response length in tokens."""
+        """Return the mean response length in tokens."""
         return self.tokens / len(self.rollouts)
 
     @property
     def truncated(self) -> float:
-        """The share of responses cut at the length limit."""
+        """Return the share of responses that were cut at the length limit."""
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
     def role_metrics(self) -> dict[str, float]:
@@ -82,7 +82,7 @@ class Evaluation:
 
 
 class ScoredResponse(NamedTuple):
-    """One sampled response, decoded, with the task's score."""
+    """Holds one sampled response, as tokens and as text, with the task's score."""
 
     rollout: Rollout
     response: str
@@ -135,6 +135,7 @@ def generate_and_score(
     """
 
     def scored() -> list[ScoredResponse]:
+        """Score the rollouts that ended since the last call."""
         responses, scores = score_rollouts(ended, task, tokenizer)
         return [ScoredResponse(*one) for one in zip(ended, responses, scores, strict=True)]
 
@@ -156,6 +157,7 @@ def _as_completed(
     engine never idles."""
 
     def submit() -> Iterator[Rollout] | None:
+        """Submit the next chunk; return None where no request is left."""
         chunk = list(islice(requests, concurrency))
         return stream_rollouts(engine, task, tokenizer, chunk) if chunk else None
 

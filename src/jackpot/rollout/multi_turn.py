@@ -1,4 +1,4 @@
-"""Responses of several turns: the engine generates the model's turns, the task's environment replies between them.
+"""Generates responses of several turns: the engine samples the model's turns, the task replies between them.
 
 The first turn is the request itself. Every later turn is a request of its own: its prompt is the whole response so far,
 and its uid and seed are derived from the first request and the number of the turn. So a response depends neither on its
@@ -24,7 +24,9 @@ _COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_lo
 def stream_rollouts(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]
 ) -> Iterator[Rollout]:
-    """Yield the rollout of every request as it ends, in any order. Without `turn_end_token_ids` it is the engine's own.
+    """Yield the rollout of every request as it ends, in any order.
+
+    For a task without `turn_end_token_ids` each rollout has one turn and is the engine's own.
 
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.
@@ -71,7 +73,7 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"], has_steps: boo
 
 
 class _Episode:
-    """One response in progress: segments of the model and the environment in turn, each with a rollout's columns."""
+    """Assembles one response from segments of the model and the environment, each with the columns of a rollout."""
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
         self._task, self._tokenizer, self._request = task, tokenizer, request

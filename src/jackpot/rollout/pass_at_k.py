@@ -1,4 +1,4 @@
-"""mean@k and pass@k with confidence intervals, from n sampled responses to each of several problems.
+"""Estimates mean@k and pass@k, with confidence intervals, from n sampled responses to each of several problems.
 
 mean@k is the share of correct responses. pass@k is the probability that at least one of k responses is correct; from n
 responses of which c are correct its unbiased estimate is
@@ -29,10 +29,10 @@ _PERCENTILES = (50.0 * (1.0 - CONFIDENCE), 50.0 * (1.0 + CONFIDENCE))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BootstrapEstimate:
-    """A mean over problems with its confidence interval; with one problem there is no interval."""
+    """Holds a mean over problems and its confidence interval, which is None for a single problem."""
 
-    value: float
-    low: float | None
+    value: float  # the mean
+    low: float | None  # bounds of the interval
     high: float | None
 
 
@@ -91,7 +91,7 @@ def pass_at_k(correct: NDArray[np.int64], samples: int, seed: int) -> dict[int, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseOutcomes:
-    """The outcomes of n responses to each of P problems; every field is [P, n]."""
+    """Holds the outcomes of n responses to each of P problems; every field is [P, n]."""
 
     correct: NDArray[np.bool_]
     rewards: NDArray[np.float64]
@@ -102,7 +102,7 @@ class ResponseOutcomes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSummary:
-    """The numbers of one evaluated set; shares are of all responses.
+    """Summarizes the responses to one evaluated set; shares are of all responses.
 
     Aborted responses and those that could not be scored count as wrong; those cut at the limit count as the task scored
     them.

@@ -1,4 +1,4 @@
-"""Sampling of one iteration's rollout batch: prompts, responses, rewards."""
+"""Samples the rollout batch of one iteration: prompts, responses, rewards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from jackpot.rollout.tasks.base import PromptStream, Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    """The rollouts of one iteration with the sums of their metrics."""
+    """Holds the rollouts of one iteration and the sums of their metrics."""
 
     scored: list[ScoredRollout]  # rollouts to train on
     unfiltered: list[Rollout]  # usable rollouts of the first generation batch, before groups are filtered
@@ -32,7 +32,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptGroup:
-    """The usable responses to one prompt."""
+    """Holds the usable responses to one prompt."""
 
     members: list[ScoredRollout]
     has_equal_rewards: bool  # whether the task gave all members the same reward, before shaping
@@ -40,7 +40,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBatch:
-    """All responses to the prompts of one generation batch, in the order of the requests."""
+    """Holds all responses to one batch of prompts, in the order of the requests."""
 
     generated: list[Rollout]
     discarded: dict[str, str]  # uid of an unusable rollout and the reason, `aborted` or `non_finite`
@@ -49,7 +49,7 @@ class GenerationBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PendingBatch:
-    """A generation batch that was submitted to the engine."""
+    """Tracks a generation batch that was submitted to the engine."""
 
     requests: list[Request]
     rollouts: Iterator[Rollout]  # in the order in which they end
@@ -125,8 +125,10 @@ class Sampler:
 
     @property
     def prompt_state(self) -> dict[str, int]:
-        """The prompt stream's state for a checkpoint, before the prompts of a batch generated ahead: a resumed run
-        generates that batch again."""
+        """Return the prompt stream's state for a checkpoint.
+
+        It is the state before a batch that was generated ahead, so that a resumed run generates that batch again.
+        """
         return self._state_before_ahead or self._prompts.state_dict()
 
     def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:

@@ -1,4 +1,4 @@
-"""A pool of reward worker processes with a hard time limit for every job. Each process runs `worker.py`.
+"""Runs reward jobs in a pool of worker processes (`worker.py`), with a hard time limit for every job.
 
 A job that exceeds its limit, or ends its process, costs only its own result: the pool kills the process with all its
 children and starts another. A job that ended its process is tried once more as the first job of a fresh process, so
@@ -32,14 +32,14 @@ _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 
 
 class RewardJob(NamedTuple):
-    """One call for a worker: `VERIFY` of `verifier/compare.py` or a reward function, with JSON arguments."""
+    """Describes one call in a worker."""
 
-    function: str
-    arguments: dict[str, Any]
+    function: str  # `VERIFY` of `verifier/compare.py`, or `package.module:function`
+    arguments: dict[str, Any]  # keyword arguments, of types that JSON has
 
 
 class RewardResult(NamedTuple):
-    """The number that a job returned, or why it returned none."""
+    """Holds the number that a job returned, or why it returned none."""
 
     value: float  # 0 where there is an error
     error: RewardError | None
@@ -47,7 +47,7 @@ class RewardResult(NamedTuple):
 
 @dataclass
 class _Worker:
-    """One worker process and the state of its current job."""
+    """Tracks one worker process and the state of its current job."""
 
     process: subprocess.Popen[bytes]
     deadline: float  # time.monotonic() by which it must be ready, or its job done
@@ -60,7 +60,9 @@ class _Worker:
 
 
 class RewardWorkerPool:
-    """Runs jobs in worker processes. The processes start at once; imports of reward functions are waited for.
+    """Runs jobs in worker processes.
+
+    The processes start at once. With reward functions, the constructor waits until every process has imported them.
 
     Args:
         functions: `package.module:function`, importable from `sys.path` or the current folder.
@@ -89,7 +91,7 @@ class RewardWorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """The process ids of the current workers."""
+        """Return the process ids of the current workers."""
         return [worker.process.pid for worker in self._workers]
 
     def run(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
@@ -115,6 +117,7 @@ class RewardWorkerPool:
         _kill_all(self._workers)
 
     def _start(self, retry: int | None = None) -> _Worker:
+        """Start a process whose first job is `retry`, if there is one."""
         paths = [path for path in sys.path if path]
         process = subprocess.Popen(
             [sys.executable, "-c", _ENTRY, json.dumps([*paths, os.getcwd()])],
@@ -152,6 +155,7 @@ class RewardWorkerPool:
                 self._handle_timeout(worker, results)
 
     def _assign(self, worker: _Worker, jobs: Sequence[RewardJob], waiting: deque[int]) -> None:
+        """Give an idle worker its retry or the next waiting job, and set the deadline."""
         worker.is_second_try = worker.retry is not None
         if worker.is_second_try:
             worker.job, worker.retry = worker.retry, None
@@ -163,6 +167,7 @@ class RewardWorkerPool:
         worker.deadline = time.monotonic() + self._timeout
 
     def _receive(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
+        """Read from a worker; handle a complete message, or its exit."""
         data = os.read(worker.process.stdout.fileno(), _CHUNK)
         worker.incoming += data
         if not data or len(worker.incoming) > _MAX_RESULT_BYTES:
@@ -173,6 +178,7 @@ class RewardWorkerPool:
             self._handle_message(worker, message, results)
 
     def _handle_message(self, worker: _Worker, message: dict[str, Any], results: dict[int, RewardResult]) -> None:
+        """Record that a worker is ready, or the result of its job; raise where it cannot import a function."""
         if "refused" in message:
             raise ConfigError(
                 f"the reward {message['refused']!r} cannot be imported: {message['why']}. A reward function is named "
@@ -208,11 +214,13 @@ class RewardWorkerPool:
         self._replace(worker)
 
     def _replace(self, worker: _Worker, retry: int | None = None) -> None:
+        """Kill a worker and start another in its place."""
         _kill(worker)
         self._workers[self._workers.index(worker)] = self._start(retry)
 
 
 def _send(worker: _Worker) -> None:
+    """Write as much of a worker's outgoing bytes as its pipe takes now."""
     try:
         sent = os.write(worker.process.stdin.fileno(), worker.outgoing[:_CHUNK])
         worker.outgoing = worker.outgoing[sent:]
@@ -230,5 +238,6 @@ def _kill(worker: _Worker) -> None:
 
 
 def _kill_all(workers: list[_Worker]) -> None:
+    """Kill all workers and empty the list."""
     while workers:
         _kill(workers.pop())

@@ -1,4 +1,4 @@
-"""Rewards of a task: built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md."""
+"""Computes rewards: the built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ _DECIDED = {True: RewardResult(1.0, None), False: RewardResult(0.0, None)}
 
 
 class RewardFn:
-    """The reward of a task: verifies final answers and sums the rewards by their weights.
+    """Scores responses: verifies their final answers and sums the rewards by their weights.
 
     Comparisons without algebra run in this process, all others and reward functions of the user in worker processes.
 

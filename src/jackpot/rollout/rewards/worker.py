@@ -1,8 +1,8 @@
-"""A reward worker process: compares answers and calls reward functions, one job after the other.
+"""Runs in a reward worker process: compares answers and calls reward functions, one job after the other.
 
-It reads jobs from standard input and sends results to what was its standard output, one line of JSON each; what a
-reward function prints goes to standard error. `rollout/rewards/pool.py` starts the process, limits the time of each job
-and replaces the process when it ends. The worker itself imports no torch; a reward function's module may.
+The worker reads jobs from standard input and sends results to its original standard output, one line of JSON each; what
+a reward function prints goes to standard error. `rollout/rewards/pool.py` starts the process, limits the time of each
+job and replaces the process when it ends. The worker itself imports no torch; a reward function's module may.
 
 The process does not outlive its parent: an idle worker sees the end of its input, and a busy or importing one is ended
 by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function are ended by
@@ -99,6 +99,7 @@ def load(path: str) -> Function:
 
 
 def _verify(answer: str, reference: str) -> float:
+    """Return 1.0 where an answer equals the reference, else 0.0."""
     return float(bool(compare(answer, reference, equal_expressions)))
 
 
@@ -126,5 +127,6 @@ def _memory() -> int:
 
 
 def _send(results: BinaryIO, message: dict[str, Any]) -> None:
+    """Send a message to the pool as one line of JSON."""
     results.write(json.dumps(message).encode() + b"\n")
     results.flush()

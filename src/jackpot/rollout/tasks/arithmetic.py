@@ -1,4 +1,4 @@
-"""Sums of a few numbers, solved step by step: an offline task that a model of 60,000 parameters can learn.
+"""Generates sums to be solved step by step: an offline task that a model of 60,000 parameters can learn.
 
 A prompt is `12+34+5=`. A good response carries out one addition after the other and repeats the result after `#`:
 `46+5=51#51`. The reward depends on the number after `#` only, and not on the steps.
@@ -81,6 +81,7 @@ def _hash(text: str) -> int:
 
 
 def _check_split(split: str) -> None:
+    """Raise a DataError for a split that does not exist."""
     if split not in get_args(Split):
         raise DataError(f"arithmetic has no split {split!r}; valid: {', '.join(get_args(Split))}")
 

@@ -1,4 +1,4 @@
-"""The interface of a task: prompts, the score of a response, and for several turns the step of its environment."""
+"""Defines the interface of a task: prompts, scores, and for several turns the step of its environment."""
 
 import random
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Split = Literal["train", "test"]
 
 
 class Task(ABC):
-    """A source of prompts with a verifiable reward. Prompts are drawn by index, so that a run can be resumed.
+    """Provides prompts and scores responses. Prompts are addressed by index, so that a run can be resumed.
 
     `size`, `prompt` and `score` make a task. One with several turns, such as tool calls, also sets
     `turn_end_token_ids` and implements `step`.
@@ -104,6 +104,7 @@ class PromptStream:
         self._position = state["position"]
 
     def _at(self, position: int) -> Prompt:
+        """Return the prompt at a position of the stream."""
         if self._size is None:
             return self._task.prompt(self._split, self._first + position)
         epoch, offset = divmod(position, self._size)

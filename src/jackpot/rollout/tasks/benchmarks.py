@@ -1,4 +1,4 @@
-r"""Public data sets for training and evaluation, by name.
+r"""Lists public data sets for training and evaluation by name.
 
 Names, columns and sizes on the hub are as public code and model cards use them in 2026. Tests read local copies and
 fetch nothing; uncertain facts are noted at the entry. A local copy has the hub's columns or `problem` and `answer`.
@@ -13,7 +13,7 @@ AnswerFormat = Literal["plain", "hashes", "boxed"]  # see `DataConfig.answers`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkSplit:
-    """One split of a benchmark."""
+    """Describes one split of a benchmark."""
 
     split: str  # its name on the hub
     file: str  # its file name in the folder JACKPOT_DATA
@@ -22,7 +22,7 @@ class BenchmarkSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """The location of a data set and how its rows are read."""
+    """Describes where a data set is and how its rows are read."""
 
     hub: str  # OWNER/NAME
     subset: str | None = None  # on the hub

@@ -1,4 +1,4 @@
-"""Problems with answers from a benchmark's name, a file or folder, or a data set of the Hugging Face hub."""
+"""Reads problems with answers from a benchmark, a file or folder, or a data set of the Hugging Face hub."""
 
 import math
 import os
@@ -23,7 +23,7 @@ COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack 
 
 
 class DataRow(NamedTuple):
-    """One problem as read from a data source."""
+    """Holds one problem as read from a data source."""
 
     uid: str
     problem: str
@@ -33,7 +33,7 @@ class DataRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A data source whose rows can be read repeatedly, always the same in the same order."""
+    """Reads the rows of a data source, each time the same rows in the same order."""
 
     name: str  # for uids and messages
     records: Callable[[], Iterator[Record]]  # starts reading from the first row
@@ -195,6 +195,7 @@ def _text(value: Any, column: str, place: str) -> str | None:
 
 
 def _number(value: Decimal) -> str:
+    """Format a number without trailing zeros."""
     text = f"{value:f}" if value else "0"
     return text.rstrip("0").rstrip(".") if "." in text else text
 

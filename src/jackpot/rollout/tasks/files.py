@@ -1,4 +1,4 @@
-"""Rows of local files (JSON Lines, JSON, parquet, and folders of them) and of data sets on the hub.
+"""Reads rows of local files (JSON Lines, JSON, parquet, and folders of them) and of data sets on the hub.
 
 A record is a row as it stands in the file, with its place for messages: `problems.jsonl line 17`. Each call reads from
 the first row to the last; JSON Lines and parquet are read piece by piece.
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
-    """One row of a file or data set, before its columns are interpreted."""
+    """Holds one row of a file or data set, before its columns are interpreted."""
 
     place: str  # file or data set and row number, for messages
     values: Mapping[str, Any]  # by column
@@ -71,6 +71,7 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
+    """List the first files for a message."""
     names = [str(one.relative_to(folder)) for one in files]
     return ", ".join(names[:_MAX_LISTED]) + (
         f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

@@ -1,4 +1,4 @@
-"""The problems of one split by index, all in memory or as a stream.
+"""Gives access to the problems of one split by index, all in memory or as a stream.
 
 Rows without an answer, rows whose answer is too long to be verified and rows whose prompt is too long are left out and
 counted.
@@ -20,7 +20,7 @@ _BATCH = 256  # rows filtered together
 
 @dataclass(slots=True)
 class RowCounts:
-    """Counts of the rows read and of those left out, by reason."""
+    """Counts the rows read and those left out, by reason."""
 
     rows: int = 0  # read
     without_answer: int = 0
@@ -29,12 +29,12 @@ class RowCounts:
 
     @property
     def kept(self) -> int:
-        """The number of rows that became problems."""
+        """Return the number of rows that became problems."""
         return self.rows - self.left_out
 
     @property
     def left_out(self) -> int:
-        """The number of rows left out for any reason."""
+        """Return the number of rows left out for any reason."""
         return self.without_answer + self.long_answer + self.too_long
 
 
@@ -52,6 +52,7 @@ class Problems:
 
     @property
     def size(self) -> int:
+        """Return the number of problems."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> DataRow:
@@ -69,7 +70,7 @@ class StreamedProblems:
         DataError: as `DataSource.rows` when the row is reached; or no problem of the source is kept.
     """
 
-    size = None
+    size = None  # a stream is endless
 
     def __init__(self, source: DataSource, fits: Fits) -> None:
         self._source, self._fits = source, fits
@@ -78,7 +79,7 @@ class StreamedProblems:
 
     @property
     def counts(self) -> RowCounts:
-        """The counts of all rows that were read so far, each counted once."""
+        """Return the counts of all rows that were read so far, each counted once."""
         return max(self._longest, self._counts, key=lambda counts: counts.rows)
 
     def __getitem__(self, index: int) -> DataRow:
@@ -90,14 +91,17 @@ class StreamedProblems:
         return self._buffer[index - self._next]
 
     def _begin(self) -> None:
+        """Go back to the first problem."""
         self._reading, self._pass, self._next = self._open(), 0, 0
         self._buffer: deque[DataRow] = deque(maxlen=BUFFER)
 
     def _open(self) -> Iterator[DataRow]:
+        """Start a pass over the source."""
         self._longest, self._counts = self.counts, RowCounts()
         return _kept(self._source, self._fits, self._counts)
 
     def _read(self) -> DataRow:
+        """Read the next problem, from the next pass where this one has ended."""
         row = next(self._reading, None)
         if row is None:
             self._pass, self._reading = self._pass + 1, self._open()
@@ -135,6 +139,7 @@ def _batches(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
 
 
 def _check_unique(rows: Iterable[DataRow]) -> None:
+    """Raise a DataError where two rows have the same id."""
     places: dict[str, str] = {}
     for row in rows:
         if row.uid in places:

@@ -1,4 +1,4 @@
-"""The math task: problems with one final answer, from files or the hub, such as GSM8K and MATH. See docs/tasks.md."""
+"""Defines the math task: problems with one final answer, such as those of GSM8K and MATH. See docs/tasks.md."""
 
 import logging
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Math(Task):
-    """Serves the problems of `settings.train` and `settings.test`, with prompts by the template and the task's rewards.
+    """Provides the problems of `settings.train` and `settings.test` as prompts, and scores responses by the rewards.
 
     A split is read on its first use. Reward workers start with the first response, or at once where the settings name a
     reward function of the user, which must be importable.
@@ -113,7 +113,7 @@ class Math(Task):
 
     @cached_property
     def reward_fn(self) -> RewardFn:
-        """The reward of this task; other tasks with the same rewards may share it."""
+        """Return the reward of this task, which other tasks with the same rewards may share."""
         own = self._settings
         return self._shared_reward_fn or RewardFn(own.rewards, workers=own.reward_workers, timeout=own.reward_timeout)
 

@@ -1,4 +1,4 @@
-r"""Synthetic word problems in the columns of any data set.
+r"""Generates synthetic word problems in the columns of any data set.
 
 They stand in for data that is not on this machine, to try out whether a run works; they are not meant for learning.
 """
@@ -20,7 +20,7 @@ _STORIES = (
 
 
 class SyntheticProblem(NamedTuple):
-    """A word problem with its answer."""
+    """Holds a word problem and its answer."""
 
     problem: str
     answer: str

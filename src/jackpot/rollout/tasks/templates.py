@@ -1,4 +1,4 @@
-r"""Prompt templates: from a problem to the text that the model continues.
+r"""Turns a problem into the prompt text that the model continues.
 
 `chat`: the chat template that comes with the tokenizer, with the problem and the instruction as the user's message:
 

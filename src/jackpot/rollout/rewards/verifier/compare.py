@@ -1,4 +1,4 @@
-r"""Comparison of an answer with a reference. Standard library only; algebra is left to a function that is passed in.
+r"""Compares an answer with a reference. Standard library only; algebra is left to a function that is passed in.
 
 Both sides are normalized (`latex.py`) and then compared by the form of the *reference*:
 
@@ -93,6 +93,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> Equality:
 
 
 def _as_number(answer: str, number: Quantity, algebra: Algebra) -> Equality:
+    """Compare an answer with a number: by value and unit if it is a number too, else by algebra."""
     given = parse_quantity(answer, is_reference=False)
     if given is not None:
         return given.value == number.value and units_agree(given.unit, number.unit)
@@ -114,6 +115,7 @@ def _in_base(text: str) -> tuple[str, str, int] | None:
 
 
 def _latex(value: Fraction) -> str:
+    """Write a fraction in LaTeX."""
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
@@ -125,6 +127,7 @@ def _is_one_expression(text: str) -> bool:
 
 
 def _as_structure(answer: str, reference: Structure, algebra: Algebra) -> Equality:
+    """Compare a structured answer: kind, number of members, and the members themselves."""
     given = parse_structure(_unwrapped(answer))
     loose = {"list", "set"}
     if given is None or (given.kind != reference.kind and not {given.kind, reference.kind} <= loose):
@@ -144,7 +147,7 @@ def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _all(equalities: Iterable[Equality]) -> Equality:
-    """Combine: False if any is False, else None if any is None, else True."""
+    """Combine the results of members: False if any is False, else None if any is None, else True."""
     seen = set(equalities)
     return False if False in seen else None if None in seen else True
 
@@ -192,6 +195,7 @@ def _value_of(text: str, name: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
+    r"""Return the content of a `\text{...}` that is the whole text, else the text."""
     match = _WRAPPED.fullmatch(text)
     return match[1] if match else text
 
@@ -209,6 +213,7 @@ def _words(text: str) -> str | None:
 
 
 def _same_words(words: str, answer: str) -> bool:
+    """Return whether an answer consists of these words; case counts for capitals and single letters."""
     given = _words(answer)
     if given is None:
         return False

@@ -1,4 +1,4 @@
-"""Equality of two expressions by math-verify, with corrections. The only file that imports math-verify.
+"""Decides with math-verify, and corrections to it, whether two expressions are equal. Only this file imports it.
 
 It runs in reward workers only, for it can take unbounded time and memory. math-verify's own time limits are signals,
 which C code ignores; they are off.
@@ -102,4 +102,5 @@ def _values(one: Expr, other: Expr) -> list[tuple[Expr, Expr]]:
 
 
 def _close(one: Expr, other: Expr) -> bool:
+    """Return whether two numbers agree to 30 digits."""
     return bool(abs(one - other) <= _CLOSE * max(abs(one), abs(other)))

@@ -1,4 +1,4 @@
-r"""Extraction of the final answer from a response. Standard library only.
+r"""Extracts the final answer from a response. Standard library only.
 
 Where a response thinks first (`<think> ... </think>`), only the text after the last `</think>` is read; thinking that
 never ends has no answer. In the text that is read, the answer is

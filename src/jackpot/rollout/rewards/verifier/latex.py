@@ -1,4 +1,4 @@
-r"""Normalization of LaTeX answers to one spelling. Standard library only.
+r"""Normalizes LaTeX answers to one spelling. Standard library only.
 
 It changes sizes, spaces, fonts, delimiters and names of the same sign, and never the meaning of an answer.
 """

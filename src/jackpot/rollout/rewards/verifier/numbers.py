@@ -1,4 +1,4 @@
-r"""Exact parsing of numbers with units. Standard library only.
+r"""Parses numbers and their units exactly. Standard library only.
 
 A number is an integer, a decimal, a fraction (`a/b`, `\frac{a}{b}`) or a mixed number (`2\frac{1}{3}`, `2 1/3`), with a
 sign and with commas or thin spaces between thousands. Its value is a `fractions.Fraction`: 0.1 + 0.2 is 0.3, and 0.333
@@ -83,14 +83,14 @@ LABEL = "label"  # the unit of a number that is followed by other words
 
 
 class Quantity(NamedTuple):
-    """A number with its unit."""
+    """Holds a number and its unit."""
 
-    value: Fraction
+    value: Fraction  # exact
     unit: str  # a key of `_UNITS`, with `^2` or `^3` for a power; LABEL; empty where there is none
 
 
 class MeasuredExpression(NamedTuple):
-    """An expression split from the unit behind it."""
+    """Holds an expression and the unit behind it."""
 
     text: str
     unit: str  # as in `Quantity`
@@ -171,6 +171,7 @@ def _value(groups: dict[str, str | None]) -> Fraction | None:
     """Return the number of a match of `_NUMBER` without its sign; None for a denominator of zero."""
 
     def number(name: str) -> Fraction:
+        """Return the number of a group, 0 where the group did not match."""
         return Fraction((groups[name] or "0").replace(",", "").replace(" ", ""))
 
     if groups["plain"] is not None:

@@ -1,4 +1,4 @@
-r"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
+r"""Parses structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
 
 A structure keeps brackets, order and count of its members, so that only the members are compared as mathematics. Hence
 `(2,1)` is not an empty interval and `4:51` not a quotient.
@@ -23,10 +23,10 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """A structured answer: what kind it is and its members as text."""
+    """Describes a structured answer by its kind and its members."""
 
     kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
-    members: tuple[str, ...]
+    members: tuple[str, ...]  # as text
     ordered: bool  # False where the members may come in any order
 
 
@@ -99,6 +99,7 @@ def _ratio(text: str) -> Structure | None:
 
 
 def _is_separator(token: str) -> bool:
+    """Return whether a token separates the members of a list."""
     return token in (",", ";") or _AND.fullmatch(token) is not None
 
 
