@@ -9,7 +9,7 @@ import pytest
 
 from helpers.disks import largest_file
 from jackpot.core.errors import CheckpointError
-from jackpot.core.files import AppendedFile, hold_lock, needed, write_whole
+from jackpot.core.files import AppendedFile, checkpoint_error_in, hold_lock, write_whole
 
 
 def test_records_that_do_not_fit_wait_and_come_in_order(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
 def test_what_a_run_needs_is_refused_with_advice(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"cannot begin in .*No such file.*, or give another folder$"),
-        needed(tmp_path),
+        checkpoint_error_in(tmp_path),
     ):
         (tmp_path / "nowhere" / "file").write_text("")
 

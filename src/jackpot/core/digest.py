@@ -1,22 +1,22 @@
-"""A digest of weights, computed where they are. Torch and the standard library only.
+"""A digest of weights, computed on the device that holds them. Torch and the standard library only.
 
 The bytes of a tensor, in row-major order and padded with zeros to whole words, are signed 32-bit words w. Every row of
 4096 words becomes one sum with fixed odd keys,
 
     s_r = sum_i k_i w_{4096 r + i}          mod 2**64,     r = 0, 1, ..., the last row as short as it is
 
-and SHA-256 does the rest on 1/2048 of the bytes: of name, shape, dtype and sums of every tensor, then of these hashes
-in sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
+and SHA-256 hashes the rest, 1/2048 of the bytes: name, shape, dtype and sums of every tensor, then these hashes in
+sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
 
 Two sets of weights that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not
 0). Where several words of a row differ, the sum misses it with a chance of 2**-32 at most over the choice of keys, and
-every changed row would have to be missed. This finds accidents. It does not stop somebody who wants to be missed: the
-keys are public and the sums are linear.
+every changed row would have to be missed. The digest finds accidents. It is no protection against an attacker: the keys
+are public and the sums are linear.
 """
 
 import json
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256, shake_256
 
@@ -30,9 +30,9 @@ _GPU_ROWS = 1024  # at once: products of 32 MiB
 
 
 class WeightsDigest:
-    """Takes tensors one by one, in any order: the digest does not depend on it.
+    """Computes the digest of tensors added one by one, in any order.
 
-    A chunk of each is worked on at a time, beside a copy of a tensor that is not contiguous.
+    It works on one chunk of a tensor at a time; a tensor that is not contiguous is copied first.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -44,52 +44,37 @@ class WeightsDigest:
         self._hashes: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Add one tensor under its name."""
         shape = json.dumps([name, list(tensor.shape), str(self._dtype)])
         whole = sha256(f"{shape}\n".encode())
         whole.update(array("q", _row_sums(tensor.detach(), self._dtype).tolist()).tobytes())
         self._hashes.append(whole.hexdigest())
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Hands the tensors on and adds each, so that they need not be made twice. Those never asked for are not
-        added."""
+        """Yield the tensors and add each as it is taken, so that they need not be produced twice."""
         for name, tensor in named_tensors:
             self.add(name, tensor)
             yield name, tensor
 
     def hexdigest(self) -> str:
-        """Of what was added so far: 64 hexadecimal digits."""
+        """Return the digest of the tensors added so far: 64 hexadecimal digits."""
         return sha256("\n".join(sorted(self._hashes)).encode()).hexdigest()
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
-    """The digest of name, shape and bytes of every tensor after a cast to `dtype`, whatever their order and device."""
+    """Digest name, shape and bytes of every tensor after a cast to `dtype`, independent of their order and device."""
     digest = WeightsDigest(dtype)
     for name, tensor in named_tensors:
         digest.add(name, tensor)
     return digest.hexdigest()
 
 
-def is_digest_of(saved: str | None, named_tensors: Collection[tuple[str, Tensor]], dtype: torch.dtype) -> bool:
-    """Whether a digest from a file is that of the tensors, by today's formula or by that of earlier versions."""
-    return saved == weights_digest(named_tensors, dtype) or saved == _earlier_digest(named_tensors, dtype)
-
-
-def _earlier_digest(named_tensors: Collection[tuple[str, Tensor]], dtype: torch.dtype) -> str:
-    """SHA-256 over all bytes in the order of the names: slow, and needed only for files that were written with it."""
-    whole = sha256()
-    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
-        data = tensor.detach().to(dtype=dtype, device="cpu").contiguous()
-        whole.update(f"{name}{tuple(data.shape)}".encode())
-        whole.update(data.view(torch.uint8).numpy())
-    return whole.hexdigest()
-
-
 def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """One int64 for every started row, on the device of the tensor; empty for an empty tensor."""
+    """Compute s_r, one int64 for every started row, on the device of the tensor; empty for an empty tensor."""
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
     chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
-    cast = torch.empty_like(chunks[0], dtype=dtype)  # one place for all chunks: the system gives new memory slowly
+    cast = torch.empty_like(chunks[0], dtype=dtype)  # reused by all chunks: new memory costs page faults
     products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
     sums: list[Tensor] = []
     for chunk in chunks:
@@ -99,7 +84,7 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
-    """Those of the whole rows, then that of a row cut short."""
+    """Yield the sums of the whole rows, then the sum of a last, shorter row."""
     whole = len(words) - len(words) % _ROW
     terms = products[: len(words)].copy_(words)
     yield terms[:whole].view(-1, _ROW).mul_(keys).sum(dim=1)
@@ -108,7 +93,7 @@ def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tenso
 
 
 def _words(chunk: Tensor) -> Tensor:
-    """The bytes of a flat tensor as int32; copied where they are no whole words or do not begin at one."""
+    """View the bytes of a flat tensor as int32; copy it first where they are not whole, aligned words."""
     size = chunk.dtype.itemsize
     if len(chunk) * size % _WORD == 0 and chunk.storage_offset() * size % _WORD == 0:
         return chunk.view(torch.int32)
@@ -119,6 +104,6 @@ def _words(chunk: Tensor) -> Tensor:
 
 @cache
 def _keys(device: torch.device) -> Tensor:
-    """The keys k: [4096] odd int64, the same for ever: saved digests depend on them."""
+    """Return the keys k: [4096] odd int64. They never change, since saved digests depend on them."""
     keys = array("q", shake_256(b"jackpot: weights digest").digest(8 * _ROW))
     return torch.tensor(keys, dtype=torch.int64, device=device) | 1

@@ -1,4 +1,4 @@
-"""Every error a user can cause. Each says what was given, what is allowed, what to do. Standard library
+"""The errors that a user can cause. Each message says what was given, what is allowed and what to do. Standard library
 only."""
 
 from collections.abc import Iterable
@@ -6,35 +6,35 @@ from difflib import get_close_matches
 
 
 class JackpotError(Exception):
-    """Base of all errors raised on purpose; the command line prints it without a traceback."""
+    """Is the base of all errors raised on purpose; the command line prints it without a traceback."""
 
 
 class ConfigError(JackpotError, ValueError):
-    """A setting, recipe, arm or override that cannot be used."""
+    """Reports a setting, recipe, arm or override that cannot be used."""
 
 
 class DataError(JackpotError, ValueError):
-    """A prompt, tokenizer or data set that cannot be used."""
+    """Reports a prompt, tokenizer or data set that cannot be used."""
 
 
 class ModelError(JackpotError, ValueError):
-    """A model folder that is missing, damaged or does not fit its partner."""
+    """Reports a model folder that is missing, damaged or does not fit the other model."""
 
 
 class EngineError(JackpotError, RuntimeError):
-    """An engine that cannot do what was asked, or did not do it."""
+    """Reports an engine that cannot serve a request, or failed to."""
 
 
 class CheckpointError(JackpotError, RuntimeError):
-    """A checkpoint or run folder that cannot be continued."""
+    """Reports a checkpoint or run folder from which training cannot continue."""
 
 
 class TrainingError(JackpotError, RuntimeError):
-    """Training that cannot go on as it does."""
+    """Reports training that has to stop."""
 
 
 def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
-    """The message for a name that does not exist: lists the valid ones and guesses what was meant.
+    """Build the message for a name that does not exist: it lists the valid names and suggests the closest one.
 
     >>> unknown_name("arm", "obsr", ["obrs", "tis"])
     "unknown arm 'obsr'; did you mean 'obrs'? Valid: obrs, tis"

@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk cannot tear, and the lock on a run folder."""
+"""File writes that a kill or a full disk cannot leave half done, and the lock on a run folder."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A place to write to: it becomes `path` when the block ends, and is removed where the block raises."""
+    """Yield a temporary path to write to; rename it to `path` when the block ends, remove it if the block raises."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
@@ -32,19 +32,25 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that the file has all of it or is as before."""
     with whole_file(path) as partial:
         partial.write_bytes(content)
 
 
 class AppendedFile:
-    """A file that grows by whole records. Those that find the disk full wait in memory and come first next time."""
+    """Appends whole records to a file. Records that do not fit on a full disk wait in memory and are written first next
+    time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.waiting = b""
+        self.waiting = b""  # records that could not be written yet
 
     def append(self, record: bytes) -> None:
-        """Write what waits and `record`. OSError where they cannot be written now: the file is as before, all wait."""
+        """Write the waiting records and `record`.
+
+        Raises:
+            OSError: they cannot be written now. The file is as before, and all of them wait.
+        """
         self.waiting += record
         with self.path.open("ab", buffering=0) as file:
             end, rest = file.tell(), memoryview(self.waiting)
@@ -58,24 +64,24 @@ class AppendedFile:
 
 
 @contextmanager
-def needed(folder: Path) -> Iterator[None]:
-    """For what a run cannot begin without: CheckpointError in place of an OSError."""
+def checkpoint_error_in(folder: Path) -> Iterator[None]:
+    """Raise a CheckpointError that names `folder` for an OSError of the block, which a run cannot begin without."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot begin in {folder}: {error}. Mend that (is the disk full? may you write there?) and run the same "
+            f"cannot begin in {folder}: {error}. Fix that (is the disk full? may you write there?) and run the same "
             f"command, or give another folder"
         ) from error
 
 
 def hold_lock(path: Path) -> IO[str]:
-    """`path`, opened, and ours until it is closed or the process ends, however it ends. Its text says whose it is.
+    """Open `path` and lock it until it is closed or the process ends; its content names this process.
 
-    Does without where the system has no such locks.
+    On a system without such locks the file is opened but not locked.
 
     Raises:
-        CheckpointError: another process has it.
+        CheckpointError: another process holds the lock.
     """
     file = path.open("a+")
     try:

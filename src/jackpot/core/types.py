@@ -1,4 +1,4 @@
-"""The nouns that every layer shares. Torch only.
+"""The data types that every layer shares, from a prompt to a training batch. Torch only.
 
 Shapes: `B` sequences, `T` response tokens, `P` prompt tokens, `U` unique prompts, `K` top-k entries.
 Log-probabilities are in nats and use the sampling temperature.
@@ -16,24 +16,34 @@ Role = Literal["policy", "rollout_model", "critic"]
 
 
 class Version(NamedTuple):
-    """Which weights: how many optimizer steps each model has taken."""
+    """Identifies the weights of both models by the optimizer steps that each has taken.
 
-    policy: int
-    rollout_model: int
+    Example: Version(policy=8, rollout_model=8) after two iterations of four steps each.
+    """
+
+    policy: int  # optimizer steps
+    rollout_model: int  # optimizer steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One problem. `uid` is unique within a run and says where the prompt came from."""
+    """Holds one problem as text and as token ids.
 
-    uid: str
-    text: str
+    Example: Prompt(uid="arithmetic/train/17", text="2+3=", answer="5", token_ids=(5, 11, 6, 12)).
+    """
+
+    uid: str  # unique within a run; names the data set and the place in it
+    text: str  # the problem as the task states it, before any chat template
     answer: str  # the reference that the task's reward compares with
-    token_ids: tuple[int, ...]  # [P]
+    token_ids: tuple[int, ...]  # [P] what the model reads
 
 
 def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the distinct rows of token ids in their first order, and for every given row the place of its equal."""
+    """Return the distinct rows of token ids in order of appearance, and for each given row its place among them.
+
+    >>> unique_rows([[7, 8], [9], [7, 8]])
+    ([(7, 8), (9,)], [0, 1, 0])
+    """
     rows: dict[tuple[int, ...], int] = {}
     index = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
     return list(rows), index
@@ -41,31 +51,43 @@ def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One response, as the engine sampled it, on the CPU. `T` counts every response token, the stop token too."""
+    """Holds one response as the engine sampled it, on the CPU. `T` counts every response token, the stop token too.
 
-    uid: str
+    Example, with K = 2: the model answers "5" and stops.
+
+        token_ids          [9, 1]
+        rollout_log_probs  [-0.11, -0.01]
+        sampled_mask       [True, True]
+        top_ids            [[9, 8], [1, 9]]
+        top_log_probs      [[-0.11, -2.3], [-0.01, -4.6]]
+        versions           [[8, 8], [8, 8]]
+
+    A tool's answer between two turns of the model is part of the response, with `sampled_mask` False.
+    """
+
+    uid: str  # unique within a run: the prompt's and a number
     prompt: Prompt
-    finish: Finish
+    finish: Finish  # "stop": a stop token; "length": the token limit; "aborted": the engine gave the response up
     token_ids: Tensor  # [T] int64
     rollout_log_probs: Tensor  # [T] float32, of the sampled token after temperature, top-p and top-k; 0 if not sampled
-    sampled_mask: Tensor  # [T] bool, False where somebody else (a tool, a template) wrote the token
+    sampled_mask: Tensor  # [T] bool, True where the model sampled the token, False where a tool or template inserted it
     top_ids: Tensor  # [T, K] int64, most probable first
     top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
-    versions: Tensor  # [T, 2] int64, a Version for every token
+    versions: Tensor  # [T, 2] int64, the Version of the weights that sampled each token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A task's score of one response."""
+    """Holds a task's score of one response."""
 
-    reward: float
-    correct: bool
+    reward: float  # what training maximizes
+    correct: bool  # whether the answer is right; accuracies count this
     reward_error: RewardError | None = None  # why scoring failed; the response then counts as wrong, with reward 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRollout:
-    """One response with the score that its reward comes from."""
+    """Pairs one response with its score."""
 
     rollout: Rollout
     score: Score
@@ -73,7 +95,10 @@ class ScoredRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSample:
-    """One scored response with the advantages that the learner trains on."""
+    """Holds one scored response with the advantages that the learner trains on.
+
+    Example: with GRPO and rewards 1, 0, 0, 0 in its group, the first response has advantages [1.5, 1.5].
+    """
 
     rollout: Rollout
     score: Score
@@ -82,26 +107,34 @@ class TrainingSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
-    """Some rollouts as tensors: prompts once each and padded on the left, responses padded on the right."""
+    """Holds rollouts as padded tensors: each distinct prompt once, padded on the left; responses padded on the right.
 
-    uids: tuple[str, ...]  # B
+    Example: two responses to the prompt (5, 6) and one to (7,), with responses of 3, 1 and 2 tokens:
+
+        prompt_ids      [[5, 6], [0, 7]]
+        prompt_mask     [[1, 1], [0, 1]]
+        prompt_index    [0, 0, 1]
+        attention_mask  [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    """
+
+    uids: tuple[str, ...]  # B, of the rollouts
     prompt_ids: Tensor  # [U, P] int64
-    prompt_mask: Tensor  # [U, P] bool
-    prompt_index: Tensor  # [B] int64, row of prompt_ids
+    prompt_mask: Tensor  # [U, P] bool, False where padded
+    prompt_index: Tensor  # [B] int64, the row of prompt_ids that each response answers
     response_ids: Tensor  # [B, T] int64
-    attention_mask: Tensor  # [B, T] bool, every token that exists
+    attention_mask: Tensor  # [B, T] bool, False where padded
     response_mask: Tensor  # [B, T] bool, the tokens that the model sampled; a subset of attention_mask
     rollout_log_probs: Tensor  # [B, T] float32, 0 where masked
     advantages: Tensor  # [B, T] float32
-    uniforms: Tensor  # [B, T] float64 in [0, 1), the coins of OBRS
-    top_ids: Tensor  # [B, T, K] int64
-    top_log_probs: Tensor  # [B, T, K] float32
-    versions: Tensor  # [B, T, 2] int64
+    uniforms: Tensor  # [B, T] float64 in [0, 1), the random numbers of OBRS's acceptance mask
+    top_ids: Tensor  # [B, T, K] int64, the engine's most probable tokens
+    top_log_probs: Tensor  # [B, T, K] float32, their log-probs
+    versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
 
 
 class DecodedResponse(NamedTuple):
-    """One response as text, as a task scores it."""
+    """Holds one response as text, the input of a reward function."""
 
     prompt: Prompt
-    text: str  # without special tokens
-    finished: bool  # False where it was cut at the length limit or aborted
+    text: str  # the response without special tokens
+    finished: bool  # False where the response was cut at the length limit or aborted

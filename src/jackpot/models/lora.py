@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jackpot.config.run import ALL_LINEAR, LoraConfig
-from jackpot.core.digest import is_digest_of, weights_digest
+from jackpot.core.digest import weights_digest
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
 
 _FILE = "adapter_model.safetensors"  # beside adapter_config.json, as peft has it
@@ -118,7 +118,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             f"cannot read the adapter {path}: {type(error).__name__}: {error}. Remove the folder {folder.parent} to "
             f"continue from the checkpoint before it"
         ) from error
-    if not is_digest_of(metadata.get(_BASE), _plain_base(model), torch.float32):
+    if metadata.get(_BASE) != weights_digest(_plain_base(model), torch.float32):
         raise CheckpointError(
             f"the adapter {path} was trained beside other weights than those now in {model.name_or_path}; put back the "
             f"model that the run began with, or begin a new run from {folder}, which holds the merged weights"

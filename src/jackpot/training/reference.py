@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.core.digest import is_digest_of, weights_digest
+from jackpot.core.digest import weights_digest
 from jackpot.core.types import TokenBatch
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.objectives.kernels.linear_head import LinearHead
@@ -32,10 +32,6 @@ class Reference:
             policy_soft_cap=logit_softcap(model),
             rollout_model_soft_cap=logit_softcap(policy) if is_exact else None,
         )
-
-    def has_digest(self, saved: str) -> bool:
-        """Whether `saved` is the digest of this model, in the formula of any version."""
-        return is_digest_of(saved, list(self._model.named_parameters()), torch.float32)
 
     def kl(self, batch: TokenBatch, policy_hidden: Tensor, log_probs: Tensor) -> Tensor:
         """[N] over the response tokens, with the policy's gradient.

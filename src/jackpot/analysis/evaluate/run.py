@@ -27,7 +27,7 @@ from jackpot.config.build import differences, merge, validated
 from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
-from jackpot.core.files import hold_lock, needed, write_whole
+from jackpot.core.files import checkpoint_error_in, hold_lock, write_whole
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
@@ -127,7 +127,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
     path = find_model(config.model)
     tokenizer, digest = load_tokenizer(path), model_digest(path)
     with ExitStack() as undo:
-        with needed(folder):
+        with checkpoint_error_in(folder):
             folder.mkdir(parents=True, exist_ok=True)
             undo.callback(hold_lock(folder / ".lock").close)
         tasks = make_sets(config.benchmarks, tokenizer, config)
@@ -243,7 +243,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
             )
         record["data"] = before["data"] | data
         asked["benchmarks"] = list(record["data"])
-    with needed(folder):
+    with checkpoint_error_in(folder):
         write_whole(path, yaml.safe_dump(record, sort_keys=False).encode())
     return record
 
@@ -310,6 +310,6 @@ def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, Evaluat
         "interval": interval,
         "benchmarks": {name: asdict(summary) for name, summary in summaries.items()},
     }
-    with needed(folder):
+    with checkpoint_error_in(folder):
         write_whole(folder / "summary.json", json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
     return summaries

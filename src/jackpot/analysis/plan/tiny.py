@@ -33,7 +33,7 @@ from jackpot.config.build import merge, validated
 from jackpot.config.engines import EngineConfig
 from jackpot.config.run import BatchConfig, Config
 from jackpot.config.tasks import DataConfig, MathConfig
-from jackpot.core.files import needed, write_whole
+from jackpot.core.files import checkpoint_error_in, write_whole
 from jackpot.core.prng import fold_in
 from jackpot.models.families import FAMILIES, Known, known_model
 from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
@@ -185,10 +185,10 @@ def tiny_run(config: Config, folder: Path) -> Iterator[Tiny]:
     """
     models = known_models(config)
     small = tiny(config, models, folder)
-    with needed(folder):
+    with checkpoint_error_in(folder):
         data = _write_data(config, folder)
     with _benchmarks_from(_data_folder(folder)):
-        with needed(folder):
+        with checkpoint_error_in(folder):
             _write_models(config, small, models, folder)
         yield Tiny(small, list(changed(config.model_dump(), small.model_dump())), data)
 

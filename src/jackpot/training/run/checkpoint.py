@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import CheckpointError
-from jackpot.core.files import PARTIAL, needed
+from jackpot.core.files import PARTIAL, checkpoint_error_in
 from jackpot.core.types import Role
 from jackpot.training.learner import Learner
 
@@ -150,7 +150,7 @@ class Checkpoints:
             CheckpointError: a link cannot be written.
         """
         kept = best if best and self._place(best["iteration"]).is_dir() else None
-        with needed(self._folder):
+        with checkpoint_error_in(self._folder):
             self._link("last", self._steps()[-1])
             if kept:
                 self._link("best", self._place(kept["iteration"]))

@@ -33,7 +33,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from jackpot.config.build import build_config, differences
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
-from jackpot.core.files import PARTIAL, AppendedFile, hold_lock, needed, write_whole
+from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, hold_lock, write_whole
 from jackpot.rollout.evaluate import Evaluation
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class RunFolder:
         Raises:
             CheckpointError: another process is in.
         """
-        with needed(self.path):
+        with checkpoint_error_in(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold_lock(self.path / ".lock")
 
@@ -102,7 +102,7 @@ class RunFolder:
 
         A continued run keeps the threads it began with: sums in another order would not be bit-equal.
         """
-        with needed(self.path):
+        with checkpoint_error_in(self.path):
             if self._has_trained():
                 return json.loads((self.path / "environment.json").read_text())["threads"]
             write_whole(self.path / "environment.json", json.dumps(_environment(threads), indent=2).encode() + b"\n")
@@ -111,7 +111,7 @@ class RunFolder:
 
     def rewind(self, iteration: int) -> None:
         """Forget what was written after `iteration`, where the run continues; -1 forgets all."""
-        with needed(self.path):
+        with checkpoint_error_in(self.path):
             for name in ("metrics.jsonl", "events.jsonl"):
                 _cut(self.path / name, iteration)
             for folder in (self.rollouts, self.path / "eval"):
