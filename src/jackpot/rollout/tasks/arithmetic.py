@@ -16,7 +16,7 @@ from jackpot.core.errors import DataError
 from jackpot.core.types import Prompt, Score
 from jackpot.rollout.tasks.base import Split, Task
 
-TEST_SHARE = 0.1  # of all problems
+TEST_SHARE = 0.1  # share of problems in the test split
 
 
 class Arithmetic(Task):

@@ -86,7 +86,7 @@ class PromptStream:
         self._size = task.size(split)
         if self._size == 0:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
-        self._first = task.first_index(split, seed)  # of an endless split
+        self._first = task.first_index(split, seed)  # index at which an endless split starts
         self._position = 0
 
     def next(self, n: int) -> list[Prompt]:

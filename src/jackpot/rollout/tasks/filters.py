@@ -22,7 +22,7 @@ _BATCH = 256  # rows filtered together
 class RowCounts:
     """Counts the rows read and those left out, by reason."""
 
-    rows: int = 0  # read
+    rows: int = 0  # rows read
     without_answer: int = 0
     long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
     too_long: int = 0  # more prompt tokens than `max_prompt_tokens`
@@ -74,7 +74,7 @@ class StreamedProblems:
 
     def __init__(self, source: DataSource, fits: Fits) -> None:
         self._source, self._fits = source, fits
-        self._counts = self._longest = RowCounts()  # of the current pass, and of the earlier pass that read most rows
+        self._counts = self._longest = RowCounts()  # counts of this pass, and of the earlier one with most rows
         self._begin()
 
     @property

@@ -33,10 +33,10 @@ VERIFY = "verify"  # the job of a reward worker that compares an answer with a r
 Equality = bool | None  # None: only algebra can decide
 Algebra = Callable[[str, str], Equality]  # compares an answer and a reference, both normalized single expressions
 
-_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # no digit: a variable
-_BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # and no limit: \int^1_0
+_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # but no variable: x_2
+_BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # but no limit: \int^1_0
 _SMALLEST_BASE, _GREATEST_BASE = 2, 36
-_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # what stands for more than one value
+_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # denotes more than one value
 _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")

@@ -54,11 +54,11 @@ _REWRITES = [
         (r"\+ ?\\infty", r"\\infty"),
     )
 ]
-_BOLD = re.compile(r"\s*\*\*((?:[^*]|\*(?!\*))+)\*\*[\s.,;:]*")  # of Markdown
-_POWER = re.compile(r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)")  # of programs; not 2**3**2
+_BOLD = re.compile(r"\s*\*\*((?:[^*]|\*(?!\*))+)\*\*[\s.,;:]*")  # bold text in Markdown
+_POWER = re.compile(r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)")  # of program code; not 2**3**2
 _SPACES = re.compile(r"\s+")
 _NEEDLESS = re.compile(r"(?<=[^A-Za-z0-9,;}]) |(?<=\}) (?![A-Za-z])| (?![A-Za-z0-9])(?<=[A-Za-z0-9] )")
-_COMMAND = re.compile(r"\\(frac|sqrt)(?![A-Za-z])\s*(?=[^\s{\[])")  # without a brace after it
+_COMMAND = re.compile(r"\\(frac|sqrt)(?![A-Za-z])\s*(?=[^\s{\[])")  # followed by an argument without braces
 _LOOSE = re.compile(r"(\\(?:frac|sqrt)) +(?=[{\[])|(?<=\}) +(?=\{)")
 _HALF_DONE = re.compile(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])")
 _TOKEN = r"\\[A-Za-z]+|[^{}]"
@@ -92,7 +92,7 @@ def _strip_dollars(text: str) -> str:
 
 def _add_braces(text: str) -> str:
     r"""Add the braces that `\frac12`, `\frac{1}b` and `\sqrt3` leave out."""
-    text = _COMMAND.sub(r"\\\1\0", _LOOSE.sub(r"\1", text))  # NUL: here one token is an argument
+    text = _COMMAND.sub(r"\\\1\0", _LOOSE.sub(r"\1", text))  # NUL marks where the next token is an argument
     text = re.sub(rf"\0({_TOKEN})", r"{\1}", text)
     text = _HALF_DONE.sub(r"\1\0", text)
     return re.sub(rf"\0({_TOKEN})", r"{\1}", text).replace("\0", "")

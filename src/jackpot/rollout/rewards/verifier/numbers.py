@@ -77,8 +77,6 @@ _NUMBER = re.compile(
     + rf"|(?P<plain>{_DIGITS}))"
 )  # fmt: skip
 _MAX_NUMBER_LENGTH = 1_000  # characters
-
-
 LABEL = "label"  # the unit of a number that is followed by other words
 
 
@@ -123,7 +121,7 @@ def units_agree(given: str, wanted: str) -> bool:
 
 _TEXT_UNIT = re.compile(r" ?\\text\{([^{}]*)\}(?:\^\{?(\d)\}?)?$")
 _SIGN_UNIT = re.compile(r" ?(%|\^\\circ|¢|€|£)$")
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # of degrees, not degrees
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # a trailing degree sign belongs to its argument
 _PLAIN_UNIT = re.compile(r"(?<=[\d}.])( ?)([A-Za-z]+(?:[. ]{1,2}[A-Za-z]+){0,4}[. ]{0,2})(?:\^\{?(\d)\}?)?$")
 
 
