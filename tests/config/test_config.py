@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import jackpot
-from jackpot.config import build as config_build
 from jackpot.config import corrections as config_corrections
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
+from jackpot.config.base import model_classes
 from jackpot.config.build import build_config, merge, nest
 from jackpot.config.published import RecipeNotes
 from jackpot.config.run import Config
@@ -403,7 +403,7 @@ def blocks(*roots):
     found = list(roots)
     for block in found:
         for field in block.model_fields.values():
-            found += [cls for cls in config_build._model_classes(field.annotation) if cls not in found]
+            found += [cls for cls in model_classes(field.annotation) if cls not in found]
     return found
 
 
@@ -465,7 +465,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
     names = {block.model_fields["name"].default for block in blocks(Config) if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys()
-    tasks = config_build._model_classes(Config.model_fields["task"].annotation)
+    tasks = model_classes(Config.model_fields["task"].annotation)
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys()
 
 

@@ -33,6 +33,13 @@ class Differences:
     key: str  # dotted key of the other block
 
 
+def model_classes(annotation: Any) -> list[type[BaseModel]]:
+    """Return the classes of settings that a field's annotation allows, such as those of a union."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [cls for part in getattr(annotation, "__args__", ()) for cls in model_classes(part)]
+
+
 def by_name(default: str) -> BeforeValidator:
     """Let `correction: tis` stand for `correction: {name: tis}`, and a block without a name be the default one."""
 

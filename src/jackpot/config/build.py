@@ -1,22 +1,61 @@
-"""From a recipe, an arm and overrides to a validated `Config`, with errors that help. Pydantic only."""
+"""Builds a validated `Config` from a recipe, an arm and overrides, with errors that say what to do."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel
 
+from jackpot.config.base import Differences, model_classes
 from jackpot.config.published import NOT_SETTINGS
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
+# Keys of earlier versions and what they are called now (docs/renamed.md).
+# Those of `engine` hold for every block of an engine, those of `task` for `math` in jackpot eval and jackpot mismatch.
+RENAMED = {
+    "batch.step_size": "batch.mini_batch_size",
+    "batch.epochs": "batch.ppo_epochs",
+    "batch.dynamic_sampling": "batch.filter_groups",
+    "batch.dynamic_sampling.max_rounds": "batch.filter_groups.max_num_gen_batches",
+    "objective.aggregate": "objective.loss_agg_mode",
+    "objective.overlong": "objective.overlong_buffer",
+    "objective.overlong.buffer": "objective.overlong_buffer.len",
+    "objective.overlong.penalty": "objective.overlong_buffer.penalty_factor",
+    "objective.entropy_weight": "objective.entropy_coeff",
+    "objective.reference.weight": "objective.reference.kl_loss_coef",
+    "objective.reference.estimate": "objective.reference.kl_loss_type",
+    "engine.max_batch_size": "engine.max_num_seqs",
+    "engine.attention": "engine.attn_implementation",
+    "engine.context_length": "engine.max_model_len",
+    "engine.memory_share": "engine.gpu_memory_utilization",
+    "engine.cache_gib": "engine.kv_cache_memory_bytes, in bytes (1 GiB is 1073741824)",
+    "engine.sleep": "engine.enable_sleep_mode",
+    "engine.compile": "engine.enforce_eager, its opposite",
+    "engine.attempts": "engine.max_retries",
+    "engine.patience": "engine.connect_timeout",
+    "task.workers": "task.reward_workers",
+    "task.seconds": "task.reward_timeout",
+}
+RENAMED_VALUES = {
+    "objective.loss_agg_mode": {
+        "token": "token-mean",
+        "sequence": "seq-mean-token-mean",
+        "constant": "seq-mean-token-sum-norm",
+    },
+}
+REMOVED = dict.fromkeys(
+    ("engine.api_key_variable", "engine.api_key_var"),
+    "the key of the servers is read from the environment variable VLLM_API_KEY",
+)
+
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` laid over `base`, key by key and downwards. A change of `name` or `source` replaces its whole block.
+    """Lay `changes` over `base`, key by key and downwards. A change of `name` or `source` replaces its whole block.
 
     >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
     {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
@@ -36,19 +75,19 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _kind(block: Mapping[str, Any]) -> str | None:
-    """The key that says what a block is; a short form such as `correction: tis` or `train: gsm8k` is this alone."""
+    """Return the key that chooses a block's class or source; a short form such as `correction: tis` gives only it."""
     return next((key for key in ("name", "source") if key in block), None)
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
-    """`nest("a.b", 1)` is `{"a": {"b": 1}}`."""
+    """Unfold a dotted key: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
 
 
 def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
-    """The recipe with one arm's and the user's overrides, in this order of increasing strength.
+    """Lay an arm's settings over the recipe's and the user's overrides over both, and validate the result.
 
     Raises:
         ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
@@ -63,11 +102,33 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
         settings = merge(settings, arms[arm] or {})
     for override in overrides:
         settings = merge(settings, override)
+    for key, other in _DIFFERENCES.items():
+        block, base = _at(settings, key), _at(settings, other)
+        if isinstance(block, Mapping) and "name" not in block and base is not None:
+            settings = merge(settings, nest(key, merge({"name": base} if isinstance(base, str) else base, block)))
     return validated(Config, settings)
 
 
+def _marked(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of every block that is written as `Differences`, and the key that these are from."""
+    for name, field in kind.model_fields.items():
+        yield from ((prefix + name, mark.key) for mark in field.metadata if isinstance(mark, Differences))
+        for cls in model_classes(field.annotation):
+            yield from _marked(cls, f"{prefix}{name}.")
+
+
+_DIFFERENCES = dict(_marked(Config))
+
+
+def _at(settings: Any, key: str) -> Any:
+    """Return the value at a dotted key, or None where there is none."""
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
 def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """Settings of this kind.
+    """Validate settings as this class of them.
 
     Raises:
         ConfigError: an unknown key (with the likely one), a wrong type, or numbers that do not fit.
@@ -79,7 +140,7 @@ def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterable[str]:
-    """`key: old -> new` for every setting that differs between what a folder holds and what is asked now."""
+    """Yield a sentence for every setting that differs between a run folder and the current command."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted(old.keys() | new.keys()):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
@@ -88,17 +149,21 @@ def differences(old: Any, new: Any, key: str = "") -> Iterable[str]:
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """One pydantic error as a sentence that names the key, the value and what is allowed."""
+    """Word one error of pydantic as a sentence that names the key, the value and what is allowed."""
     is_missing = error["type"] == "missing" and not isinstance(error["loc"][-1], int)
     location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
+        if moved := [line for old, given in _leaves(key, value) if (line := _moved(old, given))]:
+            return "\n".join(moved)
         siblings = _valid_keys(location[:-1], settings, kind)
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
     if is_missing:
         return f"{'.'.join([*location, error['loc'][-1]])}: is missing; it has no default, so set it"
     if error["type"] in ("union_tag_invalid", "literal_error"):
         given, allowed = _choice(error, value)
+        if now := RENAMED_VALUES.get(key, {}).get(given):
+            return f"{key}: unknown value {given!r}; it is now {now}"
         return f"{key}: {unknown_name('value', given, allowed)}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
@@ -106,15 +171,40 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     return f"{key}: {value!r} was given. {message}"
 
 
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and values of all settings in a block; a value that is no block is one itself."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}", item)
+    else:
+        yield key, value
+
+
+def _moved(key: str, value: Any) -> str | None:
+    """Return the error for a key of an earlier version, with its new name or what replaces it; None for other keys."""
+    parts = key.split(".")
+    for start, part in enumerate(parts):
+        block = "task" if part == "math" else part
+        old = ".".join([block, *parts[start + 1 :]])
+        if old in REMOVED:
+            return f"unknown setting {key!r}, which no longer exists: {REMOVED[old]}"
+        if old in RENAMED:
+            new = RENAMED[old]
+            place = ".".join([*parts[:start], part]) + new.removeprefix(block)
+            now = RENAMED_VALUES.get(new, {}).get(value) if isinstance(value, str) else None
+            return f"unknown setting {key!r}; it is now {place}" + (f", and {value} is {now}" if now else "")
+    return None
+
+
 def _choice(error: Mapping[str, Any], value: Any) -> tuple[str, list[str]]:
-    """What was given and what may be, for an error about one of a fixed set of names."""
+    """Return the given name and the allowed ones, of an error about one of a fixed set of names."""
     context = error["ctx"]
     given = context.get("tag", value if not isinstance(value, Mapping) else value.get("name"))
     return str(given), re.findall(r"'([^']+)'", context.get("expected_tags") or context["expected"])
 
 
 def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Pydantic's location without the union tags it puts between keys, and the value that stands there."""
+    """Return pydantic's location without the tags of unions between its keys, and the value that stands there."""
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
@@ -129,20 +219,14 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
 
 
 def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[BaseModel]) -> list[str]:
-    """The settings allowed in the block at `path`, with the class that the block's `name` chooses."""
+    """Return the names of the settings in the block at `path`, of the class that the block's `name` chooses."""
     classes: list[type[BaseModel]] = [kind]
     here: Any = settings
     for part in path:
         here = here.get(part) if isinstance(here, Mapping) else None
         annotations = [cls.model_fields[part].annotation for cls in classes if part in cls.model_fields]
-        classes = [cls for annotation in annotations for cls in _model_classes(annotation)]
+        classes = [cls for annotation in annotations for cls in model_classes(annotation)]
         name = here.get("name") if isinstance(here, Mapping) else here
         named = [cls for cls in classes if "name" in cls.model_fields and cls.model_fields["name"].default == name]
         classes = named or classes
     return sorted({name for cls in classes for name in cls.model_fields})
-
-
-def _model_classes(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type):
-        return [annotation] if issubclass(annotation, BaseModel) else []
-    return [cls for part in getattr(annotation, "__args__", ()) for cls in _model_classes(part)]

@@ -262,7 +262,7 @@ class EvaluationConfig(Strict):
     """Responses to each problem."""
     benchmarks: AnyNames = ()
     """Names of further sets of problems that the policy answers, k times each; all of their problems."""
-    engine: Annotated[EngineConfig, Differences("engine")] | None = None
+    engine: Annotated[EngineConfig | None, Differences("engine")] = None
     """Engine of the policy in evaluations where the rollouts come from another model: what differs from `engine`, or a
     whole engine where `name` is given; null: the same settings as `engine`."""
 
