@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import jackpot
+from helpers.paths import ROOT
+from jackpot.config import build as config_build
 from jackpot.config import corrections as config_corrections
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
@@ -72,6 +74,55 @@ def test_an_unknown_setting_is_refused_with_its_place_a_guess_and_the_valid_ones
     text = message({key: 1})
     assert text.startswith(f"unknown setting {key!r}; did you mean {guess!r}? Valid: ")
     assert guess in text.split("Valid: ")[1].split(", ")
+
+
+def renamed_settings():
+    """Rows of the first table of docs/renamed.md."""
+    table = (ROOT / "docs" / "renamed.md").read_text().partition("## Settings\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", table, re.MULTILINE)
+
+
+def test_a_key_of_an_earlier_version_is_refused_with_its_new_name():
+    rows = renamed_settings()
+    assert dict(rows).keys() == config_build.RENAMED.keys() and len(rows) > 20
+    math = {"task": {"name": "math", "train": "gsm8k", "test": "math500"}}
+    for old, new in rows:
+        text = message(math if old.startswith("task.") else {}, {old: 1})
+        assert text.startswith(f"unknown setting {old!r}; it is now {new}"), text
+        assert set(Config.model_fields) >= {new.split(".")[0]}
+        if old.startswith("engine."):
+            assert f"it is now evaluation.{new}" in message({f"evaluation.{old}": 1})
+
+
+def test_keys_in_an_old_block_are_refused_one_by_one():
+    assert message({"objective.overlong": {"buffer": 5, "penalty": 1.0}}).splitlines() == [
+        "unknown setting 'objective.overlong.buffer'; it is now objective.overlong_buffer.len",
+        "unknown setting 'objective.overlong.penalty'; it is now objective.overlong_buffer.penalty_factor",
+    ]
+
+
+def test_old_keys_of_other_commands_are_refused_too():
+    settings = {"model": "m", "benchmarks": "gsm8k", "math": {"workers": 3}, "engine": {"max_batch_size": 2}}
+    with pytest.raises(ConfigError) as error:
+        config_build.validated(BenchmarksConfig, settings)
+    assert set(str(error.value).splitlines()) == {
+        "unknown setting 'math.workers'; it is now math.reward_workers",
+        "unknown setting 'engine.max_batch_size'; it is now engine.max_num_seqs",
+    }
+
+
+@pytest.mark.parametrize(("old", "new"), config_build.RENAMED_VALUES["objective.loss_agg_mode"].items())
+def test_a_value_of_an_earlier_version_is_refused_with_its_new_name(old, new):
+    assert message({"objective.loss_agg_mode": old}) == (
+        f"objective.loss_agg_mode: unknown value {old!r}; it is now {new}"
+    )
+    assert message({"objective.aggregate": old}).endswith(f"; it is now objective.loss_agg_mode, and {old} is {new}")
+
+
+def test_a_setting_that_went_is_refused_with_what_replaces_it():
+    text = message({"engine.api_key_var": "KEY"})
+    assert text.startswith("unknown setting 'engine.api_key_var', which no longer exists: ")
+    assert text.endswith("environment variable VLLM_API_KEY")
 
 
 def test_the_valid_settings_are_those_of_the_chosen_correction():
@@ -252,6 +303,29 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
         "rollout_model: lora of rank 4 was given for a frozen rollout model, which trains nothing; give it an "
         "optimizer, or set lora: null"
     )
+
+
+# Blocks that say what differs from another one
+
+
+def test_the_critics_optimizer_says_what_differs_from_the_policys():
+    changes = {"objective.advantage": "gae", "policy.optimizer.weight_decay": 0.5, "policy.optimizer.betas": [0.8, 0.9]}
+    built = build(changes, {"critic": {"optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.99]}}})
+    assert built.critic.optimizer == config.OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.99), weight_decay=0.5)
+    assert "critic.optimizer: is missing" in message(changes, {"critic": {}})
+
+
+def test_the_engine_of_evaluations_says_what_differs_from_engine_or_is_a_whole_engine():
+    vllm = {"engine": {"name": "vllm", "dtype": "bf16", "quantization": "fp8"}}
+    assert build(vllm).evaluation.engine is None
+    other = build(vllm, {"evaluation.engine.quantization": None}).evaluation.engine
+    assert (other.name, other.dtype, other.quantization) == ("vllm", "bf16", None)
+    assert build({"engine": "vllm", "evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "vllm"
+    assert build({"evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "transformers"
+    for whole in ("transformers", "vllm"):
+        other = build(vllm, {"evaluation.engine": whole}).evaluation.engine
+        assert (other.name, other.dtype, other.quantization) == (whole, "fp32", None)
+    assert message(vllm, {"evaluation.engine.urls": "x"}).startswith("unknown setting 'evaluation.engine.urls'")
 
 
 # Recipes, arms, overrides

@@ -16,7 +16,15 @@ from jackpot.ui.report.inspector import MAX_TOKENS
 
 COMMANDS = sorted(path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py"))
 HEAVY = ("torch", "transformers", "plotly", "matplotlib", "numpy", "pyarrow", "datasets")
-LIGHT_COMMANDS = (["--help"], ["--version"], ["trian"], ["train", "--help"], ["recipes"], ["recipes", "joint_8b"])
+LIGHT_COMMANDS = (
+    ["--help"],
+    ["--version"],
+    ["trian"],
+    ["train", "--help"],
+    ["recipes"],
+    ["recipes", "joint_8b"],
+    ["config"],
+)
 
 
 def text_of(*arguments: str, cwd: Path) -> str:

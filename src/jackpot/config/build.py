@@ -154,7 +154,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        if moved := [line for old, given in _leaves(key, value) if (line := _moved(old, given))]:
+        if moved := [line for old, given in _leaves(key, value) if (line := moved(old, given))]:
             return "\n".join(moved)
         siblings = _valid_keys(location[:-1], settings, kind)
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
@@ -180,7 +180,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _moved(key: str, value: Any) -> str | None:
+def moved(key: str, value: Any) -> str | None:
     """Return the error for a key of an earlier version, with its new name or what replaces it; None for other keys."""
     parts = key.split(".")
     for start, part in enumerate(parts):

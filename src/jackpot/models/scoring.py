@@ -49,7 +49,7 @@ def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Res
 
 
 def token_log_probs(
-    model: PreTrainedModel, hidden: Tensor, token_ids: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+    model: PreTrainedModel, hidden: Tensor, token_ids: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
     """Return the log-prob of one token at each position, in the distribution that is sampled from: [N] float32.
 

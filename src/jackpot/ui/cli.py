@@ -185,6 +185,17 @@ def recipes(
 
 
 @command()
+def config(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A setting, such as objective.clip_low, or a block, such as engine; default all."),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
+) -> None:
+    """Explain settings: allowed values, default, meaning, and which command or choice uses each."""
+
+
+@command()
 def sample(
     run: Annotated[Path, typer.Argument(help="Run folder with a checkpoint.")],
     problems: Annotated[int, typer.Option(min=1, help="Number of held-out problems.")] = 5,

@@ -50,7 +50,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "weights_folder": str(tmp_path / "weights"),
             "dtype": "fp32",
             "max_num_seqs": 8,
-            "api_key_var": "TEST_API_KEY",
             "timeout": 20.0,
             "max_retries": 5,
             "connect_timeout": 20.0,
@@ -550,18 +549,18 @@ def test_a_server_without_the_routes_of_development_says_how_to_start_it(make, s
 
 
 def test_the_api_key_comes_from_the_environment_and_goes_to_servers_alone(make, server, monkeypatch, tmp_path):
-    monkeypatch.setenv("TEST_API_KEY", KEY)
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
     engine = make(server)
     engine.generate(requests(1))
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
     server.script["/v1/completions"] = always(failure(401, '{"error": "Unauthorized"}'))
-    with pytest.raises(EngineError, match="TEST_API_KEY") as error:
+    with pytest.raises(EngineError, match="VLLM_API_KEY") as error:
         engine.generate(requests(1))
     assert KEY not in str(error.value) and KEY not in str(engine.take_events())
 
 
 def test_without_a_key_none_is_sent(make, server, monkeypatch):
-    monkeypatch.delenv("TEST_API_KEY", raising=False)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     make(server)
     assert not any("Authorization" in headers for headers in server.headers)
 
@@ -694,8 +693,8 @@ def test_a_server_without_a_parameter_of_ours_can_prove_nothing(make, server):
 
 
 def test_a_key_that_cannot_be_sent_is_an_error_that_names_the_variable_and_not_the_key(make, server, monkeypatch):
-    monkeypatch.setenv("TEST_API_KEY", f"{KEY}\n")
-    with pytest.raises(EngineError, match="TEST_API_KEY has a line break") as message:
+    monkeypatch.setenv("VLLM_API_KEY", f"{KEY}\n")
+    with pytest.raises(EngineError, match="VLLM_API_KEY has a line break") as message:
         make(server)
     assert KEY not in str(message.value)
 

@@ -191,11 +191,11 @@ def test_a_server_of_another_vocabulary_is_an_error_before_it_is_given_weights(s
 def test_keys_and_numbers_of_log_probs_are_checked(untied_folder, folder, tmp_path, monkeypatch):
     with started(VLLMServer(untied_folder, api_key="right", max_logprobs="5")) as [server]:
         for key in ("wrong", None):
-            monkeypatch.setenv("KEY", key) if key else monkeypatch.delenv("KEY")
-            with pytest.raises(EngineError, match=r"refuses the API key .*environment variable KEY"):
-                make(folder, tmp_path, server, api_key_var="KEY")
-        monkeypatch.setenv("KEY", "right")
-        engine = make(folder, tmp_path, server, api_key_var="KEY")
+            monkeypatch.setenv("VLLM_API_KEY", key) if key else monkeypatch.delenv("VLLM_API_KEY")
+            with pytest.raises(EngineError, match=r"refuses the API key .*environment variable VLLM_API_KEY"):
+                make(folder, tmp_path, server)
+        monkeypatch.setenv("VLLM_API_KEY", "right")
+        engine = make(folder, tmp_path, server)
         assert engine.capabilities.num_top_log_probs == 5
         with pytest.raises(EngineError, match="max-logprobs"):
             engine.submit([tiny_request("six", num_top_log_probs=6)])

@@ -121,7 +121,7 @@ class TransformersEngine(Engine):
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
         for rows in pack(by_length, _SCORE_TOKENS, lambda row: rollout_lengths(rollouts[row])):
             hidden, ids, mask = forward_rollouts(model, [rollouts[row] for row in rows])
-            log_probs = token_log_probs(model, hidden[mask], ids[mask], temperature).cpu()
+            log_probs = token_log_probs(model, hidden[mask], ids[mask], temperature, top_k=0, top_p=1.0).cpu()
             lengths = [len(rollouts[row].token_ids) for row in rows]
             scores |= zip(rows, (part.clone() for part in log_probs.split(lengths)), strict=True)
         return [scores[row] for row in range(len(rollouts))]

@@ -6,6 +6,7 @@ a change by the user can help).
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from jackpot.core.errors import EngineError
 Result = TypeVar("Result")
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
+API_KEY_VAR = "VLLM_API_KEY"  # environment variable that holds the key of the servers, vLLM's own
 _KEEP_SECONDS = 2.0  # for an idle connection; vLLM closes one after 5, which must not look like a lost server
 _SHORT_SECONDS = 60.0  # for a call without generation; vLLM takes some seconds for the first about its configuration
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
@@ -31,19 +33,17 @@ class ServerRefused(ServerLost):
     """A server answered that it cannot serve the call, at least now."""
 
 
-def open_session(api_key: str | None, api_key_var: str) -> Any:
+def open_session() -> Any:
     """Return the aiohttp session that all clients share; called on the event loop that uses it.
-
-    Args:
-        api_key_var: environment variable that holds the key, named in errors.
 
     Raises:
         EngineError: aiohttp is not installed, or the key has characters that cannot be sent.
     """
     aiohttp = _import_aiohttp()
+    api_key = os.environ.get(API_KEY_VAR)
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise EngineError(
-            f"the API key in the environment variable {api_key_var} has a line break or another character that cannot "
+            f"the API key in the environment variable {API_KEY_VAR} has a line break or another character that cannot "
             f"be sent; set it without"
         )
     return aiohttp.ClientSession(
@@ -55,14 +55,13 @@ def open_session(api_key: str | None, api_key_var: str) -> Any:
 class ServerClient:
     """Calls the HTTP routes of one vLLM server."""
 
-    def __init__(self, url: str, session: Any, *, timeout: float, api_key_var: str) -> None:
+    def __init__(self, url: str, session: Any, *, timeout: float) -> None:
         """
         Args:
             timeout: longest time of a completion or a weight update, seconds.
-            api_key_var: environment variable that holds the key, named where the server refuses the key.
         """
         self._aiohttp = _import_aiohttp()
-        self._url, self._session, self._api_key_var = url.rstrip("/"), session, api_key_var
+        self._url, self._session = url.rstrip("/"), session
         self._long, self._short = timeout, min(timeout, _SHORT_SECONDS)
 
     async def model_name(self) -> str:
@@ -175,7 +174,7 @@ class ServerClient:
         if status in (401, 403):
             raise EngineError(
                 f"{self._url} refuses the API key ({reply}); put the key that it was started with into the environment "
-                f"variable {self._api_key_var}, or name another one in engine.api_key_var"
+                f"variable {API_KEY_VAR}"
             )
         raise EngineError(f"{self._url} answered {reply}" + (f"; {missing}" if status in (404, 405) else ""))
 

@@ -16,7 +16,6 @@ Tested with vLLM 0.32 on CPUs; not yet run on a GPU.
 """
 
 import asyncio
-import os
 import random
 import secrets
 import threading
@@ -227,9 +226,9 @@ class VLLMServerEngine(BackgroundEngine):
 
     async def _start(self) -> None:
         settings = self._settings
-        self._session = open_session(os.environ.get(settings.api_key_var), settings.api_key_var)
+        self._session = open_session()
         for url in settings.urls:
-            client = ServerClient(url, self._session, timeout=settings.timeout, api_key_var=settings.api_key_var)
+            client = ServerClient(url, self._session, timeout=settings.timeout)
             self._replicas.append(Replica(url, client, self._expected, self._id))
         self._tasks = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
         await self._wait_until_synced()

@@ -1,0 +1,128 @@
+"""What `jackpot config` prints: settings with their values, defaults, meanings and users, and the page of all."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from jackpot.config.reference import COMMANDS, Block, Setting, blocks, find, own_settings, settings
+
+_COLUMNS = ("setting", "values", "default", "meaning")
+_INTRODUCTION = """\
+# Settings
+
+Every setting of `jackpot train`, then what `jackpot eval` and `jackpot mismatch` have in addition. A recipe sets them
+as YAML, the command line as `key=value`. `jackpot config KEY` explains one. `jackpot config --markdown` made this page
+from the docstrings in `src/jackpot/config`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """The settings that are shown together."""
+
+    title: str
+    meaning: str
+    blocks: list[Block]  # those inside the group, its own if there is one
+    settings: list[Setting]
+
+
+def show_settings(console: Console) -> None:
+    """Print every block of settings."""
+    for group in _groups():
+        _print(console, f"{group.title}: {group.meaning}")
+        _show_list(console, group.settings)
+    _print(console, "jackpot config KEY explains one setting, such as objective.clip_low, or a block, such as engine.")
+
+
+def show_setting(console: Console, key: str) -> None:
+    """Print all that is known of a setting, or of a block and the settings below it.
+
+    Raises:
+        ConfigError: no such key, with the nearest ones.
+    """
+    found, below = find(key)
+    if found:
+        for meaning in dict.fromkeys(block.meaning for block in found):
+            _print(console, f"{found[0].key}: {meaning}")
+        for line in _notes(found):
+            _print(console, f"  {line}")
+        _show_list(console, below)
+        return
+    [setting] = below
+    for title, text in (
+        (setting.key, ""),
+        ("  values", setting.summary("values")),
+        ("  default", setting.summary("default")),
+        ("  used by", setting.users),
+    ):
+        _print(console, f"{title:<11}{text}".rstrip())
+    _print(console, f"  {setting.summary('meaning')}")
+
+
+def settings_page() -> str:
+    """Return docs/settings.md."""
+    parts = [_INTRODUCTION]
+    for group in _groups():
+        lines = [f"## {group.title}", "", group.meaning, "", f"| {' | '.join(_COLUMNS)} |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(_cells(setting))} |" for setting in group.settings]
+        if notes := _notes(group.blocks):
+            lines += ["", *(f"- {note}" for note in notes)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _groups() -> Iterator[_Group]:
+    """Yield the single settings of a run, then every block of them, then what the other commands have in addition."""
+    of_run, known = blocks("train"), settings("train")
+    single = [setting for key, setting in known.items() if "." not in key]
+    yield _Group(title="jackpot train", meaning=of_run[""].meaning, blocks=[], settings=single)
+    for key, block in of_run.items():
+        if key and "." not in key:
+            inside = [one for name, one in of_run.items() if f"{name}.".startswith(f"{key}.")]
+            below = [one for name, one in known.items() if name.startswith(f"{key}.")]
+            yield _Group(title=key, meaning=block.meaning, blocks=inside, settings=below)
+    for command in list(COMMANDS)[1:]:
+        own, shared = own_settings(command)
+        also = f"Its blocks {', '.join(shared)} have the settings of task, engine and sampling above."
+        meaning = f"{blocks(command)[''].meaning} {also}"
+        yield _Group(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=own)
+
+
+def _notes(found: Sequence[Block]) -> list[str]:
+    """Return a line for each choice of these blocks, and for each block inside them that need not be there."""
+    lines = {}
+    for block in found:
+        lines |= {f"`{block.key}={name}`": meaning for name, meaning in block.variants}
+        if block.default == "null" and "." in block.key:
+            lines[f"`{block.key}`, default null"] = block.meaning
+    return [f"{name}: {meaning}" for name, meaning in lines.items()]
+
+
+def _cells(setting: Setting) -> list[str]:
+    """Return a setting's row of the page."""
+    choice = f" Only with {setting.variants}." if setting.variants else ""
+    default = setting.summary("default")
+    return [
+        f"`{setting.key}`",
+        setting.summary("values"),
+        default if default == "required" else f"`{default}`",
+        setting.summary("meaning") + choice,
+    ]
+
+
+def _show_list(console: Console, rows: Sequence[Setting]) -> None:
+    """Print two lines for each setting: its key with values and default, and what it means."""
+    for setting in rows:
+        choice = f", with {setting.variants}" if setting.variants else ""
+        head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
+        _print(console, head.replace("; default required", "; required"))
+        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")
+        console.print(Padding(Text(meaning), (0, 0, 0, 6)), highlight=False)
+    _print(console, "")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(Text(text), highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""What the walk over the classes of settings finds, and what `jackpot config` prints of it."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import jackpot
+from jackpot.config.base import model_classes
+from jackpot.config.reference import COMMANDS, blocks, find, own_settings, settings
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError
+
+SETTINGS = settings(*COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "default", "users"),
+    [
+        ("iterations", "integer >= 1", "required", "jackpot train"),
+        ("threads", "integer >= 1 or auto", "auto", "jackpot train, jackpot eval, jackpot mismatch"),
+        ("sampling.top_p", "number > 0 and <= 1", "1.0", "jackpot train, jackpot eval, jackpot mismatch"),
+        ("policy.optimizer.betas", "list of 2: each number >= 0 and < 1", "[0.9, 0.99]", "jackpot train"),
+        ("policy.optimizer.learning_rate", "number > 0 and finite", "required", "jackpot train"),
+        ("policy.lora.target_modules", "list of strings (at least one)", "[all-linear]", "jackpot train"),
+        ("engine.name", "transformers, vllm or vllm_server", "transformers", "jackpot train, jackpot eval"),
+        ("engine.dtype", "fp32 or bf16", "fp32", "jackpot train, jackpot eval"),
+        ("engine.enforce_eager", "true, false or auto", "auto", "jackpot train, jackpot eval, with engine=vllm"),
+        ("task.train.limit", "integer >= 1 or null", "null", "jackpot train, jackpot mismatch, with task=math"),
+        ("task.rewards[].name", "string", "required", "jackpot train, jackpot mismatch, with task=math"),
+        (
+            "objective.correction.cap",
+            "number > 0",
+            "3.0 (tis, tis_adjusted); 5.0 (drop); 2.0 (seq_tis)",
+            "jackpot train, with objective.correction=tis, tis_adjusted, drop or seq_tis",
+        ),
+        (
+            "sampling.max_new_tokens",
+            "integer >= 1",
+            "256; 4096 (jackpot eval)",
+            "jackpot train, jackpot eval, jackpot mismatch",
+        ),
+        ("critic.optimizer", "settings of policy.optimizer", "required", "jackpot train"),
+        ("evaluation.engine", "settings of engine", "null", "jackpot train"),
+    ],
+)
+def test_a_setting_has_its_values_its_default_and_its_users(key: str, values: str, default: str, users: str) -> None:
+    setting = SETTINGS[key]
+    assert (setting.summary("values"), setting.summary("default"), setting.users) == (values, default, users)
+
+
+def test_where_alternatives_differ_each_says_its_own_meaning() -> None:
+    meaning = SETTINGS["objective.correction.low"].summary("meaning")
+    assert meaning.startswith("icepop: Smallest rho of a token") and "seq_mask: Smallest R of a response" in meaning
+
+
+def test_every_setting_and_every_block_has_a_meaning() -> None:
+    assert [key for key, setting in SETTINGS.items() if not setting.summary("meaning")] == []
+    assert [key for command in COMMANDS for key, block in blocks(command).items() if not block.meaning] == []
+
+
+def test_every_setting_of_a_run_is_found() -> None:
+    """Counted by another walk: every field of every class that holds no class itself."""
+
+    def leaves(kind: type, prefix: str = "") -> set[str]:
+        found = set()
+        for name, field in kind.model_fields.items():
+            classes = model_classes(field.annotation)
+            below = f"{prefix}{name}" + ("[]." if name == "rewards" else ".")
+            found |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
+        return found
+
+    expected = {key for key in leaves(Config) if not key.startswith(("evaluation.engine.", "critic.optimizer."))}
+    assert settings("train").keys() == expected | {"evaluation.engine", "critic.optimizer"}
+
+
+def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
+    found, below = find("engine")
+    assert {block.command for block in found} == {"train", "eval"}
+    assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server"]
+    assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 17
+    assert [setting.key for setting in find("task.rewards")[1]] == ["task.rewards[].name", "task.rewards[].weight"]
+    assert find("learners.0.autocast")[1] == [SETTINGS["learners[].autocast"]]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("temperature", "did you mean sampling.temperature or learners[].temperature?"),
+        ("objective.clip_lo", "did you mean objective.clip_low"),
+        ("batch.epochs", "unknown setting 'batch.epochs'; it is now batch.ppo_epochs"),
+        ("qqqqq", "unknown setting 'qqqqq'. jackpot config lists all of them"),
+        ("", "unknown setting ''. jackpot config lists all of them"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find(key)
+    assert message in str(error.value)
+
+
+def test_the_other_commands_show_what_they_have_in_addition() -> None:
+    own, shared = own_settings("eval")
+    assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in own}
+    assert shared == ["arithmetic", "tool_arithmetic", "math", "engine", "sampling"]
+    assert not {"engine.dtype", "math.template"} & {setting.key for setting in own}
+
+
+def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
+    everything = jackpot("config", cwd=tmp_path)
+    assert everything.returncode == 0 and all(key in everything.stdout for key in settings("train"))
+    one = jackpot("config", "objective.correction.cap", cwd=tmp_path).stdout.splitlines()
+    assert one[:3] == [
+        "objective.correction.cap",
+        "  values   number > 0",
+        "  default  3.0 (tis, tis_adjusted); 5.0 (drop); 2.0 (seq_tis)",
+    ]
+    block = jackpot("config", "engine", cwd=tmp_path).stdout
+    assert "`engine=vllm`: vLLM decodes in the learner's process" in block and "engine.max_num_seqs" in block
+    wrong = jackpot("config", "clip_lo", cwd=tmp_path)
+    assert (
+        wrong.returncode == 2
+        and "did you mean rollout_model.clip_low, critic.clip or objective.clip_low?" in wrong.stderr
+    )
