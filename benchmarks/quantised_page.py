@@ -19,8 +19,8 @@ from jackpot.analysis.compare.comparison import Difference, Spread
 from jackpot.config.recipes import load_recipe
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui.charts import Chart, Guide, Series
+from jackpot.ui.error_bars import error_bars
 from jackpot.ui.png import write_png
-from jackpot.ui.report.lines import band
 from jackpot.ui.views.comparison import difference_cells, percent
 
 RECIPE = Path(__file__).with_name("quantised.yaml")
@@ -146,7 +146,7 @@ def charts(arms: dict[str, list[Run]]) -> list[Chart]:
 
 def series(arm: str, number: int, runs: Sequence[Run], metric: str) -> Series:
     curves = [curve(run, metric) for run in runs]
-    mean, low, high = band([[y for _, y in points] for points in curves])
+    mean, low, high = error_bars([[y for _, y in points] for points in curves])
     return Series(name=arm, x=[x for x, _ in curves[0]], y=mean, low=low, high=high, number=number)
 
 

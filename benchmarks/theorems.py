@@ -40,8 +40,19 @@ from jackpot.analysis.simulate.measurements import PairMeasurement
 from jackpot.analysis.simulate.run import synthetic_measurements
 from jackpot.core.prng import fold_in
 from jackpot.objectives import obrs
-from jackpot.ui.charts import DASHED, GREY, SMALLEST_RATIO, Chart, Guide, Section, Series, Table, drawn, number
-from jackpot.ui.results import write_folder
+from jackpot.ui.charts import (
+    DASHED,
+    GRAY,
+    SMALLEST_RATIO,
+    Chart,
+    Guide,
+    Section,
+    Series,
+    Table,
+    finite,
+    format_number,
+)
+from jackpot.ui.results import write_results
 from jackpot.ui.terminal.tables import show_files, show_tables
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 0.95)
@@ -72,7 +83,7 @@ def main() -> None:
     theorems, found = check_theorems([pair for pair, _ in synthetic_measurements(given.seed)[1]], given.seed)
     sections = {"theorems": theorem_section(theorems), "identity": identity_section(found)}
     numbers = {"seed": given.seed, "theorems": asdict(theorems), "identity": asdict(found)}
-    files = write_folder(given.out, "theorems", "Theorems 3.3 and 3.4, and the identity", sections, numbers)
+    files = write_results(given.out, "theorems", "Theorems 3.3 and 3.4, and the identity", sections, numbers)
     show_tables(Console(), sections.values())
     show_files(Console(), files)
 
@@ -405,16 +416,19 @@ def theorem_section(theorems: Theorems) -> Section:
     derivative, best = theorems.derivative, theorems.optimality
     rows = (
         ("derivative: places between kinks of KL(lam)", f"{derivative.places:,}"),
-        ("largest error of lam x derivative against difference quotients", number(derivative.error)),
-        ("the same for the derivative as the submission prints it", number(derivative.printed_error)),
+        ("largest error of lam x derivative against difference quotients", format_number(derivative.error)),
+        ("the same for the derivative as the submission prints it", format_number(derivative.printed_error)),
         ("places inside (min rho, max rho) where the KL does not fall", f"{derivative.rises}"),
         ("places outside where it changes", f"{derivative.moves}"),
         ("places where it is above the KL before", f"{derivative.above_before}"),
-        (f"budgets {', '.join(f'{one:g}' for one in best.budgets)}: largest |Z - budget|", number(best.budget_error)),
+        (
+            f"budgets {', '.join(f'{one:g}' for one in best.budgets)}: largest |Z - budget|",
+            format_number(best.budget_error),
+        ),
         (f"other rules with the same budget, over {best.states} states", f"{best.alternatives:,}"),
         ("of these closer to the policy than OBRS", f"{best.better}"),
-        ("smallest margin by which another rule is worse, nats", number(best.smallest_margin)),
-        ("median margin, nats", number(best.median_margin)),
+        ("smallest margin by which another rule is worse, nats", format_number(best.smallest_margin)),
+        ("median margin, nats", format_number(best.median_margin)),
     )
     table = Table(title="Both theorems in numbers", columns=("what", "found"), rows=rows)
     charts = [_contraction_chart(one) for one in theorems.contractions]
@@ -442,8 +456,8 @@ def _contraction_chart(one: Contraction) -> Chart:
         x_label="lam",
         y_label="nats; share",
         series=(
-            Series(name=_AFTER, x=one.lam, y=drawn(one.kl)),
-            Series(name="Z", x=one.lam, y=drawn(one.acceptance), number=1),
+            Series(name=_AFTER, x=one.lam, y=finite(one.kl)),
+            Series(name="Z", x=one.lam, y=finite(one.acceptance), number=1),
         ),
         note="Flat, then falling between the two dotted uprights, then 0.",
         log_x=True,
@@ -453,7 +467,7 @@ def _contraction_chart(one: Contraction) -> Chart:
 
 def _derivative_chart(one: Contraction) -> Chart:
     def scaled(values: Sequence[float]) -> tuple[float | None, ...]:
-        return drawn([value * lam for value, lam in zip(values, one.lam, strict=True)])
+        return finite([value * lam for value, lam in zip(values, one.lam, strict=True)])
 
     return Chart(
         title=f"The derivative, one state of {one.name}",
@@ -474,10 +488,12 @@ def _budget_chart(one: BudgetCurve) -> Chart:
         x_label="accepted share",
         y_label=_AFTER,
         series=(
-            Series(name="OBRS", x=one.budget, y=drawn(one.obrs)),
-            Series(name="a ~ sqrt(rho)", x=one.budget, y=drawn(one.root), number=1),
-            Series(name=f"best of {RULES:,} random rules", x=one.at, y=drawn(one.best_other), number=2, style="points"),
-            Series(name="no rule comes below", x=one.budget, y=drawn(one.bound), number=GREY + DASHED),
+            Series(name="OBRS", x=one.budget, y=finite(one.obrs)),
+            Series(name="a ~ sqrt(rho)", x=one.budget, y=finite(one.root), number=1),
+            Series(
+                name=f"best of {RULES:,} random rules", x=one.at, y=finite(one.best_other), number=2, style="points"
+            ),
+            Series(name="no rule comes below", x=one.budget, y=finite(one.bound), number=GRAY + DASHED),
         ),
         note="Every other rule lies on or above OBRS at the same accepted share.",
         guides=(Guide(text="KL before", y=one.kl_before),),
@@ -488,16 +504,16 @@ def identity_section(identity: Identity) -> Section:
     rows = (
         ("pairs of a state and a token", f"{identity.tokens:,}"),
         (f"comparisons, c1 {', '.join(f'{cap:g}' for cap in CAPS)}", f"{identity.comparisons:,}"),
-        ("largest |a min(w, c1) - min(Z rho, c1)|", number(identity.deviation)),
+        ("largest |a min(w, c1) - min(Z rho, c1)|", format_number(identity.deviation)),
         ("largest lam Z", f"{identity.largest_lam_z:.15f}"),
-        (f"the deviation with c1 = {OUTSIDE_CAP:g}, which is not promised", number(identity.outside_deviation)),
+        (f"the deviation with c1 = {OUTSIDE_CAP:g}, which is not promised", format_number(identity.outside_deviation)),
     )
     ends = [value for curve in identity.curves for value in _scaled(curve.rho, curve.z)]
-    line = sorted({*drawn(ends, SMALLEST_RATIO), DRAWN_CAP} - {None})
+    line = sorted({*finite(ends, SMALLEST_RATIO), DRAWN_CAP} - {None})
     whole = tuple(
-        Series(name=f"lam {curve.lam:g}", x=x, y=drawn(curve.product, SMALLEST_RATIO), number=order, style="points")
+        Series(name=f"lam {curve.lam:g}", x=x, y=finite(curve.product, SMALLEST_RATIO), number=order, style="points")
         for order, curve in enumerate(identity.curves)
-        if (x := drawn(_scaled(curve.rho, curve.z), SMALLEST_RATIO))
+        if (x := finite(_scaled(curve.rho, curve.z), SMALLEST_RATIO))
     )
     parts = [
         Chart(
@@ -506,7 +522,10 @@ def identity_section(identity: Identity) -> Section:
             y_label=label,
             series=tuple(
                 Series(
-                    name=f"lam {curve.lam:g}", x=drawn(curve.rho, SMALLEST_RATIO), y=drawn(read(curve)), number=order
+                    name=f"lam {curve.lam:g}",
+                    x=finite(curve.rho, SMALLEST_RATIO),
+                    y=finite(read(curve)),
+                    number=order,
                 )
                 for order, curve in enumerate(identity.curves)
             ),
@@ -523,7 +542,7 @@ def identity_section(identity: Identity) -> Section:
         title="Acceptance times weight, one state",
         x_label="Z rho",
         y_label=f"a(x) min(w(x), {DRAWN_CAP:g})",
-        series=(*whole, Series(name=f"min(Z rho, {DRAWN_CAP:g})", x=tuple(line), y=_capped(line), number=GREY)),
+        series=(*whole, Series(name=f"min(Z rho, {DRAWN_CAP:g})", x=tuple(line), y=_capped(line), number=GRAY)),
         note="All lams fall on one line: in expectation OBRS is truncated importance sampling on Z rho.",
         log_x=True,
         log_y=True,

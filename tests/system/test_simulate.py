@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from helpers.runs import SMALL, run, small_config
 from jackpot.analysis.simulate import run as simulation
 from jackpot.ui import cli
-from jackpot.ui.results import write_folder
+from jackpot.ui.results import write_results
 
 PICTURES = ("ratios", "acceptance", "kl", "topk")
 
@@ -88,7 +88,7 @@ def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, mon
 
 def test_what_is_not_finite_is_null_in_the_folder(tmp_path: Path) -> None:
     given = {"a": math.nan, "b": [math.inf, 1.5, ({"c": -math.inf}, "d", None, True, 3)]}
-    written = write_folder(tmp_path, "simulate", "nothing", {}, given)
+    written = write_results(tmp_path, "simulate", "nothing", {}, given)
     assert [path.name for path in written] == ["simulate.html", "simulate.json"]
     assert numbers(tmp_path) == {"a": None, "b": [None, 1.5, [{"c": None}, "d", None, True, 3]]}
 

@@ -1,20 +1,36 @@
-"""Sections as one HTML file that needs no network: data, plotly and our own code are in it."""
+"""Writes sections as one HTML file that needs no network: it contains the data, plotly and our own code."""
 
+import base64
+import gzip
 import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jackpot.core.files import write_whole
 from jackpot.ui.charts import Chart, Section, Table
-from jackpot.ui.packing import Tokens, packed
 
 _ASSETS = Path(__file__).parent / "assets"
-_INSPECTOR = ("colours.js", "inspector_rows.js", "inspector_panel.js", "inspector.js")
+_INSPECTOR = ("colors.js", "inspector_rows.js", "inspector_panel.js", "inspector.js")
 _PLACE = re.compile(r"@@([A-Z]+)@@")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectorData:
+    """What the page's token inspector shows."""
+
+    index: Mapping[str, Any]  # the runs, their saved iterations, and the counts of responses and tokens
+    packs: Mapping[str, str]  # name: columns of one iteration or texts of one run, see `packed`
+    left_out: Table  # saved iterations for which the page has no room; without rows if it has all
+
+
+def packed(value: Any) -> str:
+    """Return a value as JSON, compressed by gzip, in base64; equal values give equal text."""
+    data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
 
 
 def write_page(
@@ -22,16 +38,16 @@ def write_page(
     title: str,
     sections: Sequence[Section],
     *,
-    tokens: Tokens | None = None,
+    tokens: InspectorData | None = None,
     reload_every: float | None = None,
 ) -> None:
-    """Write the page; charts are drawn when they come into view.
+    """Write the page. The browser draws a chart when it comes into view.
 
     Args:
-        tokens: for the token inspector; without it the page has none.
-        reload_every: seconds after which the page looks for a newer one in its place, again and again.
+        tokens: data of the token inspector; None leaves the inspector out.
+        reload_every: seconds after which the open page loads itself again, which shows a newer page; None: never.
     """
-    from plotly.offline import get_plotlyjs  # the other commands start without it
+    from plotly.offline import get_plotlyjs  # a slow import, which the other commands do not need
 
     numbers = _Numbers()
     data = {"sections": [_section(section, numbers) for section in sections], "reloadEvery": reload_every}
@@ -56,7 +72,7 @@ def write_page(
 
 
 class _Numbers:
-    """Columns of numbers, each once: charts name them by their place, and they travel compressed."""
+    """Stores each distinct column of numbers once; a chart refers to a column by its index."""
 
     def __init__(self) -> None:
         self.lists: list[list[float | None]] = []
@@ -87,7 +103,7 @@ def _item(item: Any, numbers: _Numbers) -> dict[str, Any]:
         return asdict(item) | places | {"kind": "heatmap"}
     series = [
         asdict(one)
-        | {"colour": one.colour, "dash": one.dash}
+        | {"color": one.color, "dash": one.dash}
         | {name: None if (column := getattr(one, name)) is None else numbers.place(column) for name in _COLUMNS}
         for one in item.series
     ]
@@ -98,7 +114,7 @@ _COLUMNS = ("x", "y", "low", "high")
 
 
 def _embedded(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element which contains it."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

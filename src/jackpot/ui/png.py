@@ -1,4 +1,4 @@
-"""Charts as a PNG file, by matplotlib."""
+"""Draws charts into a PNG file with matplotlib."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _STYLES = {"line": {}, "points": {"linestyle": "none", "marker": "."}, "both": {
 
 def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -> None:
     """Draw charts side by side, at most `columns` in a row; 150 dots an inch, 5 x 3.8 inches each."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the other commands start without it
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a slow import, which the other commands do not need
     from matplotlib.figure import Figure
 
     columns = min(columns, len(charts))
@@ -28,9 +28,9 @@ def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, chart in zip(panels, charts, strict=False):
         _draw_heatmap(panel, chart) if isinstance(chart, Heatmap) else _draw_chart(panel, _with_axes(chart))
-        panel.set_title(_plain(chart.title), fontsize=10)
-        panel.set_xlabel(_plain(chart.x_label), fontsize=9)
-        panel.set_ylabel(_plain(chart.y_label), fontsize=9)
+        panel.set_title(_escaped(chart.title), fontsize=10)
+        panel.set_xlabel(_escaped(chart.x_label), fontsize=9)
+        panel.set_ylabel(_escaped(chart.y_label), fontsize=9)
         panel.tick_params(labelsize=8)
     for panel in panels[len(charts) :]:
         panel.set_visible(False)
@@ -43,15 +43,15 @@ def _draw_chart(panel: "Axes", chart: Chart) -> None:
     for series in chart.series:
         x, y = _floats(series.x), _floats(series.y)
         look = {"linestyle": _DASHES[series.dash]} | _STYLES[series.style]
-        panel.plot(x, y, color=series.colour, label=_plain(series.name), linewidth=1.5, **look)
+        panel.plot(x, y, color=series.color, label=_escaped(series.name), linewidth=1.5, **look)
         if series.low is not None and series.high is not None:
             low, high = _floats(series.low), _floats(series.high)
-            panel.fill_between(x, low, high, color=series.colour, alpha=0.18, linewidth=0)
+            panel.fill_between(x, low, high, color=series.color, alpha=0.18, linewidth=0)
     for guide in chart.guides:
         draw, at = (panel.axhline, guide.y) if guide.x is None else (panel.axvline, guide.x)
-        draw(at, color="#555555", linewidth=0.8, linestyle=":", label=_plain(guide.text))
+        draw(at, color="#555555", linewidth=0.8, linestyle=":", label=_escaped(guide.text))
     if chart.x_names:
-        panel.set_xticks(range(len(chart.x_names)), list(map(_plain, chart.x_names)))
+        panel.set_xticks(range(len(chart.x_names)), list(map(_escaped, chart.x_names)))
     if chart.log_x:
         panel.set_xscale("log")
     if chart.log_y:
@@ -67,17 +67,17 @@ def _draw_heatmap(panel: "Axes", chart: Heatmap) -> None:
     values = [_floats(row) for row in chart.values]
     edges = range(len(chart.y))
     drawn = panel.pcolormesh(_floats(chart.x), list(edges), values, cmap="cividis", shading="nearest")
-    panel.set_yticks(list(edges), list(map(_plain, chart.y)))
-    panel.figure.colorbar(drawn, ax=panel).set_label(_plain(chart.value_label), fontsize=8)
+    panel.set_yticks(list(edges), list(map(_escaped, chart.y)))
+    panel.figure.colorbar(drawn, ax=panel).set_label(_escaped(chart.value_label), fontsize=8)
 
 
-def _plain(text: str) -> str:
-    """matplotlib would read what stands between two dollar signs as mathematics, and raise where it is none."""
+def _escaped(text: str) -> str:
+    """Escape dollar signs, between which matplotlib would parse mathematics."""
     return text.replace("$", r"\$")
 
 
 def _with_axes(chart: Chart) -> Chart:
-    """matplotlib cannot lay out a logarithmic axis on which nothing stands: such a one becomes linear."""
+    """Make a logarithmic axis without positive values linear, because matplotlib cannot lay it out."""
     stands = [_any_positive(values) for values in zip(*((one.x, one.y) for one in chart.series), strict=True)]
     has_x, has_y = stands or [False, False]
     return replace(chart, log_x=chart.log_x and has_x, log_y=chart.log_y and has_y)

@@ -1,4 +1,4 @@
-"""A folder with everything that was found: one page, one picture for each section, all numbers."""
+"""Writes what a command found into a folder: a page, a picture of each section with charts, and all numbers."""
 
 import json
 import math
@@ -12,15 +12,16 @@ from jackpot.ui.html import write_page
 from jackpot.ui.png import write_png
 
 
-def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Section], numbers: Any) -> list[Path]:
-    """Write NAME.html, KEY.png for every section with a chart, and NAME.json; the files in that order.
+def write_results(folder: Path, name: str, title: str, sections: Mapping[str, Section], numbers: Any) -> list[Path]:
+    """Write NAME.html, KEY.png for every section with a chart, and NAME.json; return the files in that order.
 
     Args:
-        numbers: dicts, lists, strings and numbers; what is not finite becomes null.
+        numbers: dicts, lists, strings and numbers; a number that is not finite becomes null.
     """
     page, found = folder / f"{name}.html", folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(found, (json.dumps(plain(numbers), indent=1, allow_nan=False) + "\n").encode())  # whatever comes after
+    # numbers first: they are kept if drawing fails
+    write_whole(found, (json.dumps(to_json(numbers), indent=1, allow_nan=False) + "\n").encode())
     write_page(page, title, list(sections.values()))
     written = [page]
     for key, section in sections.items():
@@ -30,15 +31,15 @@ def write_folder(folder: Path, name: str, title: str, sections: Mapping[str, Sec
     return [*written, found]
 
 
-def plain(value: Any) -> Any:
-    """As JSON can have it."""
+def to_json(value: Any) -> Any:
+    """Return the value with tuples as lists and None for every number that is not finite, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {key: to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [to_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def default_folder(command: str, model: str) -> Path:
-    """Name the default folder for a command's results on a model, given as a path, a hub name or starter:NAME."""
+    """Name the folder of a command's results on a model, which is a path, a hub name or starter:NAME."""
     return Path("runs") / f"{command}-{model.strip('/.').replace('/', '-').replace(':', '-')}"

@@ -256,17 +256,17 @@ def test_tokens_cannot_be_markup_and_blanks_are_seen(odd_report: Path, open_page
 
 
 def contrast(first: list[float], second: list[float]) -> float:
-    """As WCAG 2 defines it, of two sRGB colours from 0 to 255."""
+    """As WCAG 2 defines it, of two sRGB colors from 0 to 255."""
 
-    def luminance(colour: list[float]) -> float:
-        linear = [one / 255 / 12.92 if one / 255 <= 0.04045 else ((one / 255 + 0.055) / 1.055) ** 2.4 for one in colour]
+    def luminance(color: list[float]) -> float:
+        linear = [one / 255 / 12.92 if one / 255 <= 0.04045 else ((one / 255 + 0.055) / 1.055) ** 2.4 for one in color]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 
-def colour(page: Page, script: str) -> list[float]:
+def color(page: Page, script: str) -> list[float]:
     return [float(one) for one in re.findall(r"[\d.]+", page.evaluate(script))[:3]]
 
 
@@ -275,23 +275,21 @@ def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open,
     page = open_page(report, dark=dark)
     show_tokens(page)
     theme = "dark" if dark else "light"
-    script = (
-        "theme => Array.from({length: 201}, (_, i) => colourAt(i / 100 - 1, theme)).map((one) => [one, inkOn(one)])"
-    )
+    script = "theme => Array.from({length: 201}, (_, i) => colorAt(i / 100 - 1, theme)).map((one) => [one, inkOn(one)])"
     for back, ink in page.evaluate(script, theme):
         front = [int(ink[at : at + 2], 16) for at in (1, 3, 5)]
         assert contrast(back, front) >= 4.5
     for name in ("acceptance", "weight", "ratio", "advantage", "kl"):
-        page.locator(f"[data-colouring={name}]").click()
+        page.locator(f"[data-coloring={name}]").click()
         styles = "[...document.querySelectorAll('.t')].map((one) => getComputedStyle(one))"
         for pair in page.evaluate(f"{styles}.map((one) => [one.backgroundColor, one.color])")[:50]:
             back, front = ([float(one) for one in re.findall(r"[\d.]+", text)[:3]] for text in pair)
             assert contrast(back, front) >= 4.5
-    card = colour(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
+    card = color(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
     assert (sum(card) < 150) == dark
     for place in (".note", ".intro", "td", "th", ".sick", "nav a", ".row.head", ".row .wrong"):
         if page.locator(place).count():
-            assert contrast(card, colour(page, f"getComputedStyle(document.querySelector('{place}')).color")) >= 4.5, (
+            assert contrast(card, color(page, f"getComputedStyle(document.querySelector('{place}')).color")) >= 4.5, (
                 place
             )
 
@@ -320,7 +318,7 @@ def test_a_hundred_thousand_tokens_stay_fluid(huge_report: Path, open_page: Open
           const count = new MutationObserver((records) => { touched += records.length; });
           count.observe(list, { subtree: true, attributes: true });
           const begun = performance.now();
-          colourBy("ratio");
+          colorBy("ratio");
           const switched = performance.now() - begun;
           await frame();
           return { nodes, touched, tokens: list.querySelectorAll(".t").length, seen: [...seen].map(Number), switched,
@@ -331,7 +329,7 @@ def test_a_hundred_thousand_tokens_stay_fluid(huge_report: Path, open_page: Open
     print(
         f"two frames: median {gaps[150]:.0f} ms, worst {gaps[-1]:.0f} ms; {measured['nodes']} nodes at most; ", end=""
     )
-    print(f"colours switched in {measured['switched']:.1f} ms, {measured['touched']} changes")
+    print(f"colors switched in {measured['switched']:.1f} ms, {measured['touched']} changes")
     assert 0 in measured["seen"] and 99_999 in measured["seen"]
     assert measured["nodes"] < 4000  # 100,000 tokens in 11,000 rows; what is in view and a little more has elements
     assert 0 < measured["touched"] <= 2 * measured["tokens"]

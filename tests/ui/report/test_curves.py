@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from helpers.folders import run_folder
 from jackpot.ui.charts import Chart, Heatmap, Section, Table
+from jackpot.ui.error_bars import MeanLine, downsample, mean_line
 from jackpot.ui.report.curves import metric_sections
-from jackpot.ui.report.lines import Line, mean_line, thin
 from jackpot.ui.report.runs import Arm, arms_of, differing, find_runs, read_runs
 from jackpot.ui.report.summary import summary_section
 
@@ -35,7 +35,7 @@ def charts(sections: list[Section]) -> dict[str, Chart | Heatmap]:
 
 def test_a_single_run_is_its_own_line_without_a_band() -> None:
     line = mean_line([lines(1.0, "absent", None, 4.0)], "a/b")
-    assert line == Line([0, 2, 3], [1.0, None, 4.0])  # absent: no point; null: a gap
+    assert line == MeanLine([0, 2, 3], [1.0, None, 4.0])  # absent: no point; null: a gap
 
 
 def test_a_few_seeds_are_their_mean_between_the_least_and_the_greatest() -> None:
@@ -55,7 +55,7 @@ def test_five_seeds_are_their_mean_and_one_standard_deviation() -> None:
 def test_a_thin_line_keeps_extremes_and_order_and_gaps_that_are_wide(values: list[float | None], half: int) -> None:
     numbers = [value for value in values if value is not None]
     low, high = ([None if value is None else value + by for value in values] for by in (-1.0, 1.0))
-    line = thin(Line(list(range(len(values))), values, low, high), most=2 * half)
+    line = downsample(MeanLine(list(range(len(values))), values, low, high), most=2 * half)
     assert len(line.x) <= 2 * half and line.x == sorted(set(line.x))
     assert all(values[x] == y for x, y in zip(line.x, line.y, strict=True))
     if numbers:
@@ -123,10 +123,10 @@ def test_charts_come_in_the_order_in_which_one_diagnoses(trained: Path) -> None:
     assert titles == expected
 
 
-def test_arms_have_one_colour_everywhere_and_limits_are_drawn(trained: Path) -> None:
+def test_arms_have_one_color_everywhere_and_limits_are_drawn(trained: Path) -> None:
     drawn = charts(metric_sections(arms(trained), {}))
-    colours = {(one.group, one.colour) for item in drawn.values() if isinstance(item, Chart) for one in item.series}
-    assert len(colours) == 2 and {group for group, _ in colours} == {"none", "obrs"}
+    colors = {(one.group, one.color) for item in drawn.values() if isinstance(item, Chart) for one in item.series}
+    assert len(colors) == 2 and {group for group, _ in colors} == {"none", "obrs"}
     [guide] = drawn["obrs/acceptance"].guides
     assert guide.y == 0.5 and "below" in guide.text  # docs/metrics.md: sick below 0.5
     assert drawn["obrs/acceptance by position: obrs"].y[:3] == ["0", "1-3", "4-15"]
@@ -157,11 +157,11 @@ def test_seventeen_arms_and_the_variants_of_each_look_different_in_every_chart(t
     by_arms = [item for item in drawn if len(item.series) == 17]
     assert {one.style for item in by_arms for one in item.series} == {"line", "points", "both"}
     for item in by_arms:
-        colours = [one.colour for one in item.series]
-        assert all(apart(one, other) > 30 for place, one in enumerate(colours) for other in colours[:place])
+        colors = [one.color for one in item.series]
+        assert all(apart(one, other) > 30 for place, one in enumerate(colors) for other in colors[:place])
     several = [item for item in drawn if len(item.series) == 34]
     assert len(several) == 2  # acceptance and Z, the signs
-    assert all(len({(one.colour, one.dash) for one in item.series}) == 34 for item in several)
+    assert all(len({(one.color, one.dash) for one in item.series}) == 34 for item in several)
 
 
 def test_z_against_kappa_has_a_point_for_every_iteration(tmp_path: Path) -> None:

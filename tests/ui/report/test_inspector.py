@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from helpers import folders
 from helpers.folders import run_folder, save_tokens
 from jackpot.training.run.rollouts import Saved, saved_files
-from jackpot.ui.packing import Tokens, packed
+from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.distributions import distributions
 from jackpot.ui.report.inspector import TOP, even_shares, inspector_data, significant, spread_rows
 from jackpot.ui.report.report import write_report
@@ -110,7 +110,7 @@ def test_what_has_no_room_is_left_out_evenly_and_counted(tmp_path: Path) -> None
     assert none.left_out.rows == (("run", "0 of 3", "0 of 125", "1 to 3"),)
 
 
-def listed(tokens: Tokens) -> dict[str, dict[int, int]]:
+def listed(tokens: InspectorData) -> dict[str, dict[int, int]]:
     """Of each run: iteration to the number of its responses that are there."""
     return {
         run["name"]: {one["iteration"]: one["responses"] for one in run["iterations"]} for run in tokens.index["runs"]

@@ -8,7 +8,7 @@ import pytest
 from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import Point, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
-from jackpot.ui.report.lines import band
+from jackpot.ui.error_bars import error_bars
 from jackpot.ui.views.comparison import comparison_charts
 
 
@@ -85,7 +85,7 @@ def test_a_collapsed_run_has_no_say_in_what_the_others_spent() -> None:
 
 def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
     values = [1.0, 2.0, 4.0, 8.0, 9.0]
-    mean, low, high = band([[value, None] for value in values])
+    mean, low, high = error_bars([[value, None] for value in values])
     assert mean == (statistics.fmean(values), None)
     assert low == (pytest.approx(mean[0] - statistics.stdev(values)), None)
     assert high == (pytest.approx(mean[0] + statistics.stdev(values)), None)

@@ -61,11 +61,11 @@ function makeToken(data, k) {
 }
 
 function paint(made, k) {
-  const data = view.data, mode = COLOURINGS[view.colouring], value = data[mode.column][k];
+  const data = view.data, mode = COLORINGS[view.coloring], value = data[mode.column][k];
   if (!data.sampled[k] || value === null) { made.style.background = made.style.color = ""; return; }
-  const colour = colourAt(mode.place(value, data.mostAdvantage), DARK.matches ? "dark" : "light");
-  made.style.background = `rgb(${colour})`;
-  made.style.color = inkOn(colour);
+  const color = colorAt(mode.place(value, data.mostAdvantage), DARK.matches ? "dark" : "light");
+  made.style.background = `rgb(${color})`;
+  made.style.color = inkOn(color);
 }
 
 function repaint() {
@@ -73,10 +73,10 @@ function repaint() {
 }
 
 function legend() {
-  const mode = COLOURINGS[view.colouring], theme = DARK.matches ? "dark" : "light", most = view.data.mostAdvantage;
+  const mode = COLORINGS[view.coloring], theme = DARK.matches ? "dark" : "light", most = view.data.mostAdvantage;
   const ticks = mode.ticks(most), places = ticks.map((value) => mode.place(value, most));
   const low = Math.min(...places), high = Math.max(...places), stops = [];
-  for (let i = 0; i <= 20; i++) stops.push(`rgb(${colourAt(low + (high - low) * i / 20, theme)}) ${i * 5}%`);
+  for (let i = 0; i <= 20; i++) stops.push(`rgb(${colorAt(low + (high - low) * i / 20, theme)}) ${i * 5}%`);
   const bar = element("div", "bar");
   bar.style.background = `linear-gradient(to right, ${stops})`;
   const labels = ticks.map((value, i) => {
@@ -87,18 +87,18 @@ function legend() {
   });
   at("scale").replaceChildren(bar, ...labels);
   at("scale").title = mode.says;
-  for (const button of at("colouring").children) {
-    const chosen = button.dataset.colouring === view.colouring;
+  for (const button of at("coloring").children) {
+    const chosen = button.dataset.coloring === view.coloring;
     button.setAttribute("aria-checked", String(chosen));
     button.tabIndex = chosen ? 0 : -1;
   }
 }
 
-function colourBy(name) {
-  view.colouring = name;
+function colorBy(name) {
+  view.coloring = name;
   repaint();
   legend();
-  remember({ colour: name === "acceptance" ? "" : name });
+  remember({ color: name === "acceptance" ? "" : name });
 }
 
 // ---- The chosen token
@@ -211,7 +211,7 @@ function restore() {
   at("run").value = now.get("run") || "0";
   if (at("run").selectedIndex < 0) at("run").value = "0";
   for (const id of ["verdict", "least", "most", "rejected", "sort", "text"]) at(id).value = now.get(id) || "";
-  view.colouring = COLOURINGS[now.get("colour")] ? now.get("colour") : "acceptance";
+  view.coloring = COLORINGS[now.get("color")] ? now.get("color") : "acceptance";
   fillIterations(now.get("iteration"));
   return load(now.get("token"));
 }
@@ -223,12 +223,12 @@ function pressed(event) {
   if (event.key === "Escape" && !at("keys").open) { if (typing) list.focus(); else setCurrent(-1); return; }
   if (typing || event.ctrlKey || event.metaKey || event.altKey || at("keys").open || !view.data) return;
   const box = at("tokens").getBoundingClientRect(), inView = box.top < innerHeight && box.bottom > 0;
-  const inList = document.activeElement === list, names = Object.keys(COLOURINGS);
+  const inList = document.activeElement === list, names = Object.keys(COLORINGS);
   const always = { "?": () => at("keys").showModal(), "/": () => at("text").focus(), j: () => stepResponse(1), k: () => stepResponse(-1),
     n: () => stepToken(1, isRejected), N: () => stepToken(-1, isRejected), "[": () => stepIteration(-1), "]": () => stepIteration(1) };
   const arrows = { ArrowDown: () => stepResponse(1), ArrowUp: () => stepResponse(-1), ArrowRight: () => stepToken(1), ArrowLeft: () => stepToken(-1),
     Home: () => setCurrent(firstToken(0)), End: () => setCurrent(firstToken(view.order.length - 1)) };
-  names.forEach((name, i) => { always[String(i + 1)] = () => colourBy(name); });
+  names.forEach((name, i) => { always[String(i + 1)] = () => colorBy(name); });
   const act = (inView && always[event.key]) || (inList && arrows[event.key]);
   if (act) { event.preventDefault(); act(); }
 }
@@ -242,20 +242,20 @@ function stepIteration(by) {
 
 function begin() {
   at("run").replaceChildren(...DATA.tokens.runs.map((run, i) => new Option(run.name, i)));
-  at("colouring").replaceChildren(...Object.entries(COLOURINGS).map(([name, mode]) => {
+  at("coloring").replaceChildren(...Object.entries(COLORINGS).map(([name, mode]) => {
     const button = element("button", "", mode.title);
     button.type = "button";
-    button.dataset.colouring = name;
+    button.dataset.coloring = name;
     button.title = mode.says;
     button.setAttribute("role", "radio");
-    button.addEventListener("click", () => colourBy(name));
+    button.addEventListener("click", () => colorBy(name));
     return button;
   }));
-  at("colouring").addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key], all = [...at("colouring").children];
+  at("coloring").addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key], all = [...at("coloring").children];
     if (!by) return;
     const next = all[(all.indexOf(document.activeElement) + by + all.length) % all.length];
-    colourBy(next.dataset.colouring);
+    colorBy(next.dataset.coloring);
     next.focus();
     event.stopPropagation();
   });

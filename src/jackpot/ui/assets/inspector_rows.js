@@ -6,7 +6,7 @@ const at = (id) => document.getElementById(id);
 const list = at("list"), rowsBox = at("rows");
 const packs = new Map(); // unpacked ones, the newest last
 const view = { data: null, raw: null, words: null, order: [], rows: null, drawn: new Map(), current: -1, hovered: -1,
-  colouring: "acceptance" };
+  coloring: "acceptance" };
 
 async function unpacked(name) {
   if (!packs.has(name)) packs.set(name, unpack(name));

@@ -93,13 +93,13 @@ function band(series, x, low, high) {
     xs.push(null); ys.push(null);
     begin = end;
   }
-  return { x: xs, y: ys, type: "scatter", mode: "lines", fill: "toself", fillcolor: series.colour + "2b",
+  return { x: xs, y: ys, type: "scatter", mode: "lines", fill: "toself", fillcolor: series.color + "2b",
     line: { width: 0 }, hoverinfo: "skip", connectgaps: false };
 }
 
 // On black, a quarter of the way to white.
-function lighter(colour) {
-  return `#${[1, 3, 5].map((at) => Math.round(parseInt(colour.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
+function lighter(color) {
+  return `#${[1, 3, 5].map((at) => Math.round(parseInt(color.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
 }
 
 function heat(item) {
@@ -119,15 +119,15 @@ function heat(item) {
 
 function traces(item) {
   if (item.kind === "heatmap") return heat(item);
-  const bands = [], lines = [], toned = (colour) => (DARK.matches ? lighter(colour) : colour);
+  const bands = [], lines = [], toned = (color) => (DARK.matches ? lighter(color) : color);
   const modes = { line: "lines", points: "markers", both: "lines+markers" };
   for (const series of item.series) {
     if (hiddenGroups.has(series.group)) continue;
     const [x, y, low, high] = ["x", "y", "low", "high"].map((name) => (series[name] === null ? null : NUMBERS[series[name]]));
     if (low && high) bands.push(band(series, x, low, high));
     lines.push({ x, y, type: "scatter", mode: modes[series.style], name: series.name.replace(/</g, "&lt;"),
-      line: { color: toned(series.colour), dash: series.dash, width: 1.8 },
-      marker: { color: toned(series.colour), size: 5, opacity: series.style === "points" ? 0.7 : 1 },
+      line: { color: toned(series.color), dash: series.dash, width: 1.8 },
+      marker: { color: toned(series.color), size: 5, opacity: series.style === "points" ? 0.7 : 1 },
       customdata: low && high ? x.map((_, i) => [low[i], high[i]]) : undefined,
       hovertemplate: low && high ? "%{y} <i>(%{customdata[0]:.3g} to %{customdata[1]:.3g})</i>" : undefined });
   }
@@ -151,9 +151,9 @@ function redraw() {
   for (const place of document.querySelectorAll(".plot")) if (place.drawn) draw(place);
 }
 
-function swatch(colour, dash) {
+function swatch(color, dash) {
   const made = element("span", `swatch ${dash}`);
-  made.style.setProperty("--colour", colour);
+  made.style.setProperty("--color", color);
   return made;
 }
 
@@ -191,7 +191,7 @@ function chart(item) {
     const legend = element("div", "legend");
     for (const series of item.series || []) {
       const entry = element("span");
-      entry.append(swatch(series.colour, series.dash), series.name);
+      entry.append(swatch(series.color, series.dash), series.name);
       legend.append(entry);
     }
     made.append(legend);
@@ -201,15 +201,15 @@ function chart(item) {
 }
 
 const GROUPS = [...new Map(DATA.sections.flatMap((section) => section.items).flatMap((item) => item.series || [])
-  .filter((series) => series.group && series.dash === "solid").map((series) => [series.group, series.colour]))];
+  .filter((series) => series.group && series.dash === "solid").map((series) => [series.group, series.color]))];
 
 function groupButtons() {
   const box = document.getElementById("groups");
   box.hidden = GROUPS.length < 2;
   for (const name of (state().get("hidden") || "").split("|").filter(Boolean)) hiddenGroups.add(name);
-  for (const [name, colour] of GROUPS) {
+  for (const [name, color] of GROUPS) {
     const button = element("button");
-    button.append(swatch(colour, "solid"), name);
+    button.append(swatch(color, "solid"), name);
     button.setAttribute("aria-pressed", String(!hiddenGroups.has(name)));
     button.addEventListener("click", () => {
       if (!hiddenGroups.delete(name)) hiddenGroups.add(name);

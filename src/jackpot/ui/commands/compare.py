@@ -10,7 +10,7 @@ from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_ar
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import ArmListener, Lines
 from jackpot.config.recipes import resolve_arms, split_names
-from jackpot.ui.results import write_folder
+from jackpot.ui.results import write_results
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.comparison import comparison_sections
@@ -47,7 +47,7 @@ def compare(
         print_line(console, "Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
     sections = comparison_sections(found, runs)
-    files = write_folder(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
+    files = write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     show_tables(console, sections.values())
     show_files(console, files)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from jackpot.analysis.mismatch.run import measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
 from jackpot.config.recipes import parse_override, parse_overrides, split_names
-from jackpot.ui.results import default_folder, write_folder
+from jackpot.ui.results import default_folder, write_results
 from jackpot.ui.terminal.progress import status
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.mismatch import mismatch_sections
@@ -42,7 +42,7 @@ def mismatch(
         found = measure_mismatch(config, listen)
     folder = out or default_folder("mismatch", model)
     sections = mismatch_sections(found)
-    files = write_folder(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
+    files = write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
         return

@@ -12,7 +12,7 @@ from jackpot.analysis.replay.replay import replay as replay_rollouts
 from jackpot.analysis.replay.results import as_numbers
 from jackpot.config.recipes import split_names
 from jackpot.ui.charts import Section
-from jackpot.ui.results import plain
+from jackpot.ui.results import to_json
 from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
 from jackpot.ui.terminal.tables import show_tables
 from jackpot.ui.views.replay import facts, replay_sections
@@ -30,7 +30,7 @@ def replay(
 
         found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen)
     if as_json:
-        typer.echo(json.dumps(plain(as_numbers(found)), indent=2, allow_nan=False))
+        typer.echo(json.dumps(to_json(as_numbers(found)), indent=2, allow_nan=False))
     else:
         _show(console, found)
 

@@ -9,7 +9,7 @@ from jackpot.analysis.simulate.candidates import PROMPTS
 from jackpot.analysis.simulate.run import simulate_candidates, simulate_families, simulate_run
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
-from jackpot.ui.results import write_folder
+from jackpot.ui.results import write_results
 from jackpot.ui.terminal.progress import status
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.simulation import view_sections
@@ -46,6 +46,6 @@ def simulate(
     name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))
     folder = out or (run / "simulate" if run else Path("runs") / name)
     title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
-    files = write_folder(folder, "simulate", title, sections, asdict(found))
+    files = write_results(folder, "simulate", title, sections, asdict(found))
     show_tables(console, sections.values())
     show_files(console, files)

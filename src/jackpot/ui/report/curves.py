@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from jackpot.analysis.diagnose.rules import RULES
-from jackpot.ui.charts import COLOURS, Chart, Guide, Heatmap, Section, Series, Table
-from jackpot.ui.report.catalogue import LOGARITHMIC, PARTS, Against, Entry, Fan, Metrics, Spread, Together
-from jackpot.ui.report.lines import Line, Number, mean_line, rounded, thin
+from jackpot.ui.charts import COLORS, Chart, Guide, Heatmap, Section, Series, Table
+from jackpot.ui.error_bars import MeanLine, Number, downsample, mean_line, rounded
+from jackpot.ui.report.metric_layout import LOGARITHMIC, PARTS, Against, Entry, Fan, Metrics, Spread, Together
 from jackpot.ui.report.runs import Arm
 
 MOST_COLUMNS = 240  # of a heatmap
@@ -70,7 +70,7 @@ class _Drawer:
         for number, (arm, whole) in enumerate(zip(self._arms, self._of[metric], strict=True)):
             if not whole.numbers:
                 continue
-            line = thin(whole)
+            line = downsample(whole)
             yield Series(
                 name=(label or arm.name) if alone else f"{arm.name}, {label}" if label else arm.name,
                 x=line.x,
@@ -191,8 +191,8 @@ class _Drawer:
 
 
 def _look(arm: int, variant: int = 0) -> dict[str, int]:
-    """Arms beyond the colours take shades of them, so that clouds of points differ too; dashes are for variants."""
-    return {"number": arm % len(COLOURS) + variant * len(COLOURS), "shade": arm // len(COLOURS)}
+    """Arms beyond the colors take shades of them, so that clouds of points differ too; dashes are for variants."""
+    return {"number": arm % len(COLORS) + variant * len(COLORS), "shade": arm // len(COLORS)}
 
 
 def _suffix(arm: Arm, arms: Sequence[Arm]) -> str:
@@ -214,13 +214,13 @@ def _at(series: Series, x: Sequence[Any]) -> list[Number]:
     return found
 
 
-def _newest(line: Line) -> float | None:
+def _newest(line: MeanLine) -> float | None:
     """The mean over the newest tenth of what it has."""
     values = line.numbers
     return fmean(values[-max(1, len(values) // 10) :]) if values else None
 
 
-def _heatmap(title: str, label: str, rows: Mapping[str, Line]) -> Heatmap:
+def _heatmap(title: str, label: str, rows: Mapping[str, MeanLine]) -> Heatmap:
     """Stretches of iterations become one column where there are too many."""
     x = sorted({iteration for line in rows.values() for iteration in line.x})
     width = max(1, math.ceil(len(x) / MOST_COLUMNS))

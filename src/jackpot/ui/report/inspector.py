@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from jackpot.training.run.rollouts import Saved, UnreadableRollouts, flat, read_columns
 from jackpot.ui.charts import Table
-from jackpot.ui.packing import Tokens, packed
+from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.runs import Run
 from jackpot.ui.report.token_text import Words, words_of
 
@@ -44,7 +44,7 @@ _NEEDED = [
 
 def inspector_data(
     runs: Sequence[tuple[Run, Sequence[Saved]]], max_tokens: int = MAX_TOKENS
-) -> tuple[Tokens, list[str]]:
+) -> tuple[InspectorData, list[str]]:
     """At most `max_tokens` tokens of all runs together, evenly over runs and iterations; sentences about bad files.
 
     Responses are whole. Where there is no room for a few of every iteration, there are fewer iterations, see
@@ -61,7 +61,7 @@ def inspector_data(
             shown.append({"name": run.name, "words": f"words-{number}", "iterations": iterations})
     index = {"top": TOP, "max_tokens": max_tokens, "runs": shown}
     left_out = _left_out(runs, index, packing)
-    return Tokens(index=index, packs=packing.packs, left_out=left_out), sorted(packing.unreadable)
+    return InspectorData(index=index, packs=packing.packs, left_out=left_out), sorted(packing.unreadable)
 
 
 class _Packing:

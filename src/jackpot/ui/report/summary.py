@@ -5,7 +5,7 @@ from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
 from jackpot.ui.charts import Section, Table
-from jackpot.ui.report.lines import FEW, MOST_POINTS, band_words
+from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
 from jackpot.ui.report.runs import Arm, Run, differing
 
 _NOTHING = "-"
@@ -36,9 +36,9 @@ def _intro(arms: Sequence[Arm]) -> str:
     if any(len(arm.runs) > 1 for arm in arms):
         words.append("Lines are means over the seeds of an arm, over those that have a number there.")
     for few in (True, False):
-        seeds = sorted({len(arm.runs) for arm in arms if len(arm.runs) > 1 and (len(arm.runs) < FEW) == few})
+        seeds = sorted({len(arm.runs) for arm in arms if len(arm.runs) > 1 and (len(arm.runs) < FEW_SEEDS) == few})
         if seeds:
-            words.append(f"Bands of {' or '.join(map(str, seeds))} seeds go {band_words(seeds[0])}.")
+            words.append(f"Bands of {' or '.join(map(str, seeds))} seeds go {describe_error_bars(seeds[0])}.")
     if any(len(run.lines) > MOST_POINTS for run in runs):
         words.append(
             f"Lines of more than {MOST_POINTS} points are thinned to the least and the greatest of each stretch, and "

@@ -124,5 +124,5 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print text as it is: no markup, no colours for numbers, no line breaks of our own."""
+    """Print text as it is: no markup, no colors for numbers, no line breaks of our own."""
     console.print(Text(text), highlight=False, soft_wrap=True)

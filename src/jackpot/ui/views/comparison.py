@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jackpot.analysis.compare.comparison import UNITS, ArmRow, Comparison, Cost, Difference, Spread, spent_on
 from jackpot.analysis.compare.summary import Point, RunSummary
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table
-from jackpot.ui.report.lines import band, band_words
+from jackpot.ui.error_bars import describe_error_bars, error_bars
 
 _COSTS = ("got there", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
 
@@ -118,7 +118,7 @@ def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> d
     """By the name of the picture of each."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
-        f"Lines are means over seeds, bands go {band_words(seeds)}. "
+        f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "
         "Where a run was stopped because it had collapsed, it counts on with its last accuracy."
     )
     return {
@@ -148,8 +148,8 @@ def _series(arm: str, number: int, runs: Sequence[RunSummary], view: _View, spen
     end = min(going) if going else max(run.last.iteration for run in runs)  # beyond it some seed is missing
     iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
     columns = [[_at(run, iteration) for iteration in iterations] for run in runs]
-    x, _, _ = band([_spent(run, iterations, spent) for run in runs])
-    mean, low, high = band([[view.value(point) if point else None for point in column] for column in columns])
+    x, _, _ = error_bars([_spent(run, iterations, spent) for run in runs])
+    mean, low, high = error_bars([[view.value(point) if point else None for point in column] for column in columns])
     return Series(name=arm, x=x, y=mean, low=low, high=high, number=number)
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from jackpot.analysis.mismatch.lengths import LengthRow
 from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, Band, Estimate, Numbers
 from jackpot.analysis.mismatch.run import Found, Pair
-from jackpot.ui.charts import DASHED, GREY, Chart, Guide, Section, Series, Table, drawn, number
+from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, finite, format_number
 
 _SMALLEST = 1e-16  # what a logarithmic axis shows
 _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
     ("responses", lambda one: f"{one.numbers.responses:,}"),
     ("tokens", lambda one: f"{one.numbers.tokens:,}"),
     ("cut at the limit", lambda one: f"{one.cut:.1%}"),
-    ("largest |p - q| of all tokens", lambda one: number(one.numbers.max_gap)),
+    ("largest |p - q| of all tokens", lambda one: format_number(one.numbers.max_gap)),
     ("largest |p - q| of a response, mean", lambda one: estimated(one.numbers.response_max_gap)),
     (f"responses with one above {HIGH_GAP:g}", lambda one: f"{one.numbers.high:,}"),
     ("mean |p - q| of a token", lambda one: estimated(one.numbers.gap)),
@@ -27,9 +27,9 @@ _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
     ("KL of whole distributions", lambda one: _bounds(one.numbers.kl, one.numbers.kl_is_exact)),
     ("total variation", lambda one: _bounds(one.numbers.variation, one.numbers.kl_is_exact)),
     ("mean q/p", lambda one: estimated(one.numbers.ratio)),
-    ("q/p, 1 % of tokens are below", lambda one: number(one.numbers.quantiles["0.01"], ".4f")),
-    ("q/p, median", lambda one: number(one.numbers.quantiles["0.5"], ".4f")),
-    ("q/p, 1 % of tokens are above", lambda one: number(one.numbers.quantiles["0.99"], ".4f")),
+    ("q/p, 1 % of tokens are below", lambda one: format_number(one.numbers.quantiles["0.01"], ".4f")),
+    ("q/p, median", lambda one: format_number(one.numbers.quantiles["0.5"], ".4f")),
+    ("q/p, 1 % of tokens are above", lambda one: format_number(one.numbers.quantiles["0.99"], ".4f")),
     (f"sampled mass with q/p above {FAR:g}", lambda one: f"{one.numbers.above:.3%}"),
     (f"sampled mass with q/p below {1 / FAR:g}", lambda one: f"{one.numbers.below:.3%}"),
     ("learner's mass on what can be drawn", lambda one: estimated(one.numbers.support) if one.numbers.support else "1"),
@@ -40,7 +40,7 @@ def estimated(value: Estimate | None) -> str:
     """A mean with its standard error in brackets."""
     if value is None:
         return "-"
-    return number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
+    return format_number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
 
 
 def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
@@ -64,8 +64,8 @@ def _over_pairs(
     return tuple(
         Series(
             name=pair.name,
-            x=drawn(x(pair), _SMALLEST),
-            y=drawn(y(pair), _SMALLEST),
+            x=finite(x(pair), _SMALLEST),
+            y=finite(y(pair), _SMALLEST),
             number=place,
             style=style,
         )
@@ -179,7 +179,7 @@ def _scatter(pairs: Sequence[Pair]) -> Chart:
         )
         for place, pair in enumerate(pairs)
     )
-    line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), number=GREY + DASHED)
+    line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), number=GRAY + DASHED)
     return Chart(
         title="Both probabilities of sampled tokens",
         x_label="p of the sampler",
@@ -201,9 +201,9 @@ def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Se
         return Series(
             name=pair.name,
             x=tuple(range(len(names))),
-            y=drawn([one.value if one else None for one in here], _SMALLEST),
-            low=drawn([one[0] if one else None for one in wide], _SMALLEST),
-            high=drawn([one[1] if one else None for one in wide], _SMALLEST),
+            y=finite([one.value if one else None for one in here], _SMALLEST),
+            low=finite([one[0] if one else None for one in wide], _SMALLEST),
+            high=finite([one[1] if one else None for one in wide], _SMALLEST),
             number=place,
             style="both",
         )
@@ -243,7 +243,7 @@ def _quantile_chart(pairs: Sequence[Pair]) -> Chart:
         x_label="share of tokens below",
         y_label="nats",
         series=tuple(
-            Series(name=pair.name, x=tuple(range(len(names))), y=drawn(logs(pair)), number=place, style="both")
+            Series(name=pair.name, x=tuple(range(len(names))), y=finite(logs(pair)), number=place, style="both")
             for place, pair in enumerate(pairs)
         ),
         note="From the smallest ratio to the largest one.",
@@ -274,7 +274,7 @@ def _band_tables(pair: Pair, of: str) -> tuple[Table, ...]:
                         band.name,
                         f"{band.tokens:,}",
                         estimated(band.gap),
-                        number(band.max_gap),
+                        format_number(band.max_gap),
                         estimated(band.k1),
                         estimated(band.k3),
                         _bounds(band.kl, pair.numbers.kl_is_exact),
@@ -317,7 +317,7 @@ def _length_section(pairs: Sequence[Pair]) -> Section:
 def _length_chart(pair: Pair) -> Chart:
     def series(place: int, row: LengthRow) -> Series:
         shares = tuple((number + 1) / len(row.each) for number in range(len(row.each)))
-        return Series(name=row.name, x=shares, y=drawn(row.each, _SMALLEST), number=place)
+        return Series(name=row.name, x=shares, y=finite(row.each, _SMALLEST), number=place)
 
     return Chart(
         title=pair.name,

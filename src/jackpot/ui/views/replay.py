@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jackpot.analysis.replay.replay import Replay
 from jackpot.analysis.replay.results import Measured, measured
-from jackpot.ui.charts import Section, Table, number
+from jackpot.ui.charts import Section, Table, format_number
 
 OWN = " *"
 _NOTHING = 1e-4  # rejects next to no token
@@ -19,19 +19,19 @@ _SAMPLED: _Columns = (
     ("apart", lambda one: f"{one.apart:.2%}"),
 )
 _WEIGHTS: _Columns = (
-    ("1 %", lambda one: number(one.weight_p1)),
-    ("median", lambda one: number(one.weight_p50)),
-    ("99 %", lambda one: number(one.weight_p99)),
-    ("max", lambda one: number(one.weight_max)),
-    ("mean", lambda one: number(one.weight_mean, ".3f")),
+    ("1 %", lambda one: format_number(one.weight_p1)),
+    ("median", lambda one: format_number(one.weight_p50)),
+    ("99 %", lambda one: format_number(one.weight_p99)),
+    ("max", lambda one: format_number(one.weight_max)),
+    ("mean", lambda one: format_number(one.weight_mean, ".3f")),
 )
 _EXACT: _Columns = (
     ("misplaced", lambda one: f"{one.misplaced:.2%}"),
     ("effective", lambda one: f"{one.exact_effective:.1%}"),
-    ("bias", lambda one: number(one.bias, ".3f")),
-    ("drift", lambda one: number(one.drift, ".3f")),
-    ("variance", lambda one: number(one.variance, ".2f")),
-    ("states", lambda one: number(one.state_spread, ".3f")),
+    ("bias", lambda one: format_number(one.bias, ".3f")),
+    ("drift", lambda one: format_number(one.drift, ".3f")),
+    ("variance", lambda one: format_number(one.variance, ".2f")),
+    ("states", lambda one: format_number(one.state_spread, ".3f")),
 )
 
 
@@ -98,7 +98,7 @@ def facts(found: Replay) -> Table:
 
 
 def _value(run: dict, name: str) -> str:
-    return number(float(run[name].value), ".4f")
+    return format_number(float(run[name].value), ".4f")
 
 
 def _table(title: str, rows: Sequence[tuple[str, Measured]], columns: _Columns, note: str) -> Table:

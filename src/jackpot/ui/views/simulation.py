@@ -12,7 +12,7 @@ from jackpot.analysis.simulate.run import SimulatedPair, SimulationViews
 from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
 from jackpot.ui.charts import (
     DASHED,
-    GREY,
+    GRAY,
     SMALLEST_KL,
     SMALLEST_RATIO,
     Chart,
@@ -20,19 +20,19 @@ from jackpot.ui.charts import (
     Section,
     Series,
     Table,
-    drawn,
-    number,
+    finite,
+    format_number,
 )
 
 _COLUMNS: tuple[tuple[str, Callable[[TopKSummary], str]], ...] = (
     ("fill-in", lambda row: "yes" if row.fill_in else "no"),
-    ("Z_k / Z", lambda row: number(row.z_share, ".4f")),
-    ("1 % below", lambda row: number(row.z_share_low, ".4f")),
-    ("width", lambda row: number(row.width, ".1e")),
-    ("captured", lambda row: number(row.captured, ".4f")),
-    ("kappa", lambda row: number(row.kappa, ".4f")),
-    ("error", lambda row: number(row.kappa_error, ".4f")),
-    ("Z / Z_k", lambda row: number(row.kappa_exact, ".4f")),
+    ("Z_k / Z", lambda row: format_number(row.z_share, ".4f")),
+    ("1 % below", lambda row: format_number(row.z_share_low, ".4f")),
+    ("width", lambda row: format_number(row.width, ".1e")),
+    ("captured", lambda row: format_number(row.captured, ".4f")),
+    ("kappa", lambda row: format_number(row.kappa, ".4f")),
+    ("error", lambda row: format_number(row.kappa_error, ".4f")),
+    ("Z / Z_k", lambda row: format_number(row.kappa_exact, ".4f")),
 )
 
 
@@ -51,7 +51,9 @@ def topk_section(sources: Sequence[SimulatedPair]) -> Section:
         title="Z from the top k",
         columns=("source", *names, "k", "corrected"),
         rows=tuple(
-            (*_row(source, row), str(row.k), number(row.corrected, ".4f")) for source in sources for row in source.topk
+            (*_row(source, row), str(row.k), format_number(row.corrected, ".4f"))
+            for source in sources
+            for row in source.topk
         ),
         note="corrected: the mean of kappa Z_k over the mean of Z.",
     )
@@ -102,7 +104,7 @@ def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopKSummary]]) ->
                     Series(
                         name=name if fill_in else f"{name}, no fill-in",
                         x=tuple(row.k for row in chosen),
-                        y=drawn([read(row) for row in chosen]),
+                        y=finite([read(row) for row in chosen]),
                         number=order if fill_in else order + DASHED,
                         style="both",
                     )
@@ -141,7 +143,7 @@ def _ratio_chart(ratios: TokenRatios) -> Chart:
         ("written by the rollout model", ratios.before, ratios.after),
         ("written by the policy", ratios.policy_before, ratios.policy_after),
     )
-    shown = [value for _, before, _ in clouds for value in drawn(before, SMALLEST_RATIO) if value]
+    shown = [value for _, before, _ in clouds for value in finite(before, SMALLEST_RATIO) if value]
     ends = (min(shown), max(shown))
     return Chart(
         title=f"{ratios.name}, mean KL {ratios.kl:.3g}",
@@ -149,10 +151,10 @@ def _ratio_chart(ratios: TokenRatios) -> Chart:
         y_label="p_policy / p~ after",
         series=(
             *(
-                Series(name=name, x=drawn(before, SMALLEST_RATIO), y=drawn(after), number=place, style="points")
+                Series(name=name, x=finite(before, SMALLEST_RATIO), y=finite(after), number=place, style="points")
                 for place, (name, before, after) in enumerate(clouds)
             ),
-            Series(name="unchanged", x=ends, y=ends, number=GREY + DASHED),
+            Series(name="unchanged", x=ends, y=ends, number=GRAY + DASHED),
         ),
         note="Left of 1 the points lie flat at the Z of their state; right of 1 they run just below the diagonal.",
         log_x=True,
@@ -164,7 +166,11 @@ def _acceptance_section(curves: Sequence[GapCurve]) -> Section:
     charts = [_acceptance_chart(curves, place) for place in range(len(LAMS))]
     kls = [mark.kl for curve in curves[:1] for mark in curve.marks]
     rows = [
-        (curve.name, number(curve.kl_at_high_acceptance), *(number(mark.acceptance, ".3f") for mark in curve.marks))
+        (
+            curve.name,
+            format_number(curve.kl_at_high_acceptance),
+            *(format_number(mark.acceptance, ".3f") for mark in curve.marks),
+        )
         for curve in curves
     ]
     table = Table(
@@ -212,7 +218,7 @@ def _kl_section(curves: Sequence[GapCurve]) -> Section:
     table = Table(
         title="KL before / KL after at lam = 1",
         columns=("source", *(f"at KL {kl:g}" for kl in kls)),
-        rows=tuple((curve.name, *(number(mark.factor) for mark in curve.marks)) for curve in curves),
+        rows=tuple((curve.name, *(format_number(mark.factor) for mark in curve.marks)) for curve in curves),
         note='The paper says "about an order of magnitude". What it is depends on the kind of gap.',
     )
     return Section(
@@ -240,8 +246,8 @@ def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
             y_label=_AFTER,
             series=(
                 *_lines(curves, before, after),
-                Series(name="unchanged", x=ends, y=ends, number=GREY),
-                Series(name="a tenth", x=ends, y=tuple(0.1 * end for end in ends), number=GREY + DASHED),
+                Series(name="unchanged", x=ends, y=ends, number=GRAY),
+                Series(name="a tenth", x=ends, y=tuple(0.1 * end for end in ends), number=GRAY + DASHED),
             ),
             note="What is below the dashed grey line falls by more than an order of magnitude.",
             log_x=True,
@@ -263,7 +269,7 @@ def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
             y_label="KL before - KL after, nats",
             series=(
                 *_lines(curves, spent, fall),
-                Series(name="the limit of every rule", x=limit, y=limit, number=GREY + DASHED),
+                Series(name="the limit of every rule", x=limit, y=limit, number=GRAY + DASHED),
             ),
             note="Every point lies on or below the diagonal: the KL falls by no more than -log Z.",
             log_x=True,
@@ -282,4 +288,4 @@ def _lines(curves: Sequence[GapCurve], x: Sequence[tuple], y: Sequence[tuple]) -
 def _column(
     curve: GapCurve, read: Callable[[GapPoint], float], smallest: float = -math.inf
 ) -> tuple[float | None, ...]:
-    return drawn([read(point) for point in curve.points], smallest)
+    return finite([read(point) for point in curve.points], smallest)

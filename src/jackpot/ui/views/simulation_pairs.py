@@ -5,22 +5,26 @@ from collections.abc import Callable, Sequence
 from jackpot.analysis.simulate.candidates import LARGE_GAP, LEFT_OVER, SMALL_GAP, Candidate
 from jackpot.analysis.simulate.run import CheckpointPair, PairSimulation
 from jackpot.analysis.simulate.topk import TopKSummary
-from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, drawn, number
+from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, finite, format_number
 from jackpot.ui.views.simulation import view_sections
 
 _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
     ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
     ("right", "accuracy of what it writes", lambda one: f"{one.accuracy:.1%}"),
     ("policy", "accuracy of the policy", lambda one: f"{one.policy_accuracy:.1%}"),
-    ("KL(r||p)", "KL(rollout model || policy), nats a token", lambda one: number(one.kl_rollout_policy, ".4f")),
-    ("KL(p||r)", "KL(policy || rollout model)", lambda one: number(one.kl_policy_rollout, ".4f")),
-    ("after", "KL(policy || what OBRS keeps), lam = 1", lambda one: number(one.kl_after, ".4f")),
-    ("Z", "expected acceptance Z, lam = 1", lambda one: number(one.acceptance, ".4f")),
-    ("sd", "standard deviation of Z over states", lambda one: number(one.acceptance_spread, ".4f")),
+    ("KL(r||p)", "KL(rollout model || policy), nats a token", lambda one: format_number(one.kl_rollout_policy, ".4f")),
+    ("KL(p||r)", "KL(policy || rollout model)", lambda one: format_number(one.kl_policy_rollout, ".4f")),
+    ("after", "KL(policy || what OBRS keeps), lam = 1", lambda one: format_number(one.kl_after, ".4f")),
+    ("Z", "expected acceptance Z, lam = 1", lambda one: format_number(one.acceptance, ".4f")),
+    ("sd", "standard deviation of Z over states", lambda one: format_number(one.acceptance_spread, ".4f")),
     ("Z < 0.5", "states where Z is below 0.5", lambda one: f"{one.low_acceptance:.1%}"),
-    ("captured", "p_rollout captured by the top k", lambda one: number(one.captured, ".5f")),
-    ("width", "width of the bounds on Z", lambda one: number(one.width, ".1e")),
-    ("log ratio", "log p_policy / p_rollout of a whole response", lambda one: number(one.sequence_log_ratio, ".3f")),
+    ("captured", "p_rollout captured by the top k", lambda one: format_number(one.captured, ".5f")),
+    ("width", "width of the bounds on Z", lambda one: format_number(one.width, ".1e")),
+    (
+        "log ratio",
+        "log p_policy / p_rollout of a whole response",
+        lambda one: format_number(one.sequence_log_ratio, ".3f"),
+    ),
     ("ESS", "responses left effective by that ratio", lambda one: f"{one.sequence_ess:.1%}"),
 )
 
@@ -79,13 +83,13 @@ def _training_section(found: PairSimulation) -> Section:
         (
             str(stage.iteration),
             str(row.k),
-            number(row.z_share, ".5f"),
-            number(row.z_share_low, ".4f"),
-            number(row.width, ".1e"),
-            number(row.captured, ".5f"),
-            number(row.kappa, ".4f"),
-            number(row.kappa_error, ".4f"),
-            number(row.kappa_exact, ".5f"),
+            format_number(row.z_share, ".5f"),
+            format_number(row.z_share_low, ".4f"),
+            format_number(row.width, ".1e"),
+            format_number(row.captured, ".5f"),
+            format_number(row.kappa, ".4f"),
+            format_number(row.kappa_error, ".4f"),
+            format_number(row.kappa_exact, ".5f"),
         )
         for stage in stages
         for row in stage.topk
@@ -108,7 +112,7 @@ def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
     x = tuple(stage.iteration for stage in stages)
 
     def line(name: str, read: Callable[[Candidate], float], order: int) -> Series:
-        return Series(name=name, x=x, y=drawn([read(stage.measured) for stage in stages]), number=order, style="both")
+        return Series(name=name, x=x, y=finite([read(stage.measured) for stage in stages]), number=order, style="both")
 
     return (
         Chart(
@@ -163,7 +167,9 @@ def _topk_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
             Series(
                 name=f"k = {k}" if fill_in else f"k = {k}, no fill-in",
                 x=x,
-                y=drawn([read(row) for stage in stages for row in stage.topk if row.k == k and row.fill_in == fill_in]),
+                y=finite(
+                    [read(row) for stage in stages for row in stage.topk if row.k == k and row.fill_in == fill_in]
+                ),
                 number=order if fill_in else order + DASHED,
                 style="both",
             )
@@ -182,9 +188,9 @@ def _kappa_chart(stages: Sequence[CheckpointPair], x: tuple[int, ...], sizes: Se
             Series(
                 name=f"k = {k}",
                 x=x,
-                y=drawn([row.kappa for row in rows]),
-                low=drawn([row.kappa - 2.0 * row.kappa_error for row in rows]),
-                high=drawn([row.kappa + 2.0 * row.kappa_error for row in rows]),
+                y=finite([row.kappa for row in rows]),
+                low=finite([row.kappa - 2.0 * row.kappa_error for row in rows]),
+                high=finite([row.kappa + 2.0 * row.kappa_error for row in rows]),
                 number=order,
             )
         )

@@ -1,5 +1,5 @@
-// How a number becomes a colour. Scales run from "nothing to see" (the colour of the page) to orange, or from blue through
-// that to orange: colour-blind people tell them apart by lightness and by blue against orange.
+// How a number becomes a color. Scales run from "nothing to see" (the color of the page) to orange, or from blue through
+// that to orange: color-blind people tell them apart by lightness and by blue against orange.
 
 const SCALES = {
   light: { blue: ["#ffffff", "#cfe1f2", "#7fb2d9", "#2f7ab8", "#0b4a84"], orange: ["#ffffff", "#fde3c8", "#f9b572", "#e2751d", "#97430a"] },
@@ -9,28 +9,28 @@ const SCALES = {
 function rgb(hex) { return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); }
 
 // `place` from -1 (blue) over 0 (nothing) to 1 (orange).
-function colourAt(place, theme) {
+function colorAt(place, theme) {
   const stops = SCALES[theme][place < 0 ? "blue" : "orange"], along = Math.min(1, Math.abs(place)) * (stops.length - 1);
   const from = Math.min(stops.length - 2, Math.floor(along)), share = along - from;
   const low = rgb(stops[from]), high = rgb(stops[from + 1]);
   return low.map((one, i) => Math.round(one + (high[i] - one) * share));
 }
 
-function luminance(colour) {
-  const [r, g, b] = colour.map((one) => (one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4));
+function luminance(color) {
+  const [r, g, b] = color.map((one) => (one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
 // Black or white, whichever is read more easily; one of them always has a contrast above 4.5.
-function inkOn(colour) {
-  const light = luminance(colour);
+function inkOn(color) {
+  const light = luminance(color);
   return 1.05 / (light + 0.05) > (light + 0.05) / 0.05 ? "#ffffff" : "#000000";
 }
 
 function clip(value) { return Math.max(-1, Math.min(1, value)); }
 
-// What tokens can be coloured by: `place` of a value, the values that the legend names, what it means.
-const COLOURINGS = {
+// What tokens can be colored by: `place` of a value, the values that the legend names, what it means.
+const COLORINGS = {
   acceptance: { title: "Acceptance", column: "acceptance", place: (value) => 1 - value, ticks: () => [1, 0.75, 0.5, 0.25, 0],
     says: "probability that the token is kept" },
   weight: { title: "Weight", column: "weight", place: (value) => (value > 0 ? clip(Math.log2(value) / 2) : -1),

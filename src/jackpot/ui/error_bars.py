@@ -1,0 +1,109 @@
+"""Combines the numbers of several seeds into one line with error bars, short enough to draw."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+from typing import Any
+
+FEW_SEEDS = 5  # with fewer seeds, error bars reach from the smallest to the largest value
+MOST_POINTS = 800  # of a line on the page
+
+Number = float | None
+
+
+def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, Number]:
+    """Return mean, low and high of the values at one place, or three None without values.
+
+    The bar reaches from the smallest to the largest value of fewer than `FEW_SEEDS` seeds, else one standard deviation
+    of the sample to both sides.
+
+    Args:
+        values: of those seeds that have a number there.
+        seeds: number of all seeds.
+    """
+    if not values:
+        return None, None, None
+    middle = fmean(values)
+    if seeds < FEW_SEEDS or len(values) < 2:
+        return middle, min(values), max(values)
+    spread = stdev(values)
+    return middle, middle - spread, middle + spread
+
+
+def error_bars(columns: Sequence[Sequence[Number]]) -> tuple[tuple[Number, ...], ...]:
+    """Return mean, low and high at each x of values [seed][x]; a seed without a value at an x is left out there."""
+    rows = [[value for value in values if value is not None] for values in zip(*columns, strict=True)]
+    return tuple(zip(*(mean_and_bar(row, len(columns)) for row in rows), strict=True))
+
+
+def describe_error_bars(seeds: int) -> str:
+    """Say in words how far the error bars of so many seeds reach."""
+    return "from the smallest to the largest value" if seeds < FEW_SEEDS else "one standard deviation to both sides"
+
+
+@dataclass(frozen=True, slots=True)
+class MeanLine:
+    """One metric of an arm over its iterations."""
+
+    x: list[int]  # iterations
+    y: list[Number]  # mean over the runs; None where no run has a number
+    low: list[Number] | None = None  # lower end of the error bar; None for a single run
+    high: list[Number] | None = None  # upper end of the error bar; None for a single run
+
+    @property
+    def numbers(self) -> list[float]:
+        """The means that exist."""
+        return [value for value in self.y if value is not None]
+
+
+def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanLine:
+    """Return the mean of a metric at every iteration where a run has it.
+
+    Args:
+        runs: the lines of metrics.jsonl of each run.
+    """
+    at: dict[int, list[float]] = {}
+    members = 0
+    for lines in runs:
+        values = {line["iteration"]: line[metric] for line in lines if metric in line}
+        members += bool(values)
+        for iteration, value in values.items():
+            at.setdefault(iteration, []).extend([] if value is None else [value])
+    x = sorted(at)
+    found = [mean_and_bar(at[iteration], members) for iteration in x]
+    y, low, high = ([one[part] for one in found] for part in range(3))
+    return MeanLine(x, y) if members < 2 else MeanLine(x, y, low, high)
+
+
+def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
+    """Return at most `most` points: the smallest and the largest of each stretch, with the stretch's widest bar."""
+    if len(line.x) <= most:
+        return line
+    stretches = most // 2
+    edges = [round(number * len(line.x) / stretches) for number in range(stretches + 1)]
+    kept: list[tuple[int, Number, Number, Number]] = []
+    for begin, end in pairwise(edges):
+        here = [number for number in range(begin, end) if line.y[number] is not None]
+        if not here:
+            kept.append((line.x[begin], None, None, None))
+            continue
+        low = _extreme(min, line.low, here)
+        high = _extreme(max, line.high, here)
+        least, greatest = min(here, key=line.y.__getitem__), max(here, key=line.y.__getitem__)
+        kept += [(line.x[number], line.y[number], low, high) for number in sorted({least, greatest})]
+    x, y, low, high = (list(column) for column in zip(*kept, strict=True))
+    return MeanLine(x, y, low if line.low else None, high if line.high else None)
+
+
+def _extreme(
+    choose: Callable[[Iterable[float]], float], column: Sequence[Number] | None, places: Sequence[int]
+) -> Number:
+    values = [column[place] for place in places if column[place] is not None] if column else []
+    return choose(values) if values else None
+
+
+def rounded(value: Number) -> Number:
+    """Round to five significant digits; return None for a value that is missing or not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
