@@ -1,5 +1,5 @@
-// How a number becomes a color. Scales run from "nothing to see" (the color of the page) to orange, or from blue through
-// that to orange: color-blind people tell them apart by lightness and by blue against orange.
+// Maps a number to a color. A scale runs from the color of the page (nothing to see) to orange, or from blue through the
+// color of the page to orange: color-blind people distinguish them by lightness and by blue against orange.
 
 const SCALES = {
   light: { blue: ["#ffffff", "#cfe1f2", "#7fb2d9", "#2f7ab8", "#0b4a84"], orange: ["#ffffff", "#fde3c8", "#f9b572", "#e2751d", "#97430a"] },
@@ -29,16 +29,16 @@ function inkOn(color) {
 
 function clip(value) { return Math.max(-1, Math.min(1, value)); }
 
-// What tokens can be colored by: `place` of a value, the values that the legend names, what it means.
+// The quantities that can color tokens: `place` of a value on the scale, the values in the legend, the explanation.
 const COLORINGS = {
   acceptance: { title: "Acceptance", column: "acceptance", place: (value) => 1 - value, ticks: () => [1, 0.75, 0.5, 0.25, 0],
-    says: "probability that the token is kept" },
+    says: "probability that the token is accepted" },
   weight: { title: "Weight", column: "weight", place: (value) => (value > 0 ? clip(Math.log2(value) / 2) : -1),
     ticks: () => [0.25, 0.5, 1, 2, 4], ends: true, says: "factor on the gradient of an accepted token" },
   ratio: { title: "Ratio", column: "ratio", place: (value) => (value > 0 ? clip(Math.log10(value)) : -1),
     ticks: () => [0.1, 0.3, 1, 3, 10], ends: true, says: "p of the policy / p of the rollout model" },
   advantage: { title: "Advantage", column: "advantage", place: (value, most) => clip(value / most),
-    ticks: (most) => [-most, -most / 2, 0, most / 2, most], says: "of the token: below 0 less of this, above 0 more" },
+    ticks: (most) => [-most, -most / 2, 0, most / 2, most], says: "advantage of the token: training makes it less likely below 0, more likely above 0" },
   kl: { title: "KL", column: "kl", place: (value) => clip(Math.sqrt(Math.max(0, value) / 2)), ticks: () => [0, 0.1, 0.5, 1, 2],
-    ends: true, says: "KL(rollout model ‖ policy) where the token was drawn, in nats" },
+    ends: true, says: "KL(rollout model ‖ policy) at the token's position, in nats" },
 };

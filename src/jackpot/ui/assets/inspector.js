@@ -1,4 +1,4 @@
-// The token inspector: what is in view, the chosen token, loading, filters and keys.
+// The token inspector: rows in view, the chosen token, loading, filters and keys.
 
 // ---- Elements of the rows in view
 
@@ -143,7 +143,7 @@ function stepResponse(by) {
   if (k >= 0) setCurrent(k);
 }
 
-// The tokens behind or before one, in the order of the page.
+// Yields the tokens after or before a token, in the order of the page.
 function* tokensFrom(k, by) {
   const { data, order, place } = view, start = k < 0 ? (by > 0 ? 0 : order.length - 1) : place[data.responseOf[k]];
   for (let p = start; p >= 0 && p < order.length; p += by) {
@@ -173,7 +173,7 @@ function fillIterations(wanted) {
 async function load(token) {
   const run = chosenRun(), pack = at("iteration").value;
   const [raw, data] = await Promise.all([unpacked(run.words), unpacked(pack)]);
-  if (at("iteration").value !== pack || chosenRun() !== run) return; // another one was chosen meanwhile
+  if (at("iteration").value !== pack || chosenRun() !== run) return; // the reader has chosen another one meanwhile
   Object.assign(view, { raw, words: new Map() });
   view.data = prepared(data);
   const [r, position] = (token || "").split(".").map(Number);
@@ -193,7 +193,7 @@ function filter() {
   detail(view.current);
   const one = chosenRun().iterations.find((those) => those.pack === at("iteration").value), say = (value) => value.toLocaleString("en");
   const whole = one.responses === one.of_responses ? "all" : `${say(one.responses)} of ${say(one.of_responses)}`;
-  at("count").textContent = `${say(view.order.length)} of ${say(one.responses)} responses match. This page has ${whole} responses and ` +
+  at("count").textContent = `${say(view.order.length)} of ${say(one.responses)} responses match. This page carries ${whole} responses and ` +
     `${say(one.tokens)} of ${say(one.of_tokens)} tokens that were saved at iteration ${one.iteration}.`;
   remember({ run: at("run").value === "0" ? "" : at("run").value, iteration: one.iteration, ...Object.fromEntries(
     ["verdict", "least", "most", "rejected", "sort", "text"].map((id) => [id, at(id).value])) });
@@ -216,7 +216,7 @@ function restore() {
   return load(now.get("token"));
 }
 
-// ---- What the reader does
+// ---- Input of the reader
 
 function pressed(event) {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);

@@ -1,10 +1,11 @@
-// The token inspector: its data, and which row holds which tokens. All rows are equally high and only those in view have elements, so any number of tokens is fluid.
+// The token inspector: its data, and which row holds which tokens. All rows have one height and only rows in view have
+// elements, so the list scrolls smoothly with any number of tokens.
 
-const ROW = 24, BEYOND = 12, PROMPT_ROWS = 4; // pixels, rows rendered beyond both edges, rows of a prompt at most
+const ROW = 24, BEYOND = 12, PROMPT_ROWS = 4; // height of a row in pixels, rows rendered beyond both edges, most rows of a prompt
 const HEAD = 0, PROMPT = 1, TEXT = 2, GAP = 3; // kinds of rows
 const at = (id) => document.getElementById(id);
 const list = at("list"), rowsBox = at("rows");
-const packs = new Map(); // unpacked ones, the newest last
+const packs = new Map(); // unpacked packs, the newest last
 const view = { data: null, raw: null, words: null, order: [], rows: null, drawn: new Map(), current: -1, hovered: -1,
   coloring: "acceptance" };
 
@@ -14,7 +15,7 @@ async function unpacked(name) {
   return packs.get(name);
 }
 
-// ---- What is shown of a token's text
+// ---- The visible form of a token's text
 
 const SIGNS = { "\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·" };
 
@@ -25,7 +26,7 @@ function shown(text) {
     .replace(/[\u0000-\u001f\u007f]/g, (one) => String.fromCharCode(one === "\u007f" ? 0x2421 : 0x2400 + one.charCodeAt(0)));
 }
 
-function cells(text) { // wide characters take two
+function cells(text) { // counts character cells; wide characters take two
   let count = 0;
   for (const one of text) count += one.codePointAt(0) >= 0x1100 && /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\u{1f000}-\u{3ffff}]/u.test(one) ? 2 : 1;
   return count;
@@ -70,7 +71,7 @@ function prepared(data) {
 
 function rejectedShare(data, r) { return data.rejectedCount[r] / Math.max(1, data.sampledCount[r]); }
 
-// ---- Which responses, in which order
+// ---- Choice and order of the responses
 
 function choose() {
   const data = view.data, verdict = at("verdict").value, text = at("text").value.toLowerCase();

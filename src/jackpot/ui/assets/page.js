@@ -14,14 +14,14 @@ function element(tag, className, text) {
   return made;
 }
 
-// What page.py packed: JSON, compressed, in base64.
+// Decodes what html.py packed: JSON, compressed, in base64.
 async function unpack(name) {
   const bytes = Uint8Array.from(atob(document.getElementById(`pack-${name}`).textContent), (one) => one.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).json();
 }
 
-// The part of the address behind # keeps what the reader has chosen.
+// The part of the address after # stores what the reader has chosen.
 function state() { return new URLSearchParams(location.hash.slice(1)); }
 
 function remember(changes) {
@@ -52,7 +52,7 @@ function layout(item) {
   if (item.kind === "heatmap") {
     Object.assign(made.yaxis, { type: "category", showgrid: false });
     made.xaxis.showgrid = false;
-    made.plot_bgcolor = line; // where there is no value
+    made.plot_bgcolor = line; // the color of cells without a value
   }
   if (item.log_x) made.xaxis.dtick = decades(item, "x");
   if (item.log_y) made.yaxis.dtick = decades(item, "y");
@@ -70,7 +70,7 @@ function layout(item) {
   return made;
 }
 
-// The step of a logarithmic axis: few labels, and none between the powers of ten where there are many of those.
+// Returns the step of a logarithmic axis: few labels, and none between the powers of ten on a wide axis.
 function decades(item, axis) {
   const columns = axis === "x" ? ["x"] : ["y", "low", "high"];
   const values = item.series.flatMap((one) => columns.flatMap((name) => (one[name] === null ? [] : NUMBERS[one[name]])))
@@ -81,7 +81,7 @@ function decades(item, axis) {
 
 function isCloud(item) { return item.series.every((one) => one.style === "points"); }
 
-// A band as closed polygons, one for each stretch without a gap.
+// Draws a band as closed polygons, one for each stretch without a gap.
 function band(series, x, low, high) {
   const xs = [], ys = [];
   for (let begin = 0; begin < x.length; begin++) {
@@ -97,7 +97,7 @@ function band(series, x, low, high) {
     line: { width: 0 }, hoverinfo: "skip", connectgaps: false };
 }
 
-// On black, a quarter of the way to white.
+// Mixes a quarter of white into a color, for a black page.
 function lighter(color) {
   return `#${[1, 3, 5].map((at) => Math.round(parseInt(color.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
 }
@@ -225,7 +225,7 @@ function addToContents(title, target) {
   const link = element("a", "", title);
   link.href = `#${target.id}`;
   link.addEventListener("click", (event) => {
-    event.preventDefault(); // the part behind # is for what was chosen
+    event.preventDefault(); // the part after # stores what was chosen
     target.scrollIntoView();
     target.tabIndex = -1;
     target.focus({ preventScroll: true });
@@ -251,7 +251,7 @@ function sections() {
   if (document.getElementById("tokens")) addToContents("Tokens", document.getElementById("tokens"));
 }
 
-// Marks the section that is being read.
+// Marks the section that the reader looks at.
 function followReading() {
   const all = [...document.querySelectorAll("section")];
   let asked = false;
@@ -283,7 +283,7 @@ function findCharts() {
   if (input.value) show();
 }
 
-// Under --watch: take the newer page in this one's place, but not while somebody is busy with this one.
+// With --watch: load the page again to show a newer one, but not while the reader moves in it.
 function watchRun() {
   if (!DATA.reloadEvery) return;
   const box = document.getElementById("reload"), loaded = Date.now();

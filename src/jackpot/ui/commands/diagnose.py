@@ -23,7 +23,7 @@ def diagnose(run: Path, as_json: bool) -> None:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
         _show(Console(), found)
-    if found.verdict == "sick":
+    if found.findings:
         raise typer.Exit(1)
 
 

@@ -29,23 +29,23 @@ def recipes(name: str | None, as_json: bool) -> None:
 
 
 def _show_all(console: Console, recipes: Sequence[Listed]) -> None:
-    """What was published of each recipe of a paper, and the names of the other recipes."""
+    """Print the published numbers of each recipe of a paper, and a table of the other recipes."""
     for recipe in recipes:
         if recipe.published:
             print_line(console, f"{recipe.name}: {recipe.description}")
             _show_published(console, recipe)
     rows = ((recipe.name, recipe.description, ", ".join(recipe.arms)) for recipe in recipes if not recipe.published)
     show_table(console, "Recipes of our own", ("recipe", "what", "arms"), rows)
-    print_line(console, "jackpot recipes NAME shows one in full, with where each of its settings is from.")
+    print_line(console, "jackpot recipes NAME prints one in full, with the source of each setting.")
 
 
 def _show_one(console: Console, recipe: Listed) -> None:
-    """Its settings with their sources, as they stand in the files; what each arm changes; each published table."""
+    """Print the files of a recipe with the source of each setting, its arms, and its published tables."""
     print_line(console, f"{recipe.name}: {recipe.description}")
     if recipe.gpus:
         print_line(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")
-    for path in recipe.files:
-        blocks = ("published",) if path == recipe.files[0] else ("published", "arms")  # a base's are not this recipe's
+    for path in recipe.files:  # arms of a base are not arms of this recipe
+        blocks = ("published",) if path == recipe.files[0] else ("published", "arms")
         print_line(console, f"\n{path}\n\n{_without(blocks, path)}\n")
     arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
     show_table(console, "Arms", ("arm", "changes"), arms)
@@ -68,7 +68,7 @@ def _show_published(console: Console, recipe: Listed) -> None:
 
 
 def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Heads and rows as the paper has them; arms side by side where it has too many columns; curves in words."""
+    """Return heads and rows as in the paper; arms become columns if it has too many, and curves become text."""
     if not table.columns:
         return ("arm", "row", "what"), [(row.arm, row.row, _remark(row)) for row in table.rows]
     heads = ("arm", "row", *table.columns)
@@ -80,7 +80,7 @@ def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]
 
 
 def _cells(table: PublishedTable, row: PublishedRow) -> list[str]:
-    """Numbers as they are written, with nothing where the paper has none."""
+    """Format the numbers of a row; a number that the paper leaves out becomes an empty cell."""
     return ["" if number is None else f"{number:g}" for number in row.numbers or [None] * len(table.columns)]
 
 
@@ -93,7 +93,7 @@ def _one_line(changes: dict) -> str:
 
 
 def _without(blocks: Collection[str], path: Path) -> str:
-    """The file's text without these keys of it and what stands under them."""
+    """Return a file's text without these top-level keys and everything below them."""
     lines, inside = [], False
     for line in path.read_text().splitlines():
         if line and not line.startswith(_INDENTED):

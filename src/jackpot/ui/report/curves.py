@@ -1,6 +1,6 @@
-"""Every metric of several runs as charts, in the order of `catalogue.PARTS`.
+"""Draws every metric of several runs as charts, in the order of `metric_layout.PARTS`.
 
-Arms are overlaid; several seeds of one are their mean with a band.
+Arms are overlaid; several seeds of one arm become their mean with error bars.
 """
 
 import math
@@ -16,17 +16,17 @@ from jackpot.ui.error_bars import MeanLine, Number, downsample, mean_line, round
 from jackpot.ui.report.metric_layout import LOGARITHMIC, PARTS, Against, Entry, Fan, Metrics, Spread, Together
 from jackpot.ui.report.runs import Arm
 
-MOST_COLUMNS = 240  # of a heatmap
+MOST_COLUMNS = 240  # columns of a heatmap
 _SIGNS = {"positive": "advantage above 0", "negative": "advantage below 0"}
 _FAMILY = re.compile(r"(?P<base>.+?)_(at_(?P<band>\d+(-\d+|-up)?)|(?P<sign>positive|negative))")
 _NOT_METRICS = {"iteration", "time"}
 
 
 def metric_sections(arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]]) -> list[Section]:
-    """Sections that have something to show.
+    """Return the sections for which the runs have metrics.
 
     Args:
-        spreads: by column of saved rollouts, the distributions over time; see `distributions`.
+        spreads: heatmaps of saved rollouts by column, as `distributions` returns them.
     """
     drawer = _Drawer(arms)
     sections = []
@@ -37,14 +37,14 @@ def metric_sections(arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]
         if items:
             sections.append(Section(title=part.title, intro=part.intro, items=tuple(items)))
     if empty := drawer.without_numbers:
-        title, intro = "Without a number", "Nothing was counted for these, in any run: null in every line."
+        title, intro = "Without a number", "No run counted anything for these metrics: they are null in every line."
         rows = Table(title="Metrics", columns=("metric",), rows=tuple((name,) for name in empty))
         sections.append(Section(title=title, intro=intro, items=(rows,)))
     return sections
 
 
 class _Drawer:
-    """Remembers which metrics it has drawn."""
+    """Turns entries of the layout into charts, and remembers which metrics are drawn."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = arms
@@ -57,7 +57,7 @@ class _Drawer:
         self._drawn: set[str] = set()
 
     def draw(self, entry: Entry) -> Iterable[Chart | Heatmap]:
-        """Charts of what the entry names, where the runs have it."""
+        """Return the charts of an entry, as far as the runs have its metrics."""
         if isinstance(entry, Metrics):
             return self._metrics(re.compile(entry.pattern))
         if isinstance(entry, Together):
@@ -65,7 +65,7 @@ class _Drawer:
         return self._fan(entry) if isinstance(entry, Fan) else self._against(entry)
 
     def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
-        """A line for each arm that has the metric. `label` names one of several metrics, numbered by `variant`."""
+        """Yield a line for each arm that has the metric. `label` and `variant` are of one metric among several."""
         alone = len(self._arms) == 1
         for number, (arm, whole) in enumerate(zip(self._arms, self._of[metric], strict=True)):
             if not whole.numbers:
@@ -102,7 +102,7 @@ class _Drawer:
             self._drawn |= {name for kind in kinds.values() for name in kind.values()}
 
     def _chart(self, title: str, series: Iterable[Series], metric: str = "", note: str = "") -> Chart:
-        """Of `metric`, where it is one: with the limits of the rules about it."""
+        """Make a chart over iterations; if it shows a single `metric`, add the limits that `diagnose` has for it."""
         drawn = tuple(series)
         values = [value for one in drawn for value in (*one.y, *(one.low or ())) if value is not None]
         guides, limits = _limits(metric)
@@ -125,7 +125,7 @@ class _Drawer:
             yield self._chart(entry.title, (one for part in lines for one in part))
 
     def _by_themselves(self, names: Iterable[str]) -> list[str]:
-        """Those whose limits would not be seen in a chart of several."""
+        """Return the metrics with limits, which a chart of several metrics does not show."""
         return [name for name in names if _limits(name)[0]]
 
     def _fan(self, entry: Fan) -> Iterator[Chart]:
@@ -167,7 +167,7 @@ class _Drawer:
         )
 
     def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart | Heatmap]:
-        """A heatmap for each arm, and all arms' newest numbers over the position."""
+        """Yield a heatmap for each arm, and one chart of all arms' newest values over the position."""
         for number, arm in enumerate(self._arms):
             rows = {band: self._of[metric][number] for band, metric in bands.items()}
             rows = {band: line for band, line in rows.items() if line.numbers}
@@ -191,7 +191,7 @@ class _Drawer:
 
 
 def _look(arm: int, variant: int = 0) -> dict[str, int]:
-    """Arms beyond the colors take shades of them, so that clouds of points differ too; dashes are for variants."""
+    """Choose number and shade of a series: arms beyond the colors take shades, variants take dashes."""
     return {"number": arm % len(COLORS) + variant * len(COLORS), "shade": arm // len(COLORS)}
 
 
@@ -200,12 +200,12 @@ def _suffix(arm: Arm, arms: Sequence[Arm]) -> str:
 
 
 def _start(band: str) -> int:
-    """The first position of a band such as 4-15."""
+    """Return the first position of a band such as 4-15."""
     return int(band.split("-")[0])
 
 
 def _at(series: Series, x: Sequence[Any]) -> list[Number]:
-    """Its value at each x, or the nearest before: lines are thinned each by its own extremes."""
+    """Return the value at each x or at the nearest x before: each line is downsampled by its own extremes."""
     found, place = [], 0
     for wanted in x:
         while place + 1 < len(series.x) and series.x[place + 1] <= wanted:
@@ -215,13 +215,13 @@ def _at(series: Series, x: Sequence[Any]) -> list[Number]:
 
 
 def _newest(line: MeanLine) -> float | None:
-    """The mean over the newest tenth of what it has."""
+    """Return the mean over the newest tenth of the iterations that have a number."""
     values = line.numbers
     return fmean(values[-max(1, len(values) // 10) :]) if values else None
 
 
 def _heatmap(title: str, label: str, rows: Mapping[str, MeanLine]) -> Heatmap:
-    """Stretches of iterations become one column where there are too many."""
+    """Make a heatmap with a row for each band; above `MOST_COLUMNS` iterations a column is the mean of a stretch."""
     x = sorted({iteration for line in rows.values() for iteration in line.x})
     width = max(1, math.ceil(len(x) / MOST_COLUMNS))
     stretches = [x[begin : begin + width] for begin in range(0, len(x), width)]
@@ -242,12 +242,12 @@ def _heatmap(title: str, label: str, rows: Mapping[str, MeanLine]) -> Heatmap:
 
 
 def _limits(metric: str) -> tuple[list[Guide], str]:
-    """The limits of the rules about a metric that are the same for every run, and what it means to be beyond."""
+    """Return the limits of a metric that are the same for every run, and the explanation of values beyond them."""
     rules = [rule for rule in RULES if rule.metric == metric and rule.over is None]
     guides = [
-        Guide(text=f"sick {side} {limit:g}", y=limit)
+        Guide(text=f"unhealthy {side} {limit:g}", y=limit)
         for rule in rules
         for side, limit in (("below", rule.low), ("above", rule.high))
         if isinstance(limit, float) and math.isfinite(limit)
     ]
-    return guides, " ".join(f"Sick beyond its limit: {rule.means}." for rule in rules)
+    return guides, " ".join(f"Unhealthy beyond the limit: {rule.means}." for rule in rules)

@@ -1,6 +1,6 @@
-"""How the ratios and weights of saved tokens are distributed, iteration by iteration.
+"""Shows how ratios and weights of the saved tokens are distributed, iteration by iteration.
 
-All saved tokens that the model sampled count, also those that the inspector has no room for.
+All saved tokens that the model sampled count, including those for which the inspector has no room.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +25,18 @@ def _weight(columns: dict[str, np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    needs: tuple[str, ...]  # columns of the files
+    """A quantity of each token and the bins in which it is counted."""
+
+    needs: tuple[str, ...]  # columns of the rollout files
     values: Callable[[dict[str, np.ndarray]], np.ndarray]
-    low: int  # powers of two: the lowest and the highest bin
-    high: int
-    steps: int  # bins for each doubling
+    low: int  # exponent of two of the lowest bin
+    high: int  # exponent of two of the highest bin
+    steps: int  # number of bins for each doubling
     label: str
 
     @property
-    def centres(self) -> np.ndarray:
-        """[bins] as powers of two."""
+    def centers(self) -> np.ndarray:
+        """[bins] The centers as exponents of two."""
         return np.arange(self.low * self.steps, self.high * self.steps + 1) / self.steps
 
 
@@ -61,10 +63,10 @@ COLUMNS = {
 def distributions(
     arms: Sequence[Arm], files: Sequence[tuple[str, Saved]]
 ) -> tuple[dict[str, list[Heatmap]], list[str]]:
-    """For each of `COLUMNS` a heatmap for each arm that has saved rollouts, and sentences about unreadable files.
+    """Return for each of `COLUMNS` a heatmap of each arm with saved rollouts, and an error text for each bad file.
 
     Args:
-        files: name of the run and one of its files.
+        files: pairs of a run's name and one of its files.
     """
     wanted = sorted({"sampled_mask"} | {name for column in COLUMNS.values() for name in column.needs})
     counts: dict[tuple[str, str], dict[int, np.ndarray]] = {}
@@ -91,31 +93,31 @@ def distributions(
 
 
 def _values(column: Column, columns: dict[str, np.ndarray]) -> np.ndarray:
-    """[tokens]; what is too large for a number is infinite."""
+    """Return the quantity of each token [tokens]; a value beyond the largest float is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return column.values(columns)
 
 
 def _counts(column: Column, values: np.ndarray) -> np.ndarray:
-    """[1 + bins + 1]: how many are 0, how many are nearest to each centre, and how many are not finite.
+    """Return [1 + bins + 1] counts: values that are 0, values nearest to each center, values that are not finite.
 
-    What is beyond the outermost centres is counted there.
+    A value beyond the outermost centers counts in the outermost bin.
     """
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0.0]
-    edges = np.concatenate(([-np.inf], (column.centres[1:] + column.centres[:-1]) / 2.0, [np.inf]))
+    edges = np.concatenate(([-np.inf], (column.centers[1:] + column.centers[:-1]) / 2.0, [np.inf]))
     histogram, _ = np.histogram(np.log2(positive), edges)
     return np.concatenate(([finite.size - positive.size], histogram, [values.size - finite.size])).astype(float)
 
 
 def _heatmap(key: str, counts: dict[int, np.ndarray], suffix: str) -> Heatmap:
-    """Shares of each iteration's finite values; bins below and above all of them are left out."""
+    """Make a heatmap of each iteration's shares of finite values, without the empty bins below and above them."""
     column, iterations = COLUMNS[key], sorted(counts)
     whole = np.stack([counts[i] for i in iterations], axis=1)  # [1 + bins + 1, iterations]
     shares = whole[:-1] / np.maximum(whole[:-1].sum(axis=0), 1.0)
     strange = int(whole[-1].sum())
-    centres = [f"{2.0**centre:.3g}" for centre in column.centres]
-    names = ["0", f"{centres[0]} and less", *centres[1:-1], f"{centres[-1]} and more"]
+    centers = [f"{2.0**center:.3g}" for center in column.centers]
+    names = ["0", f"{centers[0]} and less", *centers[1:-1], f"{centers[-1]} and more"]
     used = np.flatnonzero(shares[1:].any(axis=1)) + 1
     rows = ([0] if shares[0].any() else []) + list(range(used.min(initial=len(names)), used.max(initial=-1) + 1))
     return Heatmap(
@@ -126,7 +128,7 @@ def _heatmap(key: str, counts: dict[int, np.ndarray], suffix: str) -> Heatmap:
         y=[names[row] for row in rows],
         values=[[float(f"{share:.3g}") or None for share in shares[row]] for row in rows],
         value_label="share of tokens",
-        note="From the saved rollouts, all of their tokens; seeds are put together."
+        note="All tokens of the saved rollouts, all seeds together."
         + (f" {strange:,} of {int(whole.sum()):,} tokens are left out: their {key} is not finite." if strange else ""),
         log_values=True,
     )

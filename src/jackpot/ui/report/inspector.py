@@ -1,7 +1,7 @@
-"""Saved rollouts as data for the page's token inspector: whole responses, packed by saved iteration.
+"""Packs saved rollouts for the page's token inspector: whole responses, one pack for each saved iteration.
 
-A pack is JSON of columns, all tokens of the chosen responses behind each other, compressed; the page unpacks one when
-it is looked at. Numbers have four significant digits, top-k probabilities three.
+A pack is compressed JSON of columns with the tokens of the chosen responses one after another; the page unpacks it when
+the reader opens it. Numbers have four significant digits, top-k probabilities three.
 """
 
 import math
@@ -17,13 +17,13 @@ from jackpot.training.run.rollouts import Saved, UnreadableRollouts, flat, read_
 from jackpot.ui.charts import Table
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.runs import Run
-from jackpot.ui.report.token_text import Words, words_of
+from jackpot.ui.report.token_text import TokenTexts, texts_of
 
 TOP = 8  # entries of each top-k that the page carries
-MAX_TOKENS = 100_000
-FEW = 4  # responses of an iteration; with room for fewer there are fewer iterations
+MAX_TOKENS = 100_000  # saved tokens that the page carries
+FEW = 4  # responses of an iteration; without room for so many the page carries fewer iterations
 _OF_RESPONSES = ("uid", "prompt", "answer", "finish", "reward", "correct")
-_OF_TOKENS = {  # as the page calls it: column of the file
+_OF_TOKENS = {  # name in the page: column of the file
     "rollout": "rollout_log_probs",
     "old": "old_log_probs",
     "current": "log_probs",
@@ -45,19 +45,19 @@ _NEEDED = [
 def inspector_data(
     runs: Sequence[tuple[Run, Sequence[Saved]]], max_tokens: int = MAX_TOKENS
 ) -> tuple[InspectorData, list[str]]:
-    """At most `max_tokens` tokens of all runs together, evenly over runs and iterations; sentences about bad files.
+    """Choose at most `max_tokens` tokens, evenly over runs and iterations; return them and an error text for bad files.
 
-    Responses are whole. Where there is no room for a few of every iteration, there are fewer iterations, see
-    `spread_files`. One response that alone is longer than `max_tokens` is there all the same, unless that is 0.
+    Responses are whole. Without room for a few responses of every iteration the page carries fewer iterations, see
+    `spread_files`. A single response longer than `max_tokens` is carried nevertheless, unless that is 0.
     """
     packing = _Packing(max_tokens)
     shown = []
     for number, (run, files) in enumerate(runs):
         sizes = [sum(saved.tokens for saved in of_run) for _, of_run in runs[number:]]
         share = even_shares(sizes, max(packing.left, 0))[0]
-        words = Words()
+        words = TokenTexts()
         if iterations := packing.add(files, share, words):
-            packing.packs[f"words-{number}"] = packed(words_of(words, run.folder, run.config))
+            packing.packs[f"words-{number}"] = packed(texts_of(words, run.folder, run.config))
             shown.append({"name": run.name, "words": f"words-{number}", "iterations": iterations})
     index = {"top": TOP, "max_tokens": max_tokens, "runs": shown}
     left_out = _left_out(runs, index, packing)
@@ -65,19 +65,19 @@ def inspector_data(
 
 
 class _Packing:
-    """Packs until the room is used up."""
+    """Packs responses until the room is used up."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.left = max_tokens  # below 0 when the only response is longer than all the room
+        self.left = max_tokens  # tokens; below 0 if the only response is longer than all the room
         self.packs: dict[str, str] = {}
         self.unreadable: list[str] = []
         self.bad: set[Path] = set()
 
-    def add(self, files: Sequence[Saved], share: int, words: Words) -> list[dict[str, Any]]:
-        """About `share` tokens of a run; returns what is there, by iteration."""
+    def add(self, files: Sequence[Saved], share: int, words: TokenTexts) -> list[dict[str, Any]]:
+        """Pack about `share` tokens of a run; return the counts of each packed iteration."""
         listed: list[dict[str, Any]] = []
         chosen = spread_files(files, share)
-        chosen = chosen[-1:] + chosen[:-1]  # the newest first, then the oldest: they shall have room
+        chosen = chosen[-1:] + chosen[:-1]  # the newest first, then the oldest, so that both have room
         for place, saved in enumerate(chosen):
             part = even_shares([one.tokens for one in chosen[place:]], max(share, 0))[0]
             most = share if listed else self.left if self.packs else math.inf if self.left else 0
@@ -102,9 +102,9 @@ class _Packing:
 
 
 def spread_files(files: Sequence[Saved], budget: int) -> list[Saved]:
-    """As many, evenly spaced with the first and the last, as have room for `FEW` typical responses each.
+    """Return as many files, evenly spaced with the first and the last, as have room for `FEW` typical responses each.
 
-    Where not even two have: the first and the last where one response of each has room, else the last.
+    Without room for two such files: the first and the last if one response of each has room, else the last.
     """
     for count in range(len(files), 1, -1):
         spread = [files[round(place * (len(files) - 1) / (count - 1))] for place in range(count)]
@@ -115,7 +115,7 @@ def spread_files(files: Sequence[Saved], budget: int) -> list[Saved]:
 
 
 def _of_responses(saved: Saved, count: int) -> float:
-    """Tokens of so many typical responses of a file."""
+    """Return the tokens of so many typical responses of a file."""
     return saved.tokens * min(count / max(saved.responses, 1), 1.0)
 
 
@@ -132,17 +132,17 @@ def _left_out(runs: Sequence[tuple[Run, Sequence[Saved]]], index: Mapping[str, A
     note = f"The page carries at most {index['max_tokens']:,} tokens (--max-tokens), whole responses."
     if packing.left < 0:
         tokens = index["max_tokens"] - packing.left
-        note += f" The one that is there is longer than that: {tokens:,} tokens."
+        note += f" The only response carried is longer: {tokens:,} tokens."
         [only] = index["runs"]
         rows = rows or [(only["name"], "1 of 1", f"1 of {only['iterations'][0]['of_responses']}", "none")]
-    columns = ("run", "iterations there", "responses there", "iterations left out")
+    columns = ("run", "iterations carried", "responses carried", "iterations left out")
     return Table(
-        title="Saved rollouts that the token inspector has no room for", columns=columns, rows=tuple(rows), note=note
+        title="Saved rollouts for which the token inspector has no room", columns=columns, rows=tuple(rows), note=note
     )
 
 
 def _stretches(marked: Sequence[tuple[int, bool]]) -> str:
-    """`3, 5 to 9`: the numbers that are marked, neighbours in the sequence together."""
+    """Format the marked numbers as `3, 5 to 9`, with neighbors in the sequence joined."""
     words = []
     for is_marked, group in groupby(marked, key=lambda one: one[1]):
         numbers = [number for number, _ in group]
@@ -152,7 +152,7 @@ def _stretches(marked: Sequence[tuple[int, bool]]) -> str:
 
 
 def even_shares(sizes: Sequence[int], most: int) -> list[int]:
-    """At most `most` in all, as even as sizes allow: what a small one does not need, the larger ones share."""
+    """Divide `most` as evenly as the sizes allow: the larger share what a small one does not need."""
     shares, left = [0] * len(sizes), most
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, number in enumerate(order):
@@ -162,13 +162,13 @@ def even_shares(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def spread_rows(lengths: Sequence[int], budget: int, most: float = 0) -> list[int]:
-    """Rows whose tokens fit into the budget, from all over the file, in the file's order.
+    """Return rows from all over the file whose tokens fit into the budget, in the file's order.
 
-    Steps of the golden section visit a file evenly however many rows are taken, so its beginning does not come first.
-    The first row that does not fit ends it: short ones behind it would be too many of what is shown.
+    Steps of the golden ratio visit the file evenly whatever number of rows is taken. The first row that does not fit
+    ends the choice: taking only shorter rows after it would over-represent short responses.
 
     Args:
-        most: where the very first row does not fit into the budget, it is taken if it is not longer than this.
+        most: a first row longer than the budget is taken if it has at most this many tokens.
     """
     if sum(lengths) <= budget:
         return list(range(len(lengths)))
@@ -183,7 +183,7 @@ def spread_rows(lengths: Sequence[int], budget: int, most: float = 0) -> list[in
 
 
 def significant(values: np.ndarray, digits: int) -> list[float | None]:
-    """Rounded to so many significant digits; None where not finite."""
+    """Round to so many significant digits; a value that is not finite becomes None."""
     values = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(values) & (values != 0.0)
     power = np.zeros_like(values)
@@ -194,10 +194,10 @@ def significant(values: np.ndarray, digits: int) -> list[float | None]:
     return [value if ok else None for value, ok in zip(rounded.tolist(), np.isfinite(values).tolist(), strict=True)]
 
 
-def _columns(table: pa.Table, words: Words) -> dict[str, Any]:
-    """Of one file, for the chosen rows; also notes which tokens need words."""
+def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
+    """Return the page's columns of the chosen rows of one file, and add their tokens to `words`."""
     ids = flat(table, "token_ids")
-    words.see(ids, flat(table, "tokens").tolist())
+    words.add_known(ids, flat(table, "tokens").tolist())
     columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _OF_RESPONSES}
     columns |= {name: significant(flat(table, column), 4) for name, column in _OF_TOKENS.items()}
     ratio = np.exp(flat(table, "old_log_probs") - flat(table, "rollout_log_probs"))
@@ -216,17 +216,17 @@ def _columns(table: pa.Table, words: Words) -> dict[str, Any]:
 
 
 def _lengths(table: pa.Table, column: str) -> np.ndarray:
-    """[rows] tokens of each response."""
+    """Return [rows] the number of tokens of each response."""
     return np.array([len(row) for row in table.column(column)], dtype=np.int64)
 
 
-def _top(table: pa.Table, model: str, words: Words) -> dict[str, Any]:
-    """The first `TOP` entries of each token's top-k as flat columns, and how many there are of how many."""
+def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
+    """Return the first `TOP` entries of each token's top-k as flat columns, with their number and K."""
     ids, log_probs = (_matrix(flat(table, f"{model}_top_{what}")) for what in ("ids", "log_probs"))
     of = ids.shape[1]
     count = min(of, TOP)
     kept_ids, kept = ids[:, :count].astype(np.int64).ravel(), log_probs[:, :count].ravel()
-    words.need(kept_ids)
+    words.add_needed(kept_ids)
     return {
         f"{model}_top_ids": kept_ids.tolist(),
         f"{model}_top": significant(np.exp(kept), 3),
@@ -236,5 +236,5 @@ def _top(table: pa.Table, model: str, words: Words) -> dict[str, Any]:
 
 
 def _matrix(rows: np.ndarray) -> np.ndarray:
-    """[tokens, K] of an array of lists; K is 0 without tokens."""
+    """Stack an array of lists into [tokens, K]; K is 0 without tokens."""
     return np.stack(rows.tolist()) if len(rows) else np.empty((0, 0))

@@ -1,6 +1,6 @@
-"""Which metric stands where in a report: the order in which one looks for what is wrong.
+"""Places every metric in a section of the report, in the order in which one looks for a fault.
 
-Every entry is drawn once; a metric that no entry names comes last, under "Everything else".
+Every metric is drawn once, by the first entry that names it; the last section, "Everything else", takes the rest.
 """
 
 from dataclasses import dataclass
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Each metric that the whole of `pattern` matches, and those derived from it by sign and by position."""
+    """A chart of each metric whose whole name matches `pattern`, with its parts by sign and by position."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Several metrics in one chart."""
+    """One chart of several metrics."""
 
     title: str
-    metrics: dict[str, str]  # metric: what the legend calls it
+    metrics: dict[str, str]  # metric: its name in the legend
 
 
 @dataclass(frozen=True, slots=True)
 class Fan:
-    """Quantiles: of one arm a line with a band, of several three lines each."""
+    """One chart of quantiles: a line with a band for a single arm, three lines for each of several arms."""
 
     title: str
     middle: str
     low: str
     high: str
-    ends: tuple[str, str]  # what low and high are called
+    ends: tuple[str, str]  # names of low and high in the legend
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A point for every iteration."""
+    """One chart with a point for every iteration: one metric over another."""
 
     title: str
     x: str
@@ -45,9 +45,9 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a column of the saved rollouts is distributed over the iterations: a key of `distributions.COLUMNS`."""
+    """A heatmap of how the tokens of the saved rollouts are distributed, iteration by iteration."""
 
-    column: str
+    column: str  # a key of `distributions.COLUMNS`
 
 
 Entry = Metrics | Together | Fan | Against | Spread
@@ -55,6 +55,8 @@ Entry = Metrics | Together | Fan | Against | Spread
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """One section of the report."""
+
     title: str
     intro: str
     entries: tuple[Entry, ...]
@@ -63,23 +65,24 @@ class Part:
 PARTS = (
     Part(
         "Accuracy and reward",
-        "Does the policy learn? The evaluation asks both models the same held-out problems; rewards are of what was "
-        "written for training, so they are the rollout model's. Where every response of a group is right, or every one "
-        "is wrong, nothing is learnt.",
+        "Does the policy learn? The evaluation gives both models the same held-out problems; rewards are those of the "
+        "rollouts, so they measure the rollout model. A group whose responses are all right or all wrong has no "
+        "advantage and teaches nothing.",
         (
             Metrics(r"eval/policy_accuracy"),
             Metrics(r"eval/rollout_model_accuracy"),
             Metrics(r"eval/[^/]+/(mean|pass)_at_k"),
             Metrics(r"eval/.*_pass_at_k"),
             Metrics(r"eval/.*_reward"),
+            Metrics(r"eval/.*reward_errors"),
             Metrics(r"reward/.*"),
             Metrics(r"sampling/.*"),
         ),
     ),
     Part(
         "Bugs",
-        "Is it a bug and no algorithm? The engine's numbers must be those of training up to rounding, nothing may be "
-        "missing or infinite, and files must be writable. Whatever is wrong here explains what follows.",
+        "Is the fault a bug? The engine's log-probs must equal those of training up to rounding, no number may be "
+        "missing or infinite, and files must be writable. A fault here explains the sections below.",
         (
             Metrics(r".*engine_gap(_max)?"),
             Metrics(r"rollout_model/weight"),
@@ -92,7 +95,7 @@ PARTS = (
     Part(
         "Mismatch, before the correction",
         "How far is the rollout model from the policy? Ratios are p_policy / p_rollout_model of the sampled tokens, "
-        "before anything is masked or capped.",
+        "before any masking or clipping.",
         (
             Metrics(r"mismatch/kl_rollout_policy"),
             Metrics(r"mismatch/kl_policy_rollout"),
@@ -103,8 +106,8 @@ PARTS = (
                 "mismatch/ratio_p1",
                 "mismatch/ratio_p99",
                 ("1st percentile", "99th percentile"),
-                "The whole should stay around 1. A lower edge that falls: the policy has given up tokens that the "
-                "rollout model keeps writing.",
+                "The band should stay around 1. A falling lower edge means that the policy has given up tokens "
+                "which the rollout model still generates.",
             ),
             Fan(
                 "Ratio: median, and from the 0.1th to the 99.9th percentile",
@@ -112,7 +115,7 @@ PARTS = (
                 "mismatch/ratio_p0.1",
                 "mismatch/ratio_p99.9",
                 ("0.1th percentile", "99.9th percentile"),
-                "The tails that a plain importance weight would have to live with.",
+                "The tails of a plain importance weight.",
             ),
             Spread("ratio"),
             Metrics(r"mismatch/ratio.*"),
@@ -123,9 +126,9 @@ PARTS = (
     ),
     Part(
         "Rejection (OBRS)",
-        "How much of the text can teach the policy, and where? Acceptance is the mean of min(1, ratio / lam); its "
-        "expectation is Z, and kappa is what makes the two agree over a step. All of it is measured for every "
-        "correction.",
+        "Which share of the tokens can train the policy, and at which positions? Acceptance is the mean of "
+        "min(1, ratio / lam), its expectation is Z, and kappa is the factor that makes both agree over a step. These "
+        "metrics exist for every correction.",
         (
             Metrics(r"obrs/acceptance"),
             Together("Acceptance and Z", {"obrs/acceptance": "acceptance", "obrs/z": "Z"}),
@@ -134,8 +137,8 @@ PARTS = (
                 "Z against kappa",
                 "obrs/z",
                 "obrs/kappa",
-                "One point for each iteration. On the line kappa = 1 the Z of the top-k is the true one; far from it, "
-                "more of the top-k has to be captured.",
+                "One point for each iteration. At kappa = 1 the Z of the top-k is exact; far from it, raise "
+                "sampling.num_top_log_probs.",
             ),
             Metrics(r"obrs/kappa"),
             Metrics(r"obrs/kappa_z_above_1"),
@@ -149,8 +152,8 @@ PARTS = (
     ),
     Part(
         "After the correction",
-        "What is left of the batch, and how much do single tokens count? The weight is the final factor on a token's "
-        "gradient, 0 where it was rejected.",
+        "Which share of the batch is left, and how much do single tokens count? The weight is the final factor on a "
+        "token's gradient; a rejected token has weight 0.",
         (
             Metrics(r"correction/accepted"),
             Spread("weight"),
@@ -166,8 +169,8 @@ PARTS = (
     ),
     Part(
         "Staleness",
-        "How old is the text, and what does that cost? The lag counts the optimizer steps that a model took since the "
-        "token was written. A stale batch runs into the cap c2 and into PPO's clip.",
+        "How old are the rollouts, and what does that cost? The lag counts the optimizer steps that a model took since "
+        "the token was generated. On a stale batch the cap c2 and PPO's clip cut off weights.",
         (
             Metrics(r"lag/.*"),
             Together(
@@ -176,13 +179,13 @@ PARTS = (
             ),
             Metrics(r"policy/approx_kl_.*"),
             Metrics(r"correction/clip_frac_c2"),
-            Metrics(r"(policy|rollout_model)/clipped"),
+            Metrics(r"(policy|rollout_model)/clip_frac"),
             Metrics(r"correction/.*"),
         ),
     ),
     Part(
         "Models",
-        "What training does to the models: entropies, gradients, losses. A loss is no measure of progress.",
+        "Entropies, gradients and losses of the models. A loss does not measure progress.",
         (
             Metrics(r".*/entropy"),
             Metrics(r".*/grad_norm"),
@@ -198,7 +201,7 @@ PARTS = (
     ),
     Part(
         "Length, tokens, time",
-        "How long responses are, and where the seconds go.",
+        "How long are the responses, and which part of the run takes the time?",
         (
             Metrics(r"response/.*"),
             Metrics(r"eval/.*[_/](tokens|truncated)"),
@@ -209,7 +212,7 @@ PARTS = (
             Metrics(r"tokens/.*"),
         ),
     ),
-    Part("Everything else", "Metrics that no other section knows.", (Metrics(r".*"),)),
+    Part("Everything else", "Metrics that no other section names.", (Metrics(r".*"),)),
 )
 
 LOGARITHMIC = r".*(ratio_max|ratio_p[\d.]+|weight_max|grad_norm|engine_gap(_max)?|z_bound_width|log_ratio_variance)"

@@ -1,4 +1,4 @@
-"""Run folders to one page, once or again and again while they train."""
+"""Writes the page about run folders, once or repeatedly while they train."""
 
 import contextlib
 import time
@@ -16,35 +16,37 @@ from jackpot.ui.report.runs import arms_of, common_folder, find_runs, is_abandon
 from jackpot.ui.report.summary import summary_section
 
 NAME = "report.html"
-PAUSE = 60.0  # seconds in which a run that nobody holds may be taken up again: the next process has to load first
+PAUSE = 60.0  # time without a lock after which a run counts as ended, seconds; a resumed run has to load first
 
 
 class NoMetricsYet(DataError):
-    """The runs have begun and have written nothing that could be shown."""
+    """The runs have begun and have not written a metric yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    path: Path
-    runs: int
-    unfinished: tuple[str, ...]  # names of runs
-    going: tuple[Path, ...]  # folders of those that may still write
-    unreadable: tuple[str, ...]  # sentences about files that were left out
+    """What `write_report` wrote, and what the page leaves out."""
+
+    path: Path  # the page
+    runs: int  # number of runs in it
+    unfinished: tuple[str, ...]  # names of the runs that are not finished
+    going: tuple[Path, ...]  # folders of the runs that may still write
+    unreadable: tuple[str, ...]  # an error text for each file that was left out
 
 
 def write_report(
     paths: Sequence[Path], out: Path | None = None, max_tokens: int = MAX_TOKENS, reload_every: float | None = None
 ) -> Report:
-    """One page about all runs in `paths`, which are run folders or hold some.
+    """Write one page about all runs in `paths`, which are run folders or folders that contain run folders.
 
     Args:
-        out: the file; without it report.html in the run folder, or in the folder where all of several are in.
-        max_tokens: of saved rollouts in the page.
-        reload_every: seconds; the page of runs that have not ended looks for a newer one that often.
+        out: the page's file; None: report.html in the run folder, or in the folder that contains all of several.
+        max_tokens: number of saved tokens that the page carries.
+        reload_every: seconds between two reloads of the open page while a run has not ended; None: never.
 
     Raises:
-        DataError: no run there.
-        NoMetricsYet: none has written a metric.
+        DataError: no run was found.
+        NoMetricsYet: no run has written a metric.
     """
     folders = find_runs(paths)
     path = out or (folders[0] if len(folders) == 1 else common_folder(folders)) / NAME
@@ -52,8 +54,8 @@ def write_report(
     begun = [run for run in runs if run.lines]
     if not begun:
         raise NoMetricsYet(
-            f"{' and '.join(map(str, paths))} has no metrics yet: metrics.jsonl begins with the evaluation before "
-            f"training; wait for it, or use --watch"
+            f"{' and '.join(map(str, paths))} has no metrics yet: the first line of metrics.jsonl is the evaluation "
+            f"before training; wait for it, or use --watch"
         )
     unfinished = tuple(run.name for run in runs if not run.finished)
     going = tuple(run.folder for run in runs if not run.ended)
@@ -70,7 +72,7 @@ def write_report(
     spreads, bad = distributions(arms, files)
     unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
-    unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both read the same files
+    unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both functions read the same files
     summary = summary_section(arms, unreadable)
     if tokens.left_out.rows:
         summary = replace(summary, items=(*summary.items, tokens.left_out))
@@ -90,19 +92,20 @@ def watch(
 ) -> None:
     """Write the page again whenever the runs have written something, until all have ended.
 
-    A run has ended when it is finished or has stopped itself, and when nobody has held its lock and nothing was written
-    at any look for `PAUSE` seconds: between two processes of one run nobody holds it.
+    A run has ended when it is finished or has stopped itself, or when for `PAUSE` seconds no process held its lock and
+    nothing was written; between two processes of one resumed run the lock is free.
 
     Args:
-        every: seconds between two looks.
-        tell: called after each time that the page was written.
+        every: seconds between two checks.
+        tell: called after each time the page was written.
+        wait: sleeps for this many seconds.
 
     Raises:
-        NoMetricsYet: all have ended, and none has written a metric.
+        NoMetricsYet: all runs have ended, and none has written a metric.
     """
     before: list[tuple[str, int, int]] = []
     going: tuple[Path, ...] = ()
-    quiet = 0.0  # seconds
+    quiet = 0.0  # time without a lock and without a new byte, seconds
     while True:
         now = _fingerprint(paths)
         if now != before:
@@ -115,20 +118,20 @@ def watch(
                     return
         quiet = quiet + every if all(map(is_abandoned, going)) else 0.0
         if quiet > PAUSE:
-            tell(write_report(paths, out, max_tokens))  # one that does not look for a newer one
+            tell(write_report(paths, out, max_tokens))  # the last page does not reload itself
             return
         wait(every)
 
 
 def _fingerprint(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """What changes when a run writes: names, sizes and times of the files that a page is made of."""
+    """Return names, sizes and times of all files that go into the page; they change when a run writes."""
     found = []
     for folder in find_runs(paths):
         for pattern in ("*.jsonl", "rollouts/*.parquet"):
             for path in sorted(folder.glob(pattern)):
                 try:
                     status = path.stat()
-                except FileNotFoundError:  # rollouts beyond the newest ones are removed
+                except FileNotFoundError:  # training removes old rollouts
                     continue
                 found.append((str(path), status.st_size, status.st_mtime_ns))
     return found

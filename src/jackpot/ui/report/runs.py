@@ -1,6 +1,6 @@
-"""Runs as the report sees them: found in folders, read, and put together to arms.
+"""Finds runs in folders, reads them and groups them into arms.
 
-Runs whose settings are equal but for seed, threads and description are one arm.
+Runs whose settings differ only in seed, threads and description are one arm.
 """
 
 import json
@@ -27,24 +27,27 @@ _MISSING = "(none)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    name: str  # of the folder, with its parents where they tell two runs apart
+    """One run as the report reads it."""
+
+    name: str  # path of the folder below the folder that contains all runs
     folder: Path
     config: Config
-    lines: Sequence[Mapping[str, Any]]  # of metrics.jsonl
-    events: Sequence[Mapping[str, Any]]  # of events.jsonl
+    lines: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+    events: Sequence[Mapping[str, Any]]  # lines of events.jsonl
 
     @property
     def iteration(self) -> int:
-        """The newest one that is written down; -1 before the first evaluation."""
+        """The newest iteration in metrics.jsonl; -1 before the first evaluation."""
         return self.lines[-1]["iteration"] if self.lines else -1
 
     @property
     def finished(self) -> bool:
+        """Whether the last iteration is in metrics.jsonl."""
         return self.iteration >= self.config.iterations
 
     @property
     def ended(self) -> bool:
-        """Finished, or stopped by a guard after its newest line and not taken up again since."""
+        """Whether the run is finished, or was stopped by a guard after its newest line and not resumed since."""
         since = self.lines[-1]["time"] if self.lines else 0.0
         stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
         return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
@@ -52,23 +55,25 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
+    """Runs with equal settings and different seeds."""
+
     name: str
     runs: tuple[Run, ...]
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among `paths` and at any depth in those that are not, each once, in that order.
+    """Return the run folders among `paths` and, at any depth, inside those that are not run folders, each once.
 
     Raises:
-        DataError: a path that is no run folder and has none in it.
+        DataError: a path is not a run folder and contains none.
     """
     found: dict[Path, None] = {}
     for path in paths:
         folders = [path] if _is_run(path) else sorted(_runs_below(path))
         if not folders:
             raise DataError(
-                f"{path} is not a run folder and has none in it: no config.yaml; give the folder that train printed, "
-                f"or one that holds several such"
+                f"{path} is not a run folder and contains none: no config.yaml; give the folder that train printed, "
+                f"or a folder that contains several of them"
             )
         found |= dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders)
     return list(found)
@@ -79,7 +84,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Not those inside another run, in a hidden folder or behind a link to a folder of runs, which may be a circle."""
+    """Yield the run folders below a folder, without those inside a run, in hidden folders or behind links."""
     for parent, names, _ in os.walk(folder):
         inside = [name for name in names if not name.startswith(".")]
         runs = {name for name in inside if _is_run(Path(parent, name))}
@@ -88,22 +93,22 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether no process holds the lock of a run. False where nobody can say: no lock file, or no such locks here.
+    """Return whether no process holds the lock of a run; False if it has no lock file or the system no such locks.
 
-    The lock is shared for a moment, never written to: a run that began in just that moment would be refused.
+    This takes the lock in shared mode for a moment; a run that starts in that moment is refused.
     """
     if fcntl is None:
         return False
     try:
         with (folder / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it is held, is not there, or the file system has none
+    except OSError:  # it is held, it does not exist, or the file system has no locks
         return False
     return True
 
 
 def _taken_since(folder: Path, moment: float) -> bool:
-    """Who takes a lock writes into it, see `jackpot.core.files.hold_lock`."""
+    """Return whether a process took the lock after this moment: it writes into the file (`core.files.hold_lock`)."""
     try:
         return (folder / ".lock").stat().st_mtime > moment
     except FileNotFoundError:
@@ -111,7 +116,7 @@ def _taken_since(folder: Path, moment: float) -> bool:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Settings, metrics and events; a run that has only begun has no lines."""
+    """Read settings, metrics and events of runs; a run that has just begun has no lines."""
     base = common_folder(folders)
     runs = []
     for folder in folders:
@@ -129,27 +134,27 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def common_folder(folders: Sequence[Path]) -> Path:
-    """Where all of these absolute folders are in."""
+    """Return the deepest folder that contains all of these absolute folders."""
     return Path(os.path.commonpath([folder.parent for folder in folders]))
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """In the order of their first runs. Arms that would have one name are told apart by the settings that differ."""
+    """Group runs into arms, in the order of their first runs; arms of one name are told apart by differing settings."""
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(json.dumps(settings(run.config), sort_keys=True), []).append(run)
     groups = list(members.values())
     names = [_common_name(group) for group in groups]
-    return [Arm(name=name, runs=tuple(group)) for name, group in zip(_told_apart(names, groups), groups, strict=True)]
+    return [Arm(name=name, runs=tuple(group)) for name, group in zip(_distinct(names, groups), groups, strict=True)]
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Of the arm, flat: `batch.prompts: 32`."""
+    """Return the settings that define an arm as a flat dict such as {"batch.prompts": 32}."""
     return {key: value for key, value in _flat(json.loads(config.model_dump_json())) if key not in _NOT_OF_THE_ARM}
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
-    """The settings that are not the same everywhere: key to the value of each group, as text."""
+    """Return the settings that are not equal in all groups: key and the value of each group as text."""
     flat = [settings(group[0].config) for group in groups]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [_text(one[key]) if key in one else _MISSING for one in flat] for key in keys}
@@ -161,8 +166,8 @@ def _common_name(group: Sequence[Run]) -> str:
     return names[0] or group[0].folder.parent.name or "run"
 
 
-def _told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
-    told = list(names)
+def _distinct(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
+    distinct = list(names)
     for name in dict.fromkeys(names):
         same = [number for number, other in enumerate(names) if other == name]
         if len(same) == 1:
@@ -170,8 +175,8 @@ def _told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[s
         rows = differing([groups[number] for number in same])
         for place, number in enumerate(same):
             differences = ", ".join(f"{key}={values[place]}" for key, values in list(rows.items())[:3])
-            told[number] = f"{name} ({differences})"
-    return [name if told.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(told)]
+            distinct[number] = f"{name} ({differences})"
+    return [name if distinct.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(distinct)]
 
 
 def _flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""The first section of a report: what became of each run, and how the arms differ."""
+"""Makes the first section of a report: the outcome of each run, and how the arms differ."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _NOTHING = "-"
 
 
 def summary_section(arms: Sequence[Arm], unreadable: Sequence[str]) -> Section:
-    """Verdicts, findings, settings that differ, events, and the files that were left out."""
+    """Return tables of results, verdicts, findings, differing settings, events and files that were left out."""
     runs = [(arm, run) for arm in arms for run in arm.runs]
     found = [(run, diagnose(run.lines, run.events, run.config)) for _, run in runs]
     tables = [
@@ -34,15 +34,15 @@ def _intro(arms: Sequence[Arm]) -> str:
     runs = [run for arm in arms for run in arm.runs]
     words = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
     if any(len(arm.runs) > 1 for arm in arms):
-        words.append("Lines are means over the seeds of an arm, over those that have a number there.")
+        words.append("Lines are means over the seeds of an arm that have a number at that iteration.")
     for few in (True, False):
         seeds = sorted({len(arm.runs) for arm in arms if len(arm.runs) > 1 and (len(arm.runs) < FEW_SEEDS) == few})
         if seeds:
             words.append(f"Bands of {' or '.join(map(str, seeds))} seeds go {describe_error_bars(seeds[0])}.")
     if any(len(run.lines) > MOST_POINTS for run in runs):
         words.append(
-            f"Lines of more than {MOST_POINTS} points are thinned to the least and the greatest of each stretch, and "
-            f"bands to their whole width there."
+            f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch, "
+            f"with the widest band of the stretch."
         )
     return " ".join(words)
 
@@ -78,7 +78,7 @@ def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:
     rows = [(run.name, *finding_cells(finding)) for run, diagnosis in found for finding in diagnosis.findings]
     return Table(
         title="Findings, causes before their symptoms",
-        columns=("run", "metric", "since iteration", "then", "now", "limit", "it means", "try"),
+        columns=("run", "metric", "since iteration", "then", "now", "limit", "explanation", "suggestion"),
         rows=tuple(rows),
     )
 
@@ -110,5 +110,5 @@ def _events(runs: Sequence[Run]) -> Table:
             details = {key: value for key, value in newest.items() if key not in ("event", "iteration", "time")}
             text = ", ".join(f"{key} {value}" for key, value in details.items())
             rows.append((run.name, name, str(len(those)), str(newest["iteration"]), text[:300]))
-    columns = ("run", "event", "how often", "newest at iteration", "the newest says")
+    columns = ("run", "event", "count", "newest at iteration", "details of the newest")
     return Table(title="Events", columns=columns, rows=tuple(rows))

@@ -1,7 +1,7 @@
-"""What token ids read like.
+"""Turns token ids into readable text.
 
-The saved rollouts have the text of the tokens that occur in them; those that stand in a top-k only come from the
-tokenizer's own file, where it is on this machine.
+The saved rollouts contain the text of their own tokens. The text of a token that occurs only in a top-k comes from the
+tokenizer's file, if it is on this machine.
 """
 
 import contextlib
@@ -18,26 +18,28 @@ from jackpot.core.errors import ModelError
 from jackpot.models.load import resolve_path
 
 _FILE = "tokenizer.json"
-_MARKS_OF_BYTES = ("Ġ", "Ċ")  # space and newline where every byte is written as a letter
+_MARKS_OF_BYTES = ("Ġ", "Ċ")  # space and newline of tokenizers that represent every byte by a letter
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(slots=True)
-class Words:
-    """Ids that a page shows, with the tokenizer's own writing of those that are known."""
+class TokenTexts:
+    """Collects the token ids of a page, and the tokenizer's strings of those that are known."""
 
-    raw: dict[int, str] = field(default_factory=dict)
-    needed: set[int] = field(default_factory=set)
+    raw: dict[int, str] = field(default_factory=dict)  # id: the tokenizer's string
+    needed: set[int] = field(default_factory=set)  # ids whose text the page shows
 
-    def see(self, ids: np.ndarray, tokens: Sequence[str]) -> None:
+    def add_known(self, ids: np.ndarray, tokens: Sequence[str]) -> None:
+        """Store the tokenizer's strings of these ids."""
         self.raw |= dict(zip(ids.tolist(), tokens, strict=True))
 
-    def need(self, ids: np.ndarray) -> None:
+    def add_needed(self, ids: np.ndarray) -> None:
+        """Ask for the text of these ids, which `texts_of` looks up."""
         self.needed |= set(np.unique(ids).tolist())
 
 
-def words_of(words: Words, run: Path, config: Config) -> dict[str, str]:
-    """The text of every id, `#17` where nobody knows it."""
+def texts_of(words: TokenTexts, run: Path, config: Config) -> dict[str, str]:
+    """Return the text of every id; an id whose text is not known becomes `#17`."""
     raw = dict(words.raw)
     missing = words.needed - raw.keys()
     if missing and (path := _tokenizer_file(run, config)):
@@ -49,7 +51,7 @@ def words_of(words: Words, run: Path, config: Config) -> dict[str, str]:
 
 
 def readable(token: str, in_bytes: bool) -> str:
-    """A tokenizer's writing as text: `Ġthe` and `▁the` are ` the`, half a character is its bytes."""
+    """Turn a tokenizer's string into text: `Ġthe` and `▁the` become ` the`, a part of a character its bytes."""
     if match := _BYTE.fullmatch(token):
         content = bytes([int(match[1], 16)])
     elif in_bytes and all(letter in _LETTERS for letter in token):
@@ -63,16 +65,15 @@ def readable(token: str, in_bytes: bool) -> str:
 
 
 def _tokenizer_file(run: Path, config: Config) -> Path | None:
-    """Of the newest checkpoint, else of the policy that the run began with; nothing is fetched."""
+    """Find tokenizer.json of the newest checkpoint, else of the policy at the start; nothing is downloaded."""
     folders = [run / "checkpoints" / "last" / "policy"]
-    with contextlib.suppress(ModelError):  # it was there when the run began
+    with contextlib.suppress(ModelError):  # the folder may have been deleted since the run began
         folders.append(Path(resolve_path(config.policy.path)))
     return next((folder / _FILE for folder in folders if (folder / _FILE).is_file()), None)
 
 
 def _letters() -> dict[str, int]:
-    """Which letter stands for which byte in byte-level tokenizers: printable ones for themselves, the others from 256
-    on."""
+    """Map each letter of byte-level tokenizers to its byte: printable bytes keep their letter, others begin at 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

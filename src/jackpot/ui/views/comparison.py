@@ -1,4 +1,4 @@
-"""A comparison of arms as pictures."""
+"""Turns a comparison of arms into tables and charts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from jackpot.analysis.compare.summary import Point, RunSummary
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 
-_COSTS = ("got there", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
+_COSTS = ("reached", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """Accuracy at the budget, what an accuracy costs, and what went wrong, if anything did."""
+    """Return tables of the accuracy at the budget, the cost of an accuracy, and runs that did not end well, if any."""
     troubles = tuple((row.arm, sentence) for row in comparison.rows for sentence in _troubles(row))
-    trouble = Table(title="What did not go to the end", columns=("arm", "what happened"), rows=troubles)
+    trouble = Table(title="Runs that ended early", columns=("arm", "what happened"), rows=troubles)
     return (_accuracies(comparison), _costs(comparison), *((trouble,) if troubles else ()))
 
 
@@ -42,18 +42,18 @@ def _accuracies(comparison: Comparison) -> Table:
             "rollout model after",
         ),
         rows=rows,
-        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error; beside them "
-        "on how many seeds the arm is above.",
+        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error; the next "
+        "column counts the seeds on which the arm is above.",
     )
 
 
 def _costs(comparison: Comparison) -> Table:
     return Table(
-        title=f"What it takes until {comparison.accuracy:.1%} of the policy's answers are right",
+        title=f"Cost until {comparison.accuracy:.1%} of the policy's answers are right",
         columns=("arm", *_COSTS),
         rows=tuple((row.arm, *cost_cells(row.cost)) for row in comparison.rows),
-        note="Medians over all seeds; - where half of them or more never got there. Training FLOPs are those of policy "
-        "and rollout model.",
+        note="Medians over all seeds; - if half of them or more never reach it. Training FLOPs are those of policy and "
+        "rollout model.",
     )
 
 
@@ -63,19 +63,19 @@ def _troubles(row: ArmRow) -> list[str]:
 
 
 def cost_cells(cost: Cost) -> tuple[str, ...]:
-    """How many runs got there, and the medians."""
+    """Format how many runs reached the accuracy, and the median costs."""
     numbers = (cost.flops, cost.training_flops, cost.cpu_seconds, cost.seconds)
     return (f"{cost.reached} of {cost.of}", *("-" if number is None else amount(number) for number in numbers))
 
 
 def percent(spread: Spread) -> str:
-    """`73.2 ± 1.1`, in percent."""
+    """Format a mean and its standard deviation in percent: `73.2 ± 1.1`."""
     deviation = f" ± {100 * spread.deviation:.1f}" if spread.deviation is not None else ""
     return f"{100 * spread.mean:.1f}{deviation}"
 
 
 def difference_cells(difference: Difference | None) -> tuple[str, str]:
-    """`+3.1 ± 0.9`, in points, and `5 of 5` seeds."""
+    """Format a difference in points, `+3.1 ± 0.9`, and the seeds on which the arm is above, `5 of 5`."""
     if difference is None:
         return "-", "-"
     error = f" ± {100 * difference.spread.error:.1f}" if difference.spread.error is not None else ""
@@ -83,7 +83,7 @@ def difference_cells(difference: Difference | None) -> tuple[str, str]:
 
 
 def amount(number: float) -> str:
-    """Three digits: 640, 12,800, 1.28e+09."""
+    """Format a cost with three digits: 640, 12,800, 1.28e+09."""
     return f"{number:,.0f}" if 10 <= abs(number) < 1e6 else f"{number:.3g}"
 
 
@@ -92,6 +92,8 @@ _BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _View:
+    """One quantity of an evaluation that is drawn over the budget."""
+
     title: str
     label: str
     value: Callable[[Point], float | None]
@@ -102,12 +104,12 @@ _ACCURACY = _View(title="Policy", label="sampled accuracy", value=lambda point: 
 _OTHERS = (
     _View(title="Rollout model", label="sampled accuracy", value=lambda point: point.rollout_model_accuracy),
     _View(title="KL(rollout model || policy)", label="nats a token", value=lambda point: point.kl),
-    _View(title="Acceptance", label="mean of a(x)", value=lambda point: point.acceptance),
+    _View(title="Acceptance", label="mean acceptance a(x)", value=lambda point: point.acceptance),
 )
 
 
 def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
-    """The policy's accuracy over everything that it costs, then the rollout model's, the gap and the acceptance."""
+    """Return charts of the policy's accuracy over each cost, then of the rollout model, the KL and the acceptance."""
     guides = (Guide(text=f"{comparison.accuracy:.1%}", y=comparison.accuracy),)
     accuracy = [_chart(_ACCURACY, runs, spent, label, guides) for spent, label in _BY.items()]
     others = [_chart(view, runs, comparison.unit, UNITS[comparison.unit], ()) for view in _OTHERS]
@@ -115,15 +117,15 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
-    """By the name of the picture of each."""
+    """Return the sections of the page by the names of their pictures."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "
-        "Where a run was stopped because it had collapsed, it counts on with its last accuracy."
+        "A run that was stopped because it collapsed keeps its last accuracy."
     )
     return {
         "numbers": Section(title="The arms", intro="", items=comparison_tables(comparison)),
-        "comparison": Section(title="On the way", intro=intro, items=comparison_charts(comparison, runs)),
+        "comparison": Section(title="Over training", intro=intro, items=comparison_charts(comparison, runs)),
     }
 
 
@@ -143,7 +145,7 @@ def _chart(view: _View, runs: Sequence[RunSummary], spent: str, label: str, guid
 
 
 def _series(arm: str, number: int, runs: Sequence[RunSummary], view: _View, spent: str) -> Series:
-    """At every evaluation: the mean of what the runs had spent, and of what they could do."""
+    """Draw at every evaluation the mean over the runs of a quantity, above the mean of what they had spent."""
     going = [run.last.iteration for run in runs if run.collapse is None]
     end = min(going) if going else max(run.last.iteration for run in runs)  # beyond it some seed is missing
     iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
@@ -154,13 +156,13 @@ def _series(arm: str, number: int, runs: Sequence[RunSummary], view: _View, spen
 
 
 def _spent(run: RunSummary, iterations: Sequence[int], spent: str) -> list[float | None]:
-    """What the run itself had spent; one that was stopped spends no more, and has no say in what it would have."""
+    """Return what a run had spent at each iteration; None after a stopped run's end."""
     own = {point.iteration: spent_on(point, spent) for point in run.points}
     return [own.get(iteration) for iteration in iterations]
 
 
 def _at(run: RunSummary, iteration: int) -> Point | None:
-    """The evaluation at an iteration; of a collapsed run its last, for it would not come back."""
+    """Return the evaluation at an iteration; for a collapsed run its last one, since it does not recover."""
     here = [point for point in run.points if point.iteration <= iteration]
     exact = here and here[-1].iteration == iteration
     return here[-1] if exact or (here and run.collapse) else None

@@ -1,7 +1,7 @@
-"""What `jackpot mismatch` found as sections of a page. Pure: it shows numbers and computes none.
+"""Turns the results of `jackpot mismatch` into tables and charts; computes no number of its own.
 
-Pictures are those of the TIS post, the largest and the mean gap of every response, and what it says in words about
-length, beside position, entropy and ratios.
+The charts are those of the TIS post (largest and mean gap of every response, gap by length), and gaps by position,
+entropy and ratio.
 """
 
 import math
@@ -12,7 +12,7 @@ from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, Band, Estimate, Num
 from jackpot.analysis.mismatch.run import Found, Pair
 from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, finite, format_number
 
-_SMALLEST = 1e-16  # what a logarithmic axis shows
+_SMALLEST = 1e-16  # smallest value on a logarithmic axis
 _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
     ("responses", lambda one: f"{one.numbers.responses:,}"),
     ("tokens", lambda one: f"{one.numbers.tokens:,}"),
@@ -32,12 +32,15 @@ _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
     ("q/p, 1 % of tokens are above", lambda one: format_number(one.numbers.quantiles["0.99"], ".4f")),
     (f"sampled mass with q/p above {FAR:g}", lambda one: f"{one.numbers.above:.3%}"),
     (f"sampled mass with q/p below {1 / FAR:g}", lambda one: f"{one.numbers.below:.3%}"),
-    ("learner's mass on what can be drawn", lambda one: estimated(one.numbers.support) if one.numbers.support else "1"),
+    (
+        "learner's mass on tokens that can be drawn",
+        lambda one: estimated(one.numbers.support) if one.numbers.support else "1",
+    ),
 )
 
 
 def estimated(value: Estimate | None) -> str:
-    """A mean with its standard error in brackets."""
+    """Format a mean with its standard error in brackets."""
     if value is None:
         return "-"
     return format_number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
@@ -50,7 +53,7 @@ def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
 
 
 def mismatch_sections(found: Found) -> dict[str, Section]:
-    """By the name of their picture."""
+    """Return the sections of the page by the names of their pictures."""
     sections = {
         "responses": _response_section(found.pairs),
         "tokens": _token_section(found.pairs),
@@ -78,38 +81,38 @@ def _response_section(pairs: Sequence[Pair]) -> Section:
         title=_what(pairs),
         columns=("p of the sampler, q of the learner", *(pair.name for pair in pairs)),
         rows=tuple((text, *(read(pair) for pair in pairs)) for text, read in _ROWS),
-        note="In brackets: standard errors, of means over tokens clustered by response. All at the tokens that the "
-        "sampler drew. " + _known(pairs),
+        note="In brackets: standard errors, of means over tokens clustered by response. All numbers are at the tokens "
+        "that the sampler drew. " + _known(pairs),
     )
     words = Table(
         title="In words",
-        columns=("sampler | learner", "what the numbers say"),
+        columns=("sampler | learner", "conclusion"),
         rows=tuple((f"{pair.sampler} | {pair.learner}", pair.verdict) for pair in pairs),
     )
     return Section(
         title="How far the learner is from the sampler",
-        intro="The sampler wrote the responses and the learner read them. Of every token there are two probabilities, "
-        "p and q; where the two sides were one, |p - q| would be 0 everywhere.",
+        intro="The sampler generated the responses and the learner scored them. Every token has two probabilities, p "
+        "of the sampler and q of the learner; if both computed the same, |p - q| would be 0 everywhere.",
         items=(table, words, *_response_charts(pairs)),
     )
 
 
 def _what(pairs: Sequence[Pair]) -> str:
-    """Both sides, where all pairs share them."""
+    """Name the sampler and the learner that all pairs share."""
     sides = {"sampler": {pair.sampler for pair in pairs}, "learner": {pair.learner for pair in pairs}}
     return ", ".join(f"{role}: {names.pop()}" for role, names in sides.items() if len(names) == 1) or "All pairs"
 
 
 def _known(pairs: Sequence[Pair]) -> str:
-    """What the KL of whole distributions is made of."""
+    """Say whether the KL of whole distributions is exact, bounded or unknown."""
     if all(pair.numbers.kl is None for pair in pairs):
-        return "The KL of whole distributions is not known: the learner tells single tokens only."
+        return "The KL of whole distributions is not known: the learner reports single tokens only."
     if all(pair.numbers.kl_is_exact for pair in pairs if pair.numbers.kl):
-        return "The KL and the total variation are exact: both sides' whole distributions were at hand."
+        return "The KL and the total variation are exact: both sides' whole distributions were known."
     most = max(pair.top_log_probs for pair in pairs)
     return (
         f"The KL and the total variation lie between two bounds: of the sampler's distribution the {most} most "
-        f"probable tokens were at hand."
+        f"probable tokens were known."
     )
 
 
@@ -128,7 +131,7 @@ def _response_charts(pairs: Sequence[Pair]) -> tuple[Chart, ...]:
             x_label="share of responses",
             y_label="max |p - q|",
             series=_over_pairs(pairs, ranks, largest, "line"),
-            note="Responses from the worst on: so many have a largest gap of at least this.",
+            note="Responses ordered from the worst: this share has a largest gap of at least y.",
             log_y=True,
             guides=(Guide(text=f"{HIGH_GAP:g}", y=HIGH_GAP),),
         ),
@@ -137,7 +140,7 @@ def _response_charts(pairs: Sequence[Pair]) -> tuple[Chart, ...]:
             x_label="share of responses",
             y_label="mean |p - q|",
             series=_over_pairs(pairs, ranks, means, "line"),
-            note="Responses from the worst on.",
+            note="Responses ordered from the worst.",
             log_y=True,
         ),
         Chart(
@@ -308,8 +311,8 @@ def _length_section(pairs: Sequence[Pair]) -> Section:
     )
     return Section(
         title="One long response against several short ones",
-        intro="Several short responses have as many tokens as a long one, and as many chances of a large gap. What the "
-        "long one has beyond theirs comes from its length, and not from the number of its tokens.",
+        intro="Several short responses have as many tokens as a long one, and as many chances of a large gap. A larger "
+        "gap of the long one comes from its length, not from the number of its tokens.",
         items=(table, *(_length_chart(pair) for pair in pairs)),
     )
 
@@ -324,6 +327,6 @@ def _length_chart(pair: Pair) -> Chart:
         x_label="share of prompts",
         y_label="max |p - q|",
         series=tuple(series(place, row) for place, row in enumerate(pair.lengths)),
-        note="Prompts from the worst on.",
+        note="Prompts ordered from the worst.",
         log_y=True,
     )

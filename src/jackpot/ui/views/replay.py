@@ -1,4 +1,4 @@
-"""A replay as tables."""
+"""Turns a replay into tables."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,8 +7,8 @@ from jackpot.analysis.replay.results import Measured, measured
 from jackpot.ui.charts import Section, Table, format_number
 
 OWN = " *"
-_NOTHING = 1e-4  # rejects next to no token
-_NAMES_IN_ROW = 2  # of corrections that do the same here; the others are counted
+_NOTHING = 1e-4  # largest share of rejected tokens that counts as no rejection
+_NAMES_IN_ROW = 2  # names of corrections with equal results in one row; the others are counted
 _Columns = tuple[tuple[str, Callable[[Measured], str]], ...]
 _SAMPLED: _Columns = (
     ("rejected", lambda one: f"{1.0 - one.accepted:.1%}"),
@@ -36,7 +36,7 @@ _EXACT: _Columns = (
 
 
 def replay_sections(found: Replay) -> dict[str, Section]:
-    """Everything but the answer, by name."""
+    """Return the section with all tables of the corrections, by its name."""
     rows = _together([measured(one) for one in found.corrections])
     exact = [(names, one) for names, one in rows if one.misplaced is not None]
     own = f" {OWN.strip()} is what the run trains with." if _own(rows) else ""
@@ -45,11 +45,11 @@ def replay_sections(found: Replay) -> dict[str, Section]:
             "On the sampled tokens",
             rows,
             _SAMPLED,
-            "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: those of which nothing is left; "
+            "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: share without any token left; "
             "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: what is misplaced, from these "
             f"tokens alone.{own}",
         ),
-        _table("Weight times mask, coins averaged", rows, _WEIGHTS, ""),
+        _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
     if exact:
         items.append(
@@ -59,7 +59,7 @@ def replay_sections(found: Replay) -> dict[str, Section]:
                 _EXACT,
                 "misplaced: probability on other tokens than the policy's; effective: tokens, as above; bias: of the "
                 "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives, whatever the "
-                "token; variance: times that of the policy's own text; states: how unevenly they count (sd / mean).",
+                "token; variance: times that of the policy's own rollouts; states: sd / mean of their weights.",
             )
         )
     items.extend(_masking(rows))
@@ -67,7 +67,7 @@ def replay_sections(found: Replay) -> dict[str, Section]:
 
 
 def facts(found: Replay) -> Table:
-    """The run itself, before any correction."""
+    """Return a table of the run before any correction: sizes, total variations, KL, ratios."""
     run = found.run
     engine, stale, both = (float(run[name].value) for name in ("apart_engine", "apart_stale", "apart"))
     log_ratio = run["mismatch/log_ratio"]
@@ -77,11 +77,14 @@ def facts(found: Replay) -> Table:
         ("mean length", f"{float(run['length'].value):.1f}"),
         ("policy", found.policy),
         *(("PPO's clip", f"1 - {clip.clip_low:g} to 1 + {clip.clip_high:g}") for clip in clips),
-        ("total variation, writer and old policy", f"{engine:.2%}"),
-        ("total variation, old policy and the one updated", f"{stale:.2%}"),
-        ("total variation, writer and the one updated", f"{both:.2%}"),
+        ("total variation, rollout model and old policy", f"{engine:.2%}"),
+        ("total variation, old and updated policy", f"{stale:.2%}"),
+        ("total variation, rollout model and updated policy", f"{both:.2%}"),
         *((f"the same in {where}", f"{gap:.2%}") for where, gap in found.ends if len(found.ends) > 1),
-        ("KL(writer || policy), k1 and k3", f"{_value(run, 'mismatch/kl_k1')}, {_value(run, 'mismatch/kl_k3')} nats"),
+        (
+            "KL(rollout model || policy), k1 and k3",
+            f"{_value(run, 'mismatch/kl_k1')}, {_value(run, 'mismatch/kl_k3')} nats",
+        ),
         ("mean of rho, must be 1", f"{float(run['ratio'].value):.4f} +- {float(run['ratio'].standard_error):.4f}"),
         (
             "rho: 1 %, median, 99 %, max",
@@ -111,7 +114,7 @@ def _table(title: str, rows: Sequence[tuple[str, Measured]], columns: _Columns, 
 
 
 def _masking(rows: Sequence[tuple[str, Measured]]) -> list[Table]:
-    """Where each rejects, and which tokens."""
+    """Return tables of where each correction rejects, and which tokens."""
     rejecting = _alike([(names, one) for names, one in rows if one.accepted < 1.0 - _NOTHING])
     if not rejecting:
         return []
@@ -122,15 +125,15 @@ def _masking(rows: Sequence[tuple[str, Measured]]) -> list[Table]:
         rows=tuple((names, *(_share(one.rejected_by_band.get(name)) for name in bands)) for names, one in rejecting),
     )
     tokens = Table(
-        title="Most rejected tokens, and the place where most was changed",
-        columns=("correction", "which"),
+        title="Most rejected tokens, and the token with the largest change",
+        columns=("correction", "tokens"),
         rows=tuple((names, _tokens(one)) for names, one in rejecting),
     )
     return [by_band, tokens]
 
 
 def _share(value: float | None) -> str:
-    """Empty where the correction was not replayed there."""
+    """Format a share; a band without a share stays empty."""
     return "" if value is None else f"{value:.1%}"
 
 
@@ -146,7 +149,7 @@ def _tokens(one: Measured) -> str:
 
 
 def _together(found: Sequence[Measured]) -> list[tuple[str, Measured]]:
-    """Those that do the same on this data in one row, in their order."""
+    """Group corrections with equal results on this data into one row, in their order."""
     groups: dict[tuple, list[Measured]] = {}
     for one in found:
         groups.setdefault(one.same, []).append(one)
@@ -160,7 +163,7 @@ def _together(found: Sequence[Measured]) -> list[tuple[str, Measured]]:
 
 
 def _alike(rows: Sequence[tuple[str, Measured]]) -> list[tuple[str, Measured]]:
-    """Of those that reject the same, the first."""
+    """Return the first of each group of corrections that reject the same tokens."""
     first: dict[tuple, tuple[str, Measured]] = {}
     for names, one in rows:
         first.setdefault(tuple(round(share, 6) for share in one.rejected_by_band.values()), (names, one))

@@ -1,6 +1,6 @@
-"""What `jackpot simulate` found as sections of a page, and the paper's three views among them.
+"""Turns the results of `jackpot simulate`, among them the paper's three views, into tables and charts.
 
-Pure: it shows numbers of `analysis.simulate` and computes none that is not in its results.
+Computes no number that is not in the results of `analysis.simulate`.
 """
 
 import math
@@ -37,15 +37,15 @@ _COLUMNS: tuple[tuple[str, Callable[[TopKSummary], str]], ...] = (
 
 
 def topk_section(sources: Sequence[SimulatedPair]) -> Section:
-    """Of every source, at every k."""
+    """Return the section on Z from the top k, for every pair of models and every k."""
     names = tuple(name for name, _ in _COLUMNS)
     usual = tuple(_row(source, row) for source in sources for row in source.topk if row.k == RECIPE_K)
     table = Table(
         title=f"Z from the top {RECIPE_K}",
         columns=("source", *names),
         rows=usual,
-        note="kappa, with its standard error, is what training computes from the tokens that were written; Z / Z_k is "
-        "what it estimates. It mends the mean, not the single state.",
+        note="kappa, with its standard error, is what training computes from the sampled tokens; it estimates Z / Z_k. "
+        "It corrects the mean over states, not each state.",
     )
     every = Table(
         title="Z from the top k",
@@ -62,7 +62,7 @@ def topk_section(sources: Sequence[SimulatedPair]) -> Section:
     return Section(
         title="Z from the two top-k sets",
         intro=f"Appendix C.3 at lam = 1 over a vocabulary of {vocabulary:,}; k is never more than that. The fill-in "
-        f"asks the rollout model for its probability of the policy's top k. The exact Z lies outside the bounds at "
+        f"takes the rollout model's probabilities of the policy's top k. The exact Z lies outside the bounds at "
         f"{outside} states. " + " ".join(f"{source.name}: {source.text}." for source in sources),
         items=(table, *_topk_charts([source.name for source in sources], [source.topk for source in sources]), every),
     )
@@ -73,27 +73,32 @@ def _row(source: SimulatedPair, row: TopKSummary) -> tuple[str, ...]:
 
 
 _TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopKSummary], float], str], ...] = (
-    ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Z_k is never above Z and meets it as k grows."),
+    ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Z_k is at most Z and reaches it as k grows."),
     (
         "Share of Z at the worst states",
         "Z_k / Z, 1 % of states are below",
         lambda row: row.z_share_low,
         "The mean hides flat states, where the top k hold little.",
     ),
-    ("What is left open", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
-    ("Mass that is captured", "p_rollout with both known", lambda row: row.captured, "Solid: with the fill-in."),
-    ("What kappa estimates", "mean Z / mean Z_k", lambda row: row.kappa_exact, "One number for a whole step."),
+    ("Width of the bounds", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
+    ("Captured mass", "p_rollout with both known", lambda row: row.captured, "Solid: with the fill-in."),
     (
-        "What kappa makes of it",
+        "The ratio that kappa estimates",
+        "mean Z / mean Z_k",
+        lambda row: row.kappa_exact,
+        "One number for a whole step.",
+    ),
+    (
+        "Z_k corrected by kappa",
         "kappa x mean Z_k / mean Z",
         lambda row: row.corrected,
-        "The same for every k: what is left is which tokens were drawn.",
+        "Equal for every k: the rest is noise of the sampled tokens.",
     ),
 )
 
 
 def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopKSummary]]) -> tuple[Chart, ...]:
-    """Over k: solid with the fill-in, dashed without."""
+    """Return charts over k: solid with the fill-in, dashed without."""
     charts = []
     for title, label, read, note in _TOPK_CHARTS:
         series = []
@@ -114,11 +119,11 @@ def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopKSummary]]) ->
 
 
 _BEFORE = "KL(policy || rollout model), nats"
-_AFTER = "KL(policy || what is kept), nats"
+_AFTER = "KL(policy || accepted tokens), nats"
 
 
 def view_sections(views: SimulationViews) -> dict[str, Section]:
-    """By the name of their picture."""
+    """Return the sections of the page by the names of their pictures."""
     return {
         "ratios": _ratio_section(views.sources),
         "acceptance": _acceptance_section(views.curves),
@@ -132,16 +137,16 @@ def _ratio_section(sources: Sequence[SimulatedPair]) -> Section:
         title="Ratios of single tokens",
         intro="View (a) of the paper's Figure 2: p_policy / p_rollout of a token before, p_policy / p~ after, where p~ "
         "is the distribution of accepted tokens at lam = 1. Above lam the ratio is only multiplied by Z; below lam it "
-        "is lifted to Z. OBRS removes the small ratios, not the large ones: what the rollout model never writes no "
-        "rejection can add.",
+        "is lifted to Z. OBRS removes the small ratios, not the large ones: rejection cannot "
+        "add tokens that the rollout model never generates.",
         items=tuple(_ratio_chart(source.ratios) for source in sources),
     )
 
 
 def _ratio_chart(ratios: TokenRatios) -> Chart:
     clouds = (
-        ("written by the rollout model", ratios.before, ratios.after),
-        ("written by the policy", ratios.policy_before, ratios.policy_after),
+        ("sampled by the rollout model", ratios.before, ratios.after),
+        ("sampled by the policy", ratios.policy_before, ratios.policy_after),
     )
     shown = [value for _, before, _ in clouds for value in finite(before, SMALLEST_RATIO) if value]
     ends = (min(shown), max(shown))
@@ -175,9 +180,9 @@ def _acceptance_section(curves: Sequence[GapCurve]) -> Section:
     ]
     table = Table(
         title="Acceptance at lam = 1",
-        columns=("source", f"KL where {HIGH_ACCEPTANCE:.0%} is kept", *(f"Z at KL {kl:g}" for kl in kls)),
+        columns=("source", f"KL where {HIGH_ACCEPTANCE:.0%} is accepted", *(f"Z at KL {kl:g}" for kl in kls)),
         rows=tuple(rows),
-        note="- where the source has no such KL.",
+        note="-: the source has no such KL.",
     )
     return Section(
         title="Acceptance against the gap",
@@ -206,7 +211,7 @@ def _acceptance_chart(curves: Sequence[GapCurve], place: int) -> Chart:
         series=tuple(series),
         note="The band holds 80 % of the states."
         if place == RECIPE_LAM
-        else "A smaller lam keeps more, a larger one rejects even where the models agree: Z is at most 1 / lam.",
+        else "A smaller lam accepts more, a larger one rejects even where the models agree: Z is at most 1 / lam.",
         log_x=True,
         y_range=(0.0, 1.05),
         guides=(guide,),
@@ -219,13 +224,13 @@ def _kl_section(curves: Sequence[GapCurve]) -> Section:
         title="KL before / KL after at lam = 1",
         columns=("source", *(f"at KL {kl:g}" for kl in kls)),
         rows=tuple((curve.name, *(format_number(mark.factor) for mark in curve.marks)) for curve in curves),
-        note='The paper says "about an order of magnitude". What it is depends on the kind of gap.',
+        note='The paper says "about an order of magnitude". The factor depends on the kind of gap.',
     )
     return Section(
         title="KL before and after",
-        intro="View (c): the KL from the policy to the rollout model, and to what rejection leaves of its text. Since "
+        intro="View (c): the KL from the policy to the rollout model, and to the accepted tokens. Since "
         "p~ is at most p_rollout / Z, the KL of a state falls by at most -log Z, for OBRS and for every other rule: a "
-        "state that keeps 95 % can fall tenfold only from below 0.057 nats.",
+        "state that accepts 95 % can fall tenfold only from below 0.057 nats.",
         items=(table, *_kl_charts(curves)),
     )
 
@@ -249,22 +254,22 @@ def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
                 Series(name="unchanged", x=ends, y=ends, number=GRAY),
                 Series(name="a tenth", x=ends, y=tuple(0.1 * end for end in ends), number=GRAY + DASHED),
             ),
-            note="What is below the dashed grey line falls by more than an order of magnitude.",
+            note="Points below the dashed gray line fall by more than an order of magnitude.",
             log_x=True,
             log_y=True,
         ),
         Chart(
-            title="The factor of the fall, lam = 1",
+            title="KL before over KL after, lam = 1",
             x_label=_BEFORE,
             y_label="KL before / KL after",
             series=_lines(curves, before, [_column(curve, lambda point: point.factor) for curve in curves]),
-            note="Rejection removes what the rollout model writes too often; mass that it lacks stays missing.",
+            note="Rejection removes tokens that are generated too often and cannot add tokens that are missing.",
             log_x=True,
             log_y=True,
             guides=(Guide(text="ten", y=10.0),),
         ),
         Chart(
-            title="What a fall costs",
+            title="Acceptance that a smaller KL costs",
             x_label="mean of -log Z",
             y_label="KL before - KL after, nats",
             series=(

@@ -1,4 +1,4 @@
-"""Candidates for the rollout model and the checkpoints of a run as sections of a page."""
+"""Turns measurements of candidate rollout models, or of a run's checkpoints, into tables and charts."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,11 +10,11 @@ from jackpot.ui.views.simulation import view_sections
 
 _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
     ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
-    ("right", "accuracy of what it writes", lambda one: f"{one.accuracy:.1%}"),
+    ("right", "accuracy of its responses", lambda one: f"{one.accuracy:.1%}"),
     ("policy", "accuracy of the policy", lambda one: f"{one.policy_accuracy:.1%}"),
     ("KL(r||p)", "KL(rollout model || policy), nats a token", lambda one: format_number(one.kl_rollout_policy, ".4f")),
     ("KL(p||r)", "KL(policy || rollout model)", lambda one: format_number(one.kl_policy_rollout, ".4f")),
-    ("after", "KL(policy || what OBRS keeps), lam = 1", lambda one: format_number(one.kl_after, ".4f")),
+    ("after", "KL(policy || tokens accepted by OBRS), lam = 1", lambda one: format_number(one.kl_after, ".4f")),
     ("Z", "expected acceptance Z, lam = 1", lambda one: format_number(one.acceptance, ".4f")),
     ("sd", "standard deviation of Z over states", lambda one: format_number(one.acceptance_spread, ".4f")),
     ("Z < 0.5", "states where Z is below 0.5", lambda one: f"{one.low_acceptance:.1%}"),
@@ -25,28 +25,28 @@ _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
         "log p_policy / p_rollout of a whole response",
         lambda one: format_number(one.sequence_log_ratio, ".3f"),
     ),
-    ("ESS", "responses left effective by that ratio", lambda one: f"{one.sequence_ess:.1%}"),
+    ("ESS", "effective share of responses under that ratio", lambda one: f"{one.sequence_ess:.1%}"),
 )
 
 
 def pair_sections(found: PairSimulation) -> dict[str, Section]:
-    """By the name of their picture; without training there is none of it."""
+    """Return the sections of the page by the names of their pictures; only runs have the section on training."""
     first = found.candidates[0]
     table = _over_iterations(found) if found.training else _side_by_side(found)
     advice = Table(
         title="In words",
-        columns=("rollout model", "what the numbers say"),
+        columns=("rollout model", "conclusion"),
         rows=tuple((one.name, one.advice) for one in found.candidates),
         note=f"Rules of thumb: Z of {SMALL_GAP} and more is a small gap, below {LARGE_GAP} a large one; rejection "
-        f"hardly closes a gap of which it leaves more than {LEFT_OVER:.0%}.",
+        f"hardly closes a gap if more than {LEFT_OVER:.0%} of it remains.",
     )
     states = ", ".join(f"{one.states:,}" for one in found.candidates)
     sections = {
         "before": Section(
             title="Before you train" if not found.training else "Over training",
-            intro=f"Each rollout model wrote {first.responses} responses to held-out prompts, and both models' whole "
-            f"distributions were compared at these tokens ({states}). Among models that are cheap enough the one with "
-            "the smallest KL and enough right answers is the one to train with.",
+            intro=f"Each rollout model generated {first.responses} responses to held-out prompts, and both models' "
+            f"whole distributions were compared at these tokens ({states}). Among the models that are cheap enough, "
+            "train with the one of the smallest KL and enough right answers.",
             items=(table,) if found.training else (table, advice),
         )
     }
@@ -56,7 +56,7 @@ def pair_sections(found: PairSimulation) -> dict[str, Section]:
 
 
 def _side_by_side(found: PairSimulation) -> Table:
-    """A column for each rollout model: paths are long, and there are more numbers than models."""
+    """Return a table with a column for each rollout model."""
     return Table(
         title="Rollout models before training",
         columns=("mean over response tokens", *(one.name for one in found.candidates)),
@@ -66,7 +66,7 @@ def _side_by_side(found: PairSimulation) -> Table:
 
 
 def _over_iterations(found: PairSimulation) -> Table:
-    """A row for each checkpoint; what the top k leave open has charts of its own."""
+    """Return a table with a row for each checkpoint; the top-k bounds have charts of their own."""
     rows = [row for row in _ROWS if row[0] not in ("size", "captured", "width")]
     return Table(
         title="The rollout model at each checkpoint",
@@ -98,8 +98,8 @@ def _training_section(found: PairSimulation) -> Section:
     columns = ("iteration", "k", "Z_k / Z", "1 % below", "width", "captured", "kappa", "error", "Z / Z_k")
     return Section(
         title="Top-k, bounds and kappa over training",
-        intro="Appendix C.3 at every checkpoint that the run kept: the rollout model of that iteration wrote, and the "
-        f"policy of that iteration judged.{left_out}",
+        intro="Appendix C.3 at every checkpoint that the run kept: the rollout model of that iteration generated, and "
+        f"the policy of that iteration scored.{left_out}",
         items=(
             *_model_charts(stages),
             *_topk_charts(stages),
@@ -123,7 +123,7 @@ def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
                 line("KL(policy || rollout model)", lambda one: one.kl_policy_rollout, 0),
                 line("after OBRS", lambda one: one.kl_after, 1),
             ),
-            note="Joint training is to keep the upper line from rising.",
+            note="Joint training should keep the upper line from rising.",
         ),
         Chart(
             title="Acceptance over training",
@@ -133,7 +133,7 @@ def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
                 line("Z at lam = 1", lambda one: one.acceptance, 0),
                 line("states with Z below 0.5", lambda one: one.low_acceptance, 1),
             ),
-            note="Tokens that are thrown away are 1 - Z.",
+            note="The share of rejected tokens is 1 - Z.",
             y_range=(0.0, 1.02),
         ),
         Chart(
@@ -151,10 +151,20 @@ def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
 
 _OVER_TRAINING: tuple[tuple[str, str, Callable[[TopKSummary], float], str], ...] = (
     ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Solid: with the fill-in; dashed: without."),
-    ("The worst states", "Z_k / Z, 1 % of states are below", lambda row: row.z_share_low, "Which k is enough."),
-    ("What is left open", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
-    ("Mass that is captured", "p_rollout with both known", lambda row: row.captured, "1 where k is the vocabulary."),
-    ("What kappa estimates", "mean Z / mean Z_k", lambda row: row.kappa_exact, "1 where the top k hold all of Z."),
+    (
+        "Share of Z at the worst states",
+        "Z_k / Z, 1 % of states are below",
+        lambda row: row.z_share_low,
+        "Which k suffices.",
+    ),
+    ("Width of the bounds", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
+    ("Captured mass", "p_rollout with both known", lambda row: row.captured, "1 where k is the vocabulary."),
+    (
+        "The ratio that kappa estimates",
+        "mean Z / mean Z_k",
+        lambda row: row.kappa_exact,
+        "1 where the top k hold all of Z.",
+    ),
 )
 
 
@@ -195,9 +205,9 @@ def _kappa_chart(stages: Sequence[CheckpointPair], x: tuple[int, ...], sizes: Se
             )
         )
     return Chart(
-        title="kappa as it is estimated",
+        title="Estimated kappa",
         x_label="iteration",
         y_label="sum a / sum Z_k",
         series=tuple(series),
-        note="The band is two standard errors: what is left of a line beyond it is what kappa mends.",
+        note="The band is two standard errors; a line farther from 1 than its band shows what kappa corrects.",
     )
