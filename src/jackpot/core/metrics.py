@@ -37,6 +37,12 @@ class Mean(NamedTuple):
         entry = torch.tensor(value, dtype=torch.float64)
         return cls(entry, entry.square(), torch.ones_like(entry))
 
+    @classmethod
+    def numbers(cls, values: Sequence[float]) -> "Mean":
+        """Build the mean of plain numbers."""
+        entries = torch.tensor(values, dtype=torch.float64)
+        return cls.of(entries, torch.ones_like(entries, dtype=torch.bool))
+
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
@@ -220,8 +219,8 @@ def discard_reason(rollout: Rollout) -> str | None:
 def _sampling_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup], wanted: int) -> Sums:
     """Return the metrics of filtering groups."""
     return {
-        "sampling/gen_batches": mean([len(batches)]),
-        "sampling/groups_filtered": mean([max(0, len(groups) - wanted)]),
+        "sampling/gen_batches": Mean.number(len(batches)),
+        "sampling/groups_filtered": Mean.number(max(0, len(groups) - wanted)),
     }
 
 
@@ -231,23 +230,17 @@ def _rollout_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGro
     discarded = [reason for batch in batches for reason in batch.discarded.values()]
     scored = [one for group in groups for one in group.members]
     return {
-        "reward/mean": mean([one.score.reward for one in scored]),
-        "reward/correct": mean([one.score.correct for one in scored]),
-        "reward/timeouts": mean([one.score.reward_error == "timeout" for one in scored]),
-        "reward/errors": mean([one.score.reward_error == "crash" for one in scored]),
-        "reward/all_right": mean([all(one.score.correct for one in group.members) for group in groups]),
-        "reward/all_wrong": mean([not any(one.score.correct for one in group.members) for group in groups]),
-        "response/tokens": mean([len(one.rollout.token_ids) for one in scored]),
-        "response/tool_tokens": mean([int((~one.rollout.sampled_mask).sum()) for one in scored]),
-        "response/truncated": mean([one.rollout.finish == "length" for one in scored]),
-        "response/aborted": mean([discarded.count("aborted") / len(generated)]),
-        "response/non_finite": mean([discarded.count("non_finite") / len(generated)]),
+        "reward/mean": Mean.numbers([one.score.reward for one in scored]),
+        "reward/correct": Mean.numbers([one.score.correct for one in scored]),
+        "reward/timeouts": Mean.numbers([one.score.reward_error == "timeout" for one in scored]),
+        "reward/errors": Mean.numbers([one.score.reward_error == "crash" for one in scored]),
+        "reward/all_right": Mean.numbers([all(one.score.correct for one in group.members) for group in groups]),
+        "reward/all_wrong": Mean.numbers([not any(one.score.correct for one in group.members) for group in groups]),
+        "response/tokens": Mean.numbers([len(one.rollout.token_ids) for one in scored]),
+        "response/tool_tokens": Mean.numbers([int((~one.rollout.sampled_mask).sum()) for one in scored]),
+        "response/truncated": Mean.numbers([one.rollout.finish == "length" for one in scored]),
+        "response/aborted": Mean.number(discarded.count("aborted") / len(generated)),
+        "response/non_finite": Mean.number(discarded.count("non_finite") / len(generated)),
         "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),
         "flops/rollout": Sum.number(sum(cost.sequence(tokens_read(rollout)) for rollout in generated)),
     }
-
-
-def mean(values: Sequence[float]) -> Mean:
-    """Return the mean of plain numbers as a metric that adds up."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return Mean.of(tensor, torch.ones_like(tensor, dtype=torch.bool))

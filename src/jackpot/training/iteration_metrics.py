@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import Sum, Sums, add_sums
+from jackpot.core.metrics import Mean, Sum, Sums, add_sums
 from jackpot.core.types import TrainingSample
-from jackpot.rollout.sampler import mean, tokens_read
+from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
@@ -39,7 +39,7 @@ def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResul
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout)) for sample in samples)
     return sums | {
-        "reward/frac_zero_std": mean([not sample.advantages.any() for sample in samples]),
+        "reward/frac_zero_std": Mean.numbers([not sample.advantages.any() for sample in samples]),
         "tokens/train": Sum.number(trained),
         "flops/train": Sum.number(flops),
     }
