@@ -1,7 +1,7 @@
-"""Advantages from rewards.
+"""Advantages computed from rewards: GRPO and its variants, REINFORCE++, and GAE.
 
-A group is the responses to one prompt. Groups of equal reward have advantage 0 and stay in every count. Shapes: `B`
-responses, `T` response tokens.
+A group is the responses to one prompt. Groups of equal reward have advantage 0 and are counted in every denominator.
+Shapes: `B` responses, `T` response tokens.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from jackpot.core.errors import unknown_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """What is known of every response once it is judged."""
+    """Holds the reward, the group and the length of every response of a rollout batch."""
 
     rewards: Tensor  # [B] float
-    groups: Tensor  # [B] int64, the number of the group of each response
-    lengths: Tensor  # [B] int64, sampled tokens
+    groups: Tensor  # [B] int64, the index of each response's group
+    lengths: Tensor  # [B] int64, sampled tokens of each response
 
 
 def grpo(outcomes: Outcomes) -> Tensor:
@@ -42,7 +42,7 @@ def dr_grpo(outcomes: Outcomes) -> Tensor:
 
 
 def rloo(outcomes: Outcomes) -> Tensor:
-    """A = r - mean of the others of the group = (r - mean of group) n / (n - 1), RLOO, arXiv 2402.14740: [B].
+    """A = r - mean of the other rewards of the group = (r - mean of group) n / (n - 1), RLOO, arXiv 2402.14740: [B].
 
     A group of one has no others and gets 0.
     """
@@ -53,14 +53,14 @@ def rloo(outcomes: Outcomes) -> Tensor:
 def reinforce_pp(outcomes: Outcomes) -> Tensor:
     """A = (r - mean of all tokens) / (std of all tokens), REINFORCE++, arXiv 2501.03262: [B].
 
-    Each response counts with its length, since the batch that is whitened is one of tokens; the variance is the sample
-    one (n - 1), as in verl. The paper's KL penalty inside the reward is not part of this; `reference` is its loss form.
+    Each response counts with its length, since the whitened batch is one of tokens; the variance is the sample one
+    (n - 1), as in verl. The paper's KL penalty inside the reward is left out; `objective.reference` is its loss form.
     """
     return whiten(outcomes.rewards, outcomes.lengths)
 
 
 def reinforce_pp_baseline(outcomes: Outcomes) -> Tensor:
-    """REINFORCE++ with a group baseline: r - mean of group, then whitened over all tokens, arXiv 2501.03262: [B]."""
+    """A = whiten(r - mean of group) over all tokens, REINFORCE++ with a group baseline, arXiv 2501.03262: [B]."""
     return whiten(dr_grpo(outcomes), outcomes.lengths)
 
 
@@ -74,12 +74,12 @@ ADVANTAGES: dict[str, Callable[[Outcomes], Tensor]] = {
 
 
 def compute_advantages(name: str, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`ADVANTAGES[name]` on checked input: [B].
+    """Check the inputs and compute `ADVANTAGES[name]`: [B].
 
     Args:
         rewards: [B] float.
-        groups: [B] int64, the number of the group of each response.
-        lengths: [B] int64, sampled tokens of each; None counts all responses alike.
+        groups: [B] int64, the index of each response's group.
+        lengths: [B] int64, sampled tokens of each response; None counts all responses alike.
 
     Raises:
         ValueError: an unknown name, or other shapes.
@@ -96,7 +96,7 @@ def compute_advantages(name: str, rewards: Tensor, groups: Tensor, lengths: Tens
 def whiten(values: Tensor, counts: Tensor) -> Tensor:
     """(v - mean) / std over entries that each count `counts` times; sample variance. All [B], or all [B, T].
 
-    Equal values, and a single entry, give exactly 0; no epsilon enters otherwise. What counts 0 times is 0.
+    Equal values, and a single entry, give exactly 0; no epsilon enters otherwise. An entry of count 0 becomes 0.
     """
     counts = counts.to(values.dtype)
     values = torch.where(counts > 0, values, 0.0)
@@ -110,15 +110,15 @@ def whiten(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, arXiv 1506.02438, and the returns that the critic learns: [B, T] each.
+    """Compute GAE advantages, arXiv 1506.02438, and the returns that the critic learns: [B, T] each.
 
         delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)        return_t = A_t + V_t
 
-    over the sampled tokens alone: what a tool wrote between two of them is one step of the world and takes no time. The
-    value after the last one is 0.
+    over the sampled tokens alone: a tool's tokens between two of them are part of one environment step and are not
+    discounted. The value after the last sampled token is 0.
 
     Args:
-        rewards: [B, T] of each token, usually 0 but at the last sampled one; ignored where masked.
+        rewards: [B, T] of each token, usually 0 except at the last sampled one; ignored where masked.
         values: [B, T] V of the state that the token was sampled in.
         mask: [B, T] bool, the tokens that the model sampled.
         gamma, lam: in [0, 1].
@@ -136,15 +136,17 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def _group_sizes(outcomes: Outcomes) -> Tensor:
+    """Return the number of responses in each response's group: [B]."""
     return _group_sum(torch.ones_like(outcomes.rewards), outcomes.groups)
 
 
 def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """The sum over each response's group, given back to every response: [B]."""
+    """Sum over each group, and return its sum to every response of it: [B]."""
     sums = values.new_zeros(int(groups.max()) + 1 if groups.numel() else 0)
     return sums.index_add(0, groups, values)[groups]
 
 
 def _group_extreme(values: Tensor, groups: Tensor, reduce: str) -> Tensor:
+    """Return the largest ("amax") or smallest ("amin") value of each response's group: [B]."""
     size = int(groups.max()) + 1 if groups.numel() else 0
     return values.new_zeros(size).scatter_reduce(0, groups, values, reduce, include_self=False)[groups]

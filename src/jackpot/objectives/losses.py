@@ -1,7 +1,7 @@
-"""PPO's surrogate and what its sum is divided by.
+"""PPO's surrogate and value loss, how token losses are aggregated, distillation, and KL estimates of the reference.
 
-One surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point the ratio is taken
-from.
+One surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point that the ratio is
+taken from. Shapes: `B` sequences, `T` response tokens, `N` response tokens in one row; log-probs in nats.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ def clipped_surrogate(
 ) -> Tensor:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
 
-    To be maximised. With infinite clips it is r A. Where the proximal point is the detached current policy, r is 1 and
-    its gradient is that of log p_new: the clip then does nothing.
+    Training maximizes it. With infinite clips it is r A. Where the proximal point is the detached current policy, r is
+    1 and its gradient is A times that of log p_new: the clip then has no effect.
 
     Args:
         log_probs: [B, T] current policy, carries the gradient; nats.
@@ -34,7 +34,7 @@ def clipped_surrogate(
 def clip_share(
     log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Where PPO's clip removes the gradient: [B, T] bool."""
+    """True where PPO's clip removes the gradient, [B, T]: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0."""
     ratio = (log_probs - proximal_log_probs).detach().exp()
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
@@ -42,11 +42,12 @@ def clip_share(
 def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of a critic, as PPO2 and verl: [B, T].
 
-    Also where the clip removes the gradient: [B, T] bool.
+    The second tensor is True where the clip removes the gradient: [B, T].
 
     Args:
         values: [B, T] carries the critic's gradient.
-        old_values, returns: [B, T] detached: when the batch came in, and from `advantages.gae`.
+        old_values: [B, T] detached, before the first update on the batch.
+        returns: [B, T] detached, of `advantages.gae`.
         clip: above 0; math.inf for no clip.
     """
     clipped = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
@@ -55,24 +56,24 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 
 
 # An aggregate turns token losses [B, T] into (numerator, denominator), both scalars that add up over micro-batches and
-# ranks. `counted` [B, T] says what each token counts for: the response mask, the coins, or a(x). Whole sequences stay
-# within a micro-batch. `max_length` is the sampling limit on T.
+# ranks. `counted` [B, T] is the weight of each token in the denominator: the response mask, the acceptance mask, or
+# a(x). A sequence is never split between micro-batches. `max_length` is the sampling limit on T.
 
 
 def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Every token weighs the same, DAPO, arXiv 2503.14476 eq. 12."""
+    """Average over all tokens, DAPO, arXiv 2503.14476 eq. 12."""
     return losses.sum(), counted.sum()
 
 
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Mean over the tokens of a sequence, then over the sequences that count for anything, GRPO, arXiv 2402.03300."""
+    """Average over the tokens of a sequence, then over the sequences with counted tokens, GRPO, arXiv 2402.03300."""
     counts = counted.sum(-1)
     present = counts > 0
     return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()
 
 
 def _seq_mean_token_sum_norm(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Divide by sequences x max_length whatever was sampled or kept, Dr. GRPO, arXiv 2503.20783."""
+    """Divide the sum by sequences x max_length, a constant, Dr. GRPO, arXiv 2503.20783."""
     return losses.sum(), losses.new_tensor(float(losses.shape[0] * max_length))
 
 
@@ -90,7 +91,7 @@ DISTILLATIONS: dict[str, Callable[[JointOutput], Tensor]] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """(log p - log p_reference)^2 / 2 of sampled tokens; its gradient is that of the KL on the policy's own text."""
+    """(log p - log p_reference)^2 / 2 of sampled tokens; on the policy's own rollouts its gradient is the KL's."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 

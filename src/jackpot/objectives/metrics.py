@@ -1,7 +1,8 @@
-"""What is measured of every micro-batch: before the correction, by it, and after it.
+"""The metrics of a micro-batch: the mismatch before the correction, the correction itself, and PPO's clip.
 
-One schema for every correction, over all response tokens, before any masking: a metric over the kept tokens alone would
-hide what was dropped. All entries are sums (`ops.reduce`). docs/metrics.md says what each means and what is healthy.
+Every correction has the same metrics, over all response tokens, before any masking: a metric over the accepted tokens
+alone would hide the rejected ones. All entries are sums that add up (`core.metrics`). docs/metrics.md says what each
+means and which values are healthy.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from jackpot.objectives.corrections import Correction, CorrectionInputs
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
-    """How far p_old is from p_inf on the sampled tokens, before any correction.
+    """Measure how far p_old is from p_inf on the sampled tokens, before any correction.
 
     Args:
         log_ratio: [B, T] log p_old / p_inf of sampled tokens, 0 where masked.
@@ -24,8 +25,8 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
     """
     ratio = log_ratio.double().exp()
     present = mask.any(-1)
-    whole = log_ratio.double().sum(-1)  # [B], of the response
-    prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T], of what stands before the token
+    whole = log_ratio.double().sum(-1)  # [B] log ratio of the response
+    prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log ratio of the tokens before each token
     bands = _position_masks(mask)
     return {
         "mismatch/ratio": Mean.of(ratio, mask),
@@ -41,12 +42,12 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
 
 
 def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
-    """How far the policy has moved on this batch: KL(p_old || p_new), estimated from what p_inf wrote.
+    """Estimate KL(p_old || p_new), how far the policy has moved on this batch, from tokens that p_inf sampled.
 
-    `k1` is what frameworks log as the KL of an update. It is unbiased only where p_inf is p_old and then at least 0 in
-    expectation; below 0 it shows the mismatch. `weighted` takes each token by p_old / p_inf, which is unbiased in every
-    state that was written. (The case study on KL estimation in "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training".)
+    `k1` is logged by other frameworks as the KL of an update. It is unbiased only where p_inf is p_old, and then at
+    least 0 in expectation; below 0 it shows the mismatch. `weighted` weights each token by p_old / p_inf, which is
+    unbiased in every state that the rollout model visited. (The case study on KL estimation in "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training".)
 
     Args:
         moved: [B, T] log p_old / p_new of sampled tokens, 0 where masked.
@@ -64,11 +65,12 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
 def correction_metrics(
     correction: Correction, inputs: CorrectionInputs, lam: float, advantages: Tensor, clipped: Tensor
 ) -> Sums:
-    """What the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
+    """Measure what the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
 
     Args:
         lam: at which acceptance is measured.
-        advantages, clipped: [B, T]; where PPO's clip removes the gradient.
+        advantages: [B, T].
+        clipped: [B, T] bool, True where PPO's clip removes the gradient.
     """
     mask = inputs.response_mask
     factor = correction.weights * correction.accept_mask
@@ -94,7 +96,11 @@ def correction_metrics(
 
 
 def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
-    """Counts of what should not be: [B, T] each."""
+    """Count response tokens with a log-prob that is not finite, and responses without a sampled token.
+
+    Args:
+        log_probs, rollout_log_probs, mask: [B, T] each.
+    """
     finite = log_probs.detach().isfinite() & rollout_log_probs.isfinite()
     return {
         "health/non_finite_tokens": Sum.of(mask & ~finite),
@@ -103,13 +109,13 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
 
 
 def _position_masks(mask: Tensor) -> dict[str, Tensor]:
-    """The part of the mask [B, T] in each band; a position counts all response tokens, a tool's too."""
+    """Split the mask [B, T] by bands of positions; a position counts all response tokens, a tool's too."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return {f"at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}
 
 
 def _by_group(columns: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> Sums:
-    """The mean of every column over every group of tokens, all [B, T], in two matrix products; named column + group."""
+    """Average every column over every group of tokens, all [B, T], in two matrix products; named column + group."""
     any_group = torch.stack(list(groups.values())).any(0)
     members = torch.stack([group[any_group] for group in groups.values()]).double()  # [G, N]
     values = torch.stack([column.detach()[any_group].double() for column in columns.values()])  # [C, N]

@@ -4,14 +4,15 @@ Jackpot, arXiv 2602.06107, sections 3 and 4; the rule is Verine et al. 2024. Wit
 
     acceptance   a(x) = min(1, rho / lam)                       eq. 3; a larger lam rejects more
     kept mass    o(x) = p_inf(x) a(x) = min(p_inf(x), p_target(x) / lam)
-    normaliser   Z = sum_x o(x)                                 the expected acceptance; 1 - TV at lam = 1
-    after it     p~(x) = o(x) / Z                               eq. 4
+    normalizer   Z = sum_x o(x)                                 the expected acceptance; 1 - TV at lam = 1
+    accepted     p~(x) = o(x) / Z                               eq. 4, the distribution of accepted tokens
     weight       w(x) = p_target(x) / p~(x) = Z max(lam, rho)   of an accepted token
 
 Since lam Z <= 1, a(x) min(w(x), c1) = min(Z rho, c1) for every lam and every c1 >= 1.
 
 `rollout_log_probs` is log p_inf and `target_log_probs` is log p_target, in nats. `lam` is a number above 0 or a tensor
-that broadcasts. Nothing here carries a gradient: OBRS is a stop-gradient quantity throughout, so pass detached tensors.
+that broadcasts. No function here is meant to carry a gradient: OBRS is a stop-gradient quantity, so pass detached
+tensors.
 Shapes: `...` any, `V` vocabulary, `K` top-k entries.
 """
 
@@ -32,12 +33,15 @@ def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float |
 
 
 def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
-    """The coin: True where uniform < a(x). `uniforms` in [0, 1) makes a = 1 certain and a = 0 impossible."""
+    """Draw the Bernoulli mask of mean a(x): True where uniform < a(x). Any shape, kept.
+
+    With `uniforms` in [0, 1), a = 1 always accepts and a = 0 never does.
+    """
     return uniforms < acceptance
 
 
 def log_kept_mass(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """log min(p_inf(x), p_target(x) / lam), the unnormalised post-rejection distribution. Any shape, kept."""
+    """log o(x) = log min(p_inf(x), p_target(x) / lam), the unnormalized log p~. Any shape, kept."""
     return torch.minimum(rollout_log_probs, target_log_probs - log_lam(lam))
 
 
@@ -52,7 +56,7 @@ def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: flo
 
 
 class ZEstimate(NamedTuple):
-    """What is known of Z from a part of the vocabulary. All [...], float; lower <= Z <= upper."""
+    """Holds an estimate of Z from a part of the vocabulary, with bounds lower <= Z <= upper. All [...], float."""
 
     value: Tensor  # enters the weight; equals `lower` (the paper's Z_approx) unless Z is exact
     lower: Tensor
@@ -71,11 +75,11 @@ def topk_z(
     fill_valid: Tensor,
     lam: float | Tensor,
 ) -> ZEstimate:
-    """Z from the two top-k sets (section 4.4.1), with bounds on what they leave out.
+    """Estimate Z from the two top-k sets (section 4.4.1), with bounds on the tokens outside them.
 
     K = topk(p_inf), where both probabilities are known. N = topk(p_target) without K, where p_inf is known only if
-    `fill_valid`: then `fill_ins` is the log-prob that the writing weights give. With m = 1 - p_inf(known), q the k-th
-    largest p_inf, and t = 1 - p_target(K and N):
+    `fill_valid`: then `fill_ins` is log p_inf of these tokens, re-scored with the weights that sampled. With m = 1 -
+    p_inf(known), q the k-th largest p_inf, and t = 1 - p_target(K and N):
 
         lower = sum over known x of min(p_inf, p_target/lam)
         upper = lower + min(m, sum over N unknown of min(q, p_target/lam) + min(m, t/lam))
@@ -89,7 +93,7 @@ def topk_z(
         target_top_ids: [..., K'] int64, distinct within a row.
         target_top_log_probs: [..., K'].
         fill_ins: [..., K'] log p_inf at `target_top_ids` by a forward pass of the rollout model.
-        fill_valid: [...] bool, True where that forward pass used the weights that wrote the token, untruncated.
+        fill_valid: [...] bool, True where that forward pass used the weights that sampled the token, untruncated.
         lam: as in `acceptance`; a tensor must be [..., 1].
     """
     is_new = _not_among(target_top_ids, rollout_top_ids)  # [..., K'] in N
@@ -113,7 +117,7 @@ def topk_z(
 
 
 def known_z(z: Tensor) -> ZEstimate:
-    """The estimate that is no estimate: Z known exactly, [...]."""
+    """Wrap an exactly known Z, [...], as an estimate whose bounds meet."""
     ones = torch.ones_like(z)
     return ZEstimate(z, z, z, ones, ones)
 
@@ -121,20 +125,20 @@ def known_z(z: Tensor) -> ZEstimate:
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
     """kappa = sum a / sum Z_k over the tokens of one optimizer step (section 4.4.2). Scalars.
 
-    Sums of a(x), not of coins: the same expectation with less variance. It corrects the mean of Z_k only. 1 where
-    z_sum is 0: no token, or no overlap at all, and then every weight is 0 with any kappa.
+    The sum is over a(x), not over the Bernoulli mask: the same expectation with less variance. kappa corrects the mean
+    of Z_k only. It is 1 where z_sum is 0: no token, or no overlap at all, and then every weight is 0 with any kappa.
     """
     return torch.where(z_sum > 0, acceptance_sum / z_sum.clamp(min=torch.finfo(z_sum.dtype).tiny), 1.0)
 
 
 def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
-    """w = Z max(lam, rho) of accepted tokens, before any clip (Algorithm 1, line 23). Any shape, kept."""
+    """w = Z max(lam, rho) of accepted tokens, before any cap (Algorithm 1, line 23). Any shape, kept."""
     floor = torch.as_tensor(log_lam(lam), dtype=z.dtype, device=z.device)
     return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, floor)).exp()
 
 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
-    """The lam whose expected acceptance is `budget` (Theorem 3.4): [..., V] -> [...].
+    """Solve Z(lam) = budget, the expected acceptance, for lam (Theorem 3.4): [..., V] -> [...].
 
     Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0. With the tokens sorted by
     rho, lam = P_target(first i) / (budget - P_inf(the others)) for the one i at which it lies between rho_i and
@@ -162,14 +166,17 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
-    inside = inside.clamp(max=next_rho)  # what rounding took from the difference stays in its segment
+    inside = inside.clamp(max=next_rho)  # rounding of the difference must not leave the segment
     smallest = torch.where(rho > 0, rho, math.inf).min(-1).values
     return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
 
 
 def log_lam(lam: float | Tensor) -> float | Tensor:
-    """log lam for a number or a tensor. ValueError unless every lam is above 0 (lam = 0 accepts all: use no
-    rejection)."""
+    """log lam of a number or a tensor.
+
+    Raises:
+        ValueError: a lam is not above 0. (lam = 0 would accept every token: use no rejection instead.)
+    """
     if isinstance(lam, Tensor):
         if not (lam > 0).all():
             raise ValueError("lam has entries that are not above 0; the acceptance is min(1, rho / lam)")
@@ -180,7 +187,7 @@ def log_lam(lam: float | Tensor) -> float | Tensor:
 
 
 def _not_among(ids: Tensor, others: Tensor) -> Tensor:
-    """True where an id [..., K'] is none of `others` [..., K]; one after another, which needs no [..., K', K]."""
+    """Return True where an id [..., K'] is none of `others` [..., K]; loops over K to avoid a tensor [..., K', K]."""
     ids, others = ids.int(), others.int()
     missing = torch.ones_like(ids, dtype=torch.bool)
     for other in others.unbind(-1):
@@ -189,7 +196,7 @@ def _not_among(ids: Tensor, others: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """The most that tokens of unknown p_inf can keep: none of them has more than the k-th largest p_inf. [...]"""
+    """Bound the kept mass of tokens of unknown p_inf, [...]: none has more than the k-th largest p_inf."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = rollout_top.min(-1, keepdim=True).values
