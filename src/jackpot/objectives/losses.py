@@ -34,7 +34,7 @@ def clipped_surrogate(
 def clip_share(
     log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """True where PPO's clip removes the gradient, [B, T]: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0."""
+    """True where the clip removes the gradient, [B, T]: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0."""
     ratio = (log_probs - proximal_log_probs).detach().exp()
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
