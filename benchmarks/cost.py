@@ -7,8 +7,7 @@ import argparse
 
 from jackpot.analysis.plan.estimate import estimate
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
-from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.ui.terminal.plan import is_on_policy
 
 

@@ -5,9 +5,8 @@ from textwrap import dedent
 
 import pytest
 
-from jackpot.config.recipes import load_recipe, recipe_files, resolve, resolve_arms
-from jackpot.config.recipes.listing import listed
-from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.recipes import load_recipe, recipe_files, recipe_notes, resolve, resolve_arms
+from jackpot.config.recipes.listing import list_recipe
 from jackpot.core.errors import ConfigError
 
 RECIPE = """\
@@ -81,7 +80,7 @@ def test_mistakes_are_named_before_anything_runs(mistake: str, tmp_path: Path) -
 
 
 def test_a_program_gets_numbers_by_column_and_only_those_that_there_are(tmp_path: Path) -> None:
-    found = listed(write(tmp_path)).as_json()
+    found = list_recipe(write(tmp_path)).as_json()
     plain, fp8 = found["published"]
     assert plain["numbers"] == {"gsm8k": 92.5} and fp8["numbers"] == {"gsm8k": 91, "aime24": 20.25}
     assert fp8["not_runnable"] == "no FP8 here" and plain["not_runnable"] == ""

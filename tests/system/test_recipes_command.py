@@ -5,7 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from jackpot.config.recipes import load_recipe, recipe_names
-from jackpot.config.recipes.listing import listed
+from jackpot.config.recipes.listing import list_recipe
 from jackpot.ui import cli
 
 
@@ -25,7 +25,7 @@ def test_the_list_has_every_recipe_every_arm_and_every_table() -> None:
         assert name in text
         for arm in load_recipe(name)["arms"]:
             assert arm in text, arm
-        for table in listed(name).published:
+        for table in list_recipe(name).published:
             assert f"{table.paper}, {table.table}" in text
 
 

@@ -154,8 +154,8 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        if moved := [line for old, given in _leaves(key, value) if (line := moved(old, given))]:
-            return "\n".join(moved)
+        if lines := [line for old, given in _leaves(key, value) if (line := moved(old, given))]:
+            return "\n".join(lines)
         siblings = _valid_keys(location[:-1], settings, kind)
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
     if is_missing:

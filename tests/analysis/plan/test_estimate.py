@@ -10,9 +10,8 @@ from helpers.runs import small_config
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import Estimate, estimate, extra_passes, is_large
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, Prompts, model_sizes, prompt_lengths
-from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.config.recipes.listing import listed
-from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
+from jackpot.config.recipes.listing import list_recipe
 from jackpot.config.run import Config
 
 PAPERS = [
@@ -65,7 +64,7 @@ FITS: dict[tuple, tuple[str, str]] = {}  # of each weight on each machine, the a
 def arms_to_look_at(name: str) -> list[str]:
     """Those of a recipe that need something that no arm before them needed, whichever recipe that was of."""
     gpus, found = recipe_notes(name, load_recipe(name)).gpus, []
-    for arm in listed(name).arms:
+    for arm in list_recipe(name).arms:
         if FITS.setdefault((gpus, *weight(resolve(name, arm, []))), (name, arm)) == (name, arm):
             found.append(arm)
     return found

@@ -1,14 +1,14 @@
-"""Recipes: YAML files that the package carries, or the user's own."""
+"""Reads recipes, which are YAML files of the package or the user's own, and overrides from the command line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jackpot.config.build import build_config, merge, nest
-from jackpot.config.recipes.notes import check_runnable
+from jackpot.config.build import build_config, merge, nest, validated
+from jackpot.config.published import PublishedRow, RecipeNotes
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
@@ -16,15 +16,15 @@ _FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if Py
 
 
 def recipe_names() -> list[str]:
-    """The recipes inside the package."""
+    """Return the names of the package's recipes."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """The recipe of the package with this name, or the YAML file at this path.
+    """Read the package's recipe of this name, or the YAML file at this path.
 
-    `base: NAME` takes the settings and the GPUs of another recipe, not its arms nor what was published of them, and
-    lays this one's over them; a path in it is meant from where the command runs.
+    `base: NAME` takes over the settings and GPUs of another recipe, without its arms and published numbers, and lays
+    this recipe's over them. A relative path of a base starts from the folder that the command runs in.
 
     Raises:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
@@ -36,12 +36,12 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def recipe_files(name: str) -> list[Path]:
-    """The file of a recipe and those of its bases, in this order; raises as `load_recipe`."""
+    """Return the file of a recipe, then those of its bases. Raises as `load_recipe`."""
     return [path for path, _ in _chain(name)]
 
 
 def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
-    """The recipe and its bases, each as it stands in its file."""
+    """Read the files of a recipe and of its bases, in this order."""
     names, chain = [name], [_read(name)]
     while base := chain[-1][1].get("base"):
         if base in names:
@@ -64,8 +64,42 @@ def _read(name: str) -> tuple[Path, dict[str, Any]]:
     return path, recipe
 
 
+def recipe_notes(name: str, recipe: Mapping[str, Any]) -> RecipeNotes:
+    """Validate what a loaded recipe says besides settings and arms: its GPUs and published numbers.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or count of numbers, or a row whose arm neither exists nor is said to
+            be missing.
+    """
+    notes = validated(RecipeNotes, {key: recipe[key] for key in RecipeNotes.model_fields if key in recipe})
+    arms = recipe.get("arms") or {}
+    for row in _published_rows(notes):
+        if (row.arm in arms) == bool(row.not_runnable):
+            has = "has" if row.arm in arms else "has not"
+            raise ConfigError(
+                f"recipe {name!r}: published row {row.row!r} is of arm {row.arm!r}, which the recipe {has}; a row "
+                f"needs either its arm or not_runnable, which says why there is none"
+            )
+    return notes
+
+
+def check_runnable(name: str, recipe: Mapping[str, Any], arms: Sequence[str | None]) -> None:
+    """Refuse an arm that was published and cannot be run yet.
+
+    Raises:
+        ConfigError: such an arm, with the reason.
+    """
+    for row in _published_rows(recipe_notes(name, recipe)):
+        if row.not_runnable and row.arm in arms:
+            raise ConfigError(f"arm {row.arm!r} of recipe {name!r} is not yet runnable: {row.not_runnable}")
+
+
+def _published_rows(notes: RecipeNotes) -> list[PublishedRow]:
+    return [row for table in notes.published for row in table.rows]
+
+
 def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
-    """The settings of `jackpot train NAME --arm ARM key=value ...`."""
+    """Build the settings of `jackpot train NAME --arm ARM key=value ...`."""
     recipe = load_recipe(name)
     check_runnable(name, recipe, [arm])
     return build_config(recipe, arm, [parse_override(text) for text in overrides])
@@ -74,19 +108,19 @@ def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
 def resolve_arms(
     name: str, arms: Sequence[str], seeds: Sequence[int], overrides: Sequence[str]
 ) -> dict[tuple[str, int], Config]:
-    """The settings of every arm with every seed, on one thread each unless an override says otherwise.
+    """Build the settings of every arm with every seed, on one thread each unless an override says otherwise.
 
     Raises:
-        ConfigError: a recipe without arms, no arm that was asked for, one named twice, or one that it does not have.
+        ConfigError: a recipe without arms, an arm named twice, or one that the recipe does not have.
     """
     recipe = load_recipe(name)
     known = list(recipe.get("arms") or {})
     if not known:
-        raise ConfigError(f"recipe {name!r} has no arms; write some (arms: {{NAME: {{settings}}}}) to compare them")
+        raise ConfigError(f"recipe {name!r} has no arms; add some (arms: {{NAME: {{settings}}}}) to compare them")
     wanted = list(arms) or known
     check_runnable(name, recipe, wanted)
     if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
-        raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; name each once")
+        raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; give each once")
     changes = [{"threads": 1}, *map(parse_override, overrides)]
     if any("seed" in change for change in changes):
         raise ConfigError("seed was given, but every arm is run with several; use --first-seed and --seeds")
@@ -94,13 +128,12 @@ def resolve_arms(
 
 
 def split_names(text: str) -> list[str]:
-    """`a,b` or `a, b` as a list."""
+    """Split `a,b` or `a, b` into its names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=value` as a nested mapping; the value is read as YAML, so `null`, `true`, `3` and `[1, 2]` mean what they
-    say.
+    """Turn `a.b=value` into a nested mapping. The value is read as YAML: `null`, `true`, `3` and `[1, 2]` are no text.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
@@ -115,13 +148,13 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def parse_overrides(text: str) -> list[dict[str, Any]]:
-    """`a=1,b=[2,3]` as overrides; a comma inside brackets is part of a value. Raises as `parse_override`."""
+    """Split `a=1,b=[2,3]` into overrides; a comma in brackets is part of a value. Raises as `parse_override`."""
     parts = re.split(r",(?![^\[]*\])", text)
     return [parse_override(part.strip()) for part in parts if part.strip()]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number: YAML 1.1 wants 1.0e-4 and takes the former for a string."""
+    """Loads YAML in which 1e-4 is a number; in YAML 1.1 it is a string, and only 1.0e-4 is a number."""
 
 
 _Loader.yaml_implicit_resolvers = {

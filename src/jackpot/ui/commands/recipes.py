@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from jackpot.config.published import PAPERS, PublishedRow, PublishedTable
-from jackpot.config.recipes.listing import Listed, listed, listed_all
+from jackpot.config.recipes.listing import RecipeListing, list_recipe, list_recipes
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_table
 
@@ -20,15 +20,15 @@ _MOST_COLUMNS = 6
 def recipes(name: str | None, as_json: bool) -> None:
     """Print one recipe in full, or a list of all, as tables or JSON."""
     if as_json:
-        found = listed(name).as_json() if name else [recipe.as_json() for recipe in listed_all()]
+        found = list_recipe(name).as_json() if name else [recipe.as_json() for recipe in list_recipes()]
         typer.echo(json.dumps(found, indent=2))
     elif name:
-        _show_one(Console(), listed(name))
+        _show_one(Console(), list_recipe(name))
     else:
-        _show_all(Console(), listed_all())
+        _show_all(Console(), list_recipes())
 
 
-def _show_all(console: Console, recipes: Sequence[Listed]) -> None:
+def _show_all(console: Console, recipes: Sequence[RecipeListing]) -> None:
     """Print the published numbers of each recipe of a paper, and a table of the other recipes."""
     for recipe in recipes:
         if recipe.published:
@@ -39,7 +39,7 @@ def _show_all(console: Console, recipes: Sequence[Listed]) -> None:
     print_line(console, "jackpot recipes NAME prints one in full, with the source of each setting.")
 
 
-def _show_one(console: Console, recipe: Listed) -> None:
+def _show_one(console: Console, recipe: RecipeListing) -> None:
     """Print the files of a recipe with the source of each setting, its arms, and its published tables."""
     print_line(console, f"{recipe.name}: {recipe.description}")
     if recipe.gpus:
@@ -54,7 +54,7 @@ def _show_one(console: Console, recipe: Listed) -> None:
     _show_published(console, recipe)
 
 
-def _show_published(console: Console, recipe: Listed) -> None:
+def _show_published(console: Console, recipe: RecipeListing) -> None:
     for table in recipe.published:
         show_table(console, f"{table.paper}, {table.table}", *_grid(table))
         if table.columns:

@@ -12,8 +12,7 @@ from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.published import GpusConfig
-from jackpot.config.recipes import load_recipe, resolve
-from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.launch.local import launch

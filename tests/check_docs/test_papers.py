@@ -9,14 +9,13 @@ import pytest
 import yaml
 
 from helpers.paths import ROOT
-from jackpot.config.recipes import load_recipe, recipe_files, recipe_names, resolve
-from jackpot.config.recipes.listing import listed
-from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.recipes import load_recipe, recipe_files, recipe_names, recipe_notes, resolve
+from jackpot.config.recipes.listing import list_recipe
 from jackpot.config.run import Config
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 PAPERS = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]
-RUNNABLE = [(name, arm) for name in PAPERS for arm in listed(name).arms]
+RUNNABLE = [(name, arm) for name in PAPERS for arm in list_recipe(name).arms]
 PAGE = (ROOT / "docs" / "reproducing.md").read_text()
 
 # Rows of each table, its numbers and their sum in percent, counted in the papers.
@@ -47,7 +46,10 @@ def published() -> Iterator[tuple[str, str, str, str, str, str]]:
 
 def test_every_row_of_every_table_is_there_once() -> None:
     rows = [
-        (table.paper, table.table, row.row) for name in PAPERS for table in listed(name).published for row in table.rows
+        (table.paper, table.table, row.row)
+        for name in PAPERS
+        for table in list_recipe(name).published
+        for row in table.rows
     ]
     assert Counter(rows).most_common(1)[0][1] == 1
     counts = Counter((paper, re.match(r"(Table \d+)?", table)[0]) for paper, table, _ in rows)
@@ -67,10 +69,14 @@ def test_the_numbers_of_a_table_are_those_of_the_paper(paper: str, table: str) -
 
 
 def test_what_cannot_run_is_what_trains_in_fp8() -> None:
-    reasons = {row.not_runnable for name in PAPERS for table in listed(name).published for row in table.rows}
+    reasons = {row.not_runnable for name in PAPERS for table in list_recipe(name).published for row in table.rows}
     assert all("FP8" in reason and "learner" in reason for reason in reasons - {""})
     waiting = Counter(
-        (name, row.arm) for name in PAPERS for table in listed(name).published for row in table.rows if row.not_runnable
+        (name, row.arm)
+        for name in PAPERS
+        for table in list_recipe(name).published
+        for row in table.rows
+        if row.not_runnable
     )
     assert waiting == {("jet_rl", f"jet_rl_{size}"): 1 for size in ("7b", "8b", "32b")}
 
@@ -203,7 +209,7 @@ FEWER_BITS = {
 
 @pytest.mark.parametrize("name", ["fp8_kv_4b", "tis_gsm8k", "jet_rl"])
 def test_rollouts_have_fewer_bits_where_the_paper_says_so_and_nowhere_else(name: str) -> None:
-    for arm in listed(name).arms:
+    for arm in list_recipe(name).arms:
         engine = resolve(name, arm, []).engine
         assert (engine.quantization, engine.kv_cache_dtype) == FEWER_BITS.get(arm, (None, None))
         assert (engine.name, engine.dtype) == ("vllm", "bf16")
@@ -247,4 +253,4 @@ def test_every_arm_fits_its_own_limits(name: str, arm: str) -> None:
     assert {config.task.train.source, config.task.test.source, *config.evaluation.benchmarks} - BENCHMARKS.keys() <= {
         "hub:open-r1/DAPO-Math-17k-Processed"
     }
-    assert config.checkpoint.every == config.evaluation.every and listed(name).gpus
+    assert config.checkpoint.every == config.evaluation.every and list_recipe(name).gpus
