@@ -17,7 +17,7 @@ from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_o
 from jackpot.analysis.compare.summary import RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
 from jackpot.config.recipes import resolve
-from jackpot.launch.starters import STUDY_STARTERS, make_starters
+from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "benchmarks" / "study.yaml"
@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--stage", choices=("tuning",), help="stop after it")
     parser.add_argument("--jobs", type=int, help="runs at once; default as many as cores are free")
     options = parser.parse_args()
-    if not all((RUNS / "models" / name).exists() for name in STUDY_STARTERS):
-        make_starters(RUNS / "models", STUDY_STARTERS)
+    if not all((RUNS / "models" / name).exists() for name in STUDY_MODELS):
+        make_toy_models(RUNS / "models", STUDY_MODELS)
     grid = itertools.product(TUNING_SEEDS, cells(), FACTORS)
     tuning = run("tuning", [make_run("tuning", cell, factor, seed) for seed, cell, factor in grid], options.jobs)
     if options.stage != "tuning":

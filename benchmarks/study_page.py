@@ -11,7 +11,7 @@ from study import FACTORS, JOINT, PAIRS, ROOT, SEEDS, TUNING_SEEDS, best_factor,
 
 from jackpot.analysis.compare.comparison import ArmRow, Comparison, Spread, compare
 from jackpot.analysis.compare.summary import RunSummary
-from jackpot.launch.starters import STUDY_STARTERS, StarterSpec, outline
+from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
 from jackpot.ui.png import write_png
 from jackpot.ui.views.comparison import comparison_charts, cost_cells, difference_cells, percent
@@ -110,15 +110,15 @@ class Pair:
 def models_table(reported: Sequence[RunSummary]) -> str:
     """Size, cost, and how far from the policy: over the first ten iterations of `obrs`, before which nobody looked."""
     rows = []
-    for name, spec in STUDY_STARTERS.items():
-        cost = forward_cost(outline(spec)).per_token
+    for name, spec in STUDY_MODELS.items():
+        cost = forward_cost(make_meta_model(spec)).per_token
         rows.append((f"`{name}`", f"{parameters(spec):,}", f"{cost:,}", *_at_the_start(name, reported)))
     columns = ("model", "parameters", "FLOPs a token", "right at the start, %", "KL(it ‖ policy), nats", "acceptance")
     return markdown(columns, rows)
 
 
-def parameters(spec: StarterSpec) -> int:
-    return sum(parameter.numel() for parameter in outline(spec).parameters())
+def parameters(spec: ToyModelSpec) -> int:
+    return sum(parameter.numel() for parameter in make_meta_model(spec).parameters())
 
 
 def _at_the_start(name: str, reported: Sequence[RunSummary]) -> Row:

@@ -81,5 +81,5 @@ def test_runs_went_to_the_end_or_collapsed_at_one_budget(study: Study) -> None:
 
 
 def test_the_rollout_models_are_at_least_five_times_smaller_than_the_policy(study: Study) -> None:
-    sizes = {name: study.page.parameters(spec) for name, spec in study.page.STUDY_STARTERS.items()}
+    sizes = {name: study.page.parameters(spec) for name, spec in study.page.STUDY_MODELS.items()}
     assert all(sizes["policy"] > 5 * sizes[name] for name in study.runs.PAIRS)

@@ -36,7 +36,7 @@ from jackpot.rollout.evaluate import eval_request, evaluate, generate_and_score
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
-from jackpot.training.run.models import find_model
+from jackpot.training.run.models import resolve_model_path
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
@@ -248,7 +248,7 @@ def test_of_a_run_the_best_policy_is_taken_and_its_own_settings(tmp_path: Path, 
     checkpoints = folder / "checkpoints"
     (checkpoints / "best").unlink()
     (checkpoints / "best").symlink_to("step-3")
-    assert find_model(str(folder)) == str(checkpoints / "step-3" / "policy")
+    assert resolve_model_path(str(folder)) == str(checkpoints / "step-3" / "policy")
     changes = [{"benchmarks": "arithmetic", "problems": 3}]
     config = evaluation_config(str(folder), changes)
     assert (config.arithmetic.max_operand, config.sampling.temperature, config.sampling.max_new_tokens) == (30, 0.7, 24)
@@ -256,7 +256,7 @@ def test_of_a_run_the_best_policy_is_taken_and_its_own_settings(tmp_path: Path, 
     [result] = evaluate_model(config, tmp_path / "out", lambda progress: None)
     assert result.summary.problems == 3
     (checkpoints / "step-3" / "policy" / "model.safetensors").write_bytes(b"")
-    assert find_model(str(folder)) == str(checkpoints / "step-4" / "policy")
+    assert resolve_model_path(str(folder)) == str(checkpoints / "step-4" / "policy")
     assert "step-3" in caplog.text
     with pytest.raises(CheckpointError, match="model_digest"):
         evaluate_model(config, tmp_path / "out", lambda progress: None)
@@ -265,7 +265,7 @@ def test_of_a_run_the_best_policy_is_taken_and_its_own_settings(tmp_path: Path, 
 def test_a_run_without_a_checkpoint_says_when_there_is_one(tmp_path: Path) -> None:
     run(small_config(), tmp_path, kill_after=0)
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
-        find_model(str(tmp_path))
+        resolve_model_path(str(tmp_path))
 
 
 def test_bad_input_says_what_there_is() -> None:

@@ -18,7 +18,7 @@ from helpers.commands import SCREEN, jackpot
 from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, metrics, run, small_config, weights
-from jackpot.launch.starters import STARTERS, STUDY_STARTERS
+from jackpot.launch.toy_models import STUDY_MODELS, TOY_MODELS
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
 from jackpot.ui import cli
@@ -272,7 +272,7 @@ def test_the_starters_are_what_the_recipe_loads() -> None:
     ("options", "names"), [([], {"policy", "rollout_model"}), (["--study"], {"policy", "close", "far"})]
 )
 def test_starter_makes_the_models_of_the_package_or_of_the_study(options, names, tmp_path: Path, monkeypatch) -> None:
-    for specs in (STARTERS, STUDY_STARTERS):
+    for specs in (TOY_MODELS, STUDY_MODELS):
         for name, spec in specs.items():
             monkeypatch.setitem(specs, name, replace(spec, steps=2, batch_size=2))
     result = CliRunner().invoke(cli.app, ["starter", str(tmp_path), *options], env={"COLUMNS": "300"})

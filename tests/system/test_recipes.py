@@ -9,7 +9,7 @@ from helpers.runs import run
 from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.launch.starters import STUDY_STARTERS
+from jackpot.launch.toy_models import STUDY_MODELS
 
 # Not a recipe of the package: its models are made first. Here the starters stand in for them.
 STUDY = str(ROOT / "benchmarks" / "study.yaml")
@@ -28,7 +28,7 @@ def test_every_arm_resolves(recipe: str, arm: str) -> None:
 
 def test_the_studys_models_are_those_that_the_starter_command_makes() -> None:
     paths = {arm: resolve(STUDY, arm, []).policy.path for arm in load_recipe(STUDY)["arms"]}
-    assert {Path(path).name for path in STAND_INS} < set(STUDY_STARTERS)
+    assert {Path(path).name for path in STAND_INS} < set(STUDY_MODELS)
     assert paths.pop("small_on_policy") == "runs/study/models/close"
     assert set(paths.values()) == {"runs/study/models/policy"}
 

@@ -1,4 +1,4 @@
-"""Everything in this process: loads the models, makes engine and learner, places them."""
+"""Builds all components of a run from its settings, in this process."""
 
 import os
 from contextlib import ExitStack
@@ -33,11 +33,14 @@ from jackpot.training.trainer import OnMetrics, Trainer
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
-    """A trainer for a new run in `path`, or for the run that is there, from its newest checkpoint that is not corrupt.
+    """Build the trainer of a new run in `path`, or of the run that stands there, from its newest intact checkpoint.
+
+    Args:
+        on_metrics: called with every line of metrics.jsonl once it is written.
 
     Raises:
         CheckpointError: the folder is in use, holds a run with other settings, or only corrupt checkpoints.
-        ModelError, DataError, ConfigError: models, tokenizers or settings that do not fit each other.
+        ModelError, DataError, ConfigError: models, tokenizers or settings do not fit each other.
     """
     folder = RunFolder(path)
     with ExitStack() as undo:
@@ -61,7 +64,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
 
 
 def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
-    """Where each model of the run is read from: a checkpoint's folders, or where the run began."""
+    """Return where each model of the run is read from: a checkpoint's folders, or the paths in the settings."""
     paths: dict[Role, str] = {"policy": config.policy.path}
     if config.rollout_model is not None:
         paths["rollout_model"] = config.rollout_model.path
@@ -69,7 +72,12 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
 
 
 def make_components(config: Config, checkpoint: Path | None, state: dict | None) -> RunComponents:
-    """Models, task, engines and learner, all with the same weights and version. An error leaves nothing open."""
+    """Build task, engines and learner, all with the same weights and version; an error leaves nothing open.
+
+    Args:
+        checkpoint: folder of the checkpoint to continue from; None for a new run.
+        state: content of its state.pt.
+    """
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
     trained = {role: load_trained(config, role, path, device, state is not None) for role, path in paths.items()}
@@ -105,8 +113,10 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
 def make_engines(
     config: Config, paths: dict[Role, str], device: torch.device, version: Version, undo: ExitStack
 ) -> tuple[Engine, Engine]:
-    """The one that writes rollouts and the one that answers for the policy in evaluations; the same where it can be.
-    `undo` closes both."""
+    """Start the engine of the rollout model and that of the policy in evaluations; `undo` gets their `close`.
+
+    Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other.
+    """
     settings = config.evaluation.engine
     engine = make_engine(config.engine, paths.get("rollout_model", paths["policy"]), device, version)
     undo.callback(engine.close)
@@ -118,7 +128,11 @@ def make_engines(
 
 
 def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:
-    """The model in `path`; with LoRA the one that the run began with, and a new adapter or that in the checkpoint."""
+    """Load a model to train or to score with: the one in `path`, with an adapter where the settings ask for LoRA.
+
+    With LoRA the weights are those that the run began with, and the adapter is new, or that of the checkpoint in `path`
+    where the run `resumes`.
+    """
     settings = getattr(config, role)
     model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     if settings.lora is not None:
@@ -131,7 +145,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
 
 
 def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -> Critic:
-    """The value model from a checkpoint, or from where the run began."""
+    """Build the critic: its value model comes from a checkpoint, or for a new run from the settings."""
     settings = config.critic
     path = str(checkpoint / "critic") if checkpoint else settings.path or config.policy.path
     model = load_value_model(path, torch.float32, device)
@@ -144,17 +158,21 @@ def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -
 def make_learner(
     config: Config, models: dict[Role, PreTrainedModel], is_exact: bool, critic: Critic | None
 ) -> JointLearner:
-    """The learner with the objective of the settings bound to functions; `is_exact`: see `engine_is_exact`."""
+    """Build the learner: optimizers, objectives and reference come from the settings.
+
+    Args:
+        is_exact: what `engine_is_exact` returns for the engine of the rollouts.
+    """
     policy, rollout_model = models["policy"], models.get("rollout_model")
-    writer = config.rollout_model
-    trains = rollout_model is not None and writer.optimizer is not None
-    each_step = writer is None or writer.update == "step"
+    settings = config.rollout_model
+    trains = rollout_model is not None and settings.optimizer is not None
+    each_step = settings is None or settings.update == "step"
     rollout_steps = _total_steps(config) if each_step else config.iterations
     return JointLearner(
         policy=policy,
         policy_optimizer=_optimizer(policy, config.policy.optimizer, _total_steps(config)),
         rollout_model=rollout_model,
-        rollout_model_optimizer=_optimizer(rollout_model, writer.optimizer, rollout_steps) if trains else None,
+        rollout_model_optimizer=_optimizer(rollout_model, settings.optimizer, rollout_steps) if trains else None,
         objective=policy_objective(config),
         rollout_model_objective=rollout_model_objective(config) if trains else None,
         temperature=config.sampling.temperature,
@@ -170,7 +188,11 @@ def make_learner(
 
 
 def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
-    """The frozen model of `objective.reference`; never taken from a checkpoint, where the policy has moved on."""
+    """Load the frozen model of `objective.reference`; never from a checkpoint, where the policy has moved on.
+
+    Raises:
+        ModelError: its output layer differs in size from the policy's.
+    """
     settings = config.objective.reference
     if settings is None:
         return None
@@ -186,7 +208,11 @@ def _total_steps(config: Config) -> int:
 
 
 def load_tokenizers(paths: dict[Role, str]) -> PreTrainedTokenizerBase:
-    """The one tokenizer of both models. DataError where they differ (names the token)."""
+    """Load the tokenizer that both models share.
+
+    Raises:
+        DataError: the tokenizers differ; names the token.
+    """
     tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
     for tokenizer in tokenizers.values():
         check_same_tokenizer(tokenizers["policy"], tokenizer)
@@ -194,7 +220,11 @@ def load_tokenizers(paths: dict[Role, str]) -> PreTrainedTokenizerBase:
 
 
 def pick_device(config: Config | BenchmarksConfig | MismatchConfig) -> torch.device:
-    """`auto` is CUDA where there is a GPU. ConfigError for cuda without one."""
+    """Return the device of the models: for `auto` CUDA where there is a GPU, else the CPU.
+
+    Raises:
+        ConfigError: `device` is cuda and there is no GPU.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError("device is cuda, but torch finds no GPU; use device: auto or cpu, or install torch for CUDA")
@@ -202,13 +232,15 @@ def pick_device(config: Config | BenchmarksConfig | MismatchConfig) -> torch.dev
 
 
 def threads(config: Config | BenchmarksConfig | MismatchConfig) -> int:
-    """The number of CPU threads. `auto` is the cores that are free: beside another busy process, training with a thread
-    too many ran 10 times slower."""
+    """Return the number of CPU threads: for `auto` the number of free cores.
+
+    On a machine with another busy process, training with one thread too many was 10 times slower.
+    """
     return free_cores() if config.threads == "auto" else config.threads
 
 
 def free_cores() -> int:
-    """The cores that nobody keeps busy now, at least one."""
+    """Estimate the number of cores that no process keeps busy now, at least one."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, usable - round(os.getloadavg()[0]))
 

@@ -1,4 +1,4 @@
-"""From settings to the objectives of eq. 8. The one place where the objectives meet the config."""
+"""Makes the objectives of eq. 8 from the settings of a run."""
 
 import math
 

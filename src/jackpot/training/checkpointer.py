@@ -31,7 +31,7 @@ class Checkpointer:
         if state is not None:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
-            folder.failed.update(state.get("failed", {}))
+            folder.failed.update(state["failed"])
             self._prune(self._saved)
 
     def save_if_due(self, state: Mapping[str, Any], accuracy: float | None) -> None:

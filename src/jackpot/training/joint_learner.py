@@ -218,7 +218,7 @@ class JointLearner(Learner):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError where the reference is no longer the one that the run began with."""
-        if self._reference and state["reference"] != self._reference.digest:
+        if self._reference and self._reference.digest != state["reference"]:
             raise CheckpointError(
                 "the weights of objective.reference are not those that the run began with; put the model back where "
                 "objective.reference.path (or policy.path) leads, or begin a new run"

@@ -12,7 +12,7 @@ from jackpot.config.run import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` of `total_steps`, counted from 0: linear warm-up, then the schedule.
+    """Return the learning rate of optimizer step `step` of `total_steps`, counted from 0: warm-up, then the schedule.
 
     Linear and cosine reach 0 one step after the last, so the last step still moves.
     """
@@ -30,17 +30,17 @@ SCHEDULES = {
 
 
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """In place; nothing happens where torch.distributed is not initialised."""
+    """Sum tensors over all ranks, in place; does nothing where torch.distributed is not initialized."""
     if dist.is_available() and dist.is_initialized():
         for tensor in tensors:
             dist.all_reduce(tensor)
 
 
 class ModelOptimizer:
-    """Steps the parameters of one model. Gradients come in as sums; `reduce` makes means of them.
+    """Steps the parameters of one model. Gradients arrive as sums; `reduce` makes means of them.
 
     Args:
-        total_steps: of the whole run, where the schedule ends.
+        total_steps: number of optimizer steps of the whole run, where the schedule ends.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
@@ -58,18 +58,18 @@ class ModelOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return learning_rate(self._config, self.steps, self._total_steps)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """The parameters that are trained."""
         return self._parameters
 
     def reduce(self, denominator: float) -> None:
-        """Sum the gradients over ranks and divide by `denominator`.
+        """Sum the gradients over ranks and divide them by `denominator`.
 
-        A denominator of 0 means that nothing was counted and that all gradients are 0; they stay so.
+        A denominator of 0 means that no token was counted, so all gradients are 0; they stay 0.
         """
         for parameter in self._parameters:
             if parameter.grad is None:  # no token reached it on this rank
@@ -79,11 +79,11 @@ class ModelOptimizer:
         torch._foreach_div_(gradients, denominator or 1.0)
 
     def clip(self) -> float:
-        """Clip the gradients to `max_grad_norm`; returns the norm before that."""
+        """Clip the gradients to `max_grad_norm`, and return their norm before that."""
         return float(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
 
     def step(self) -> None:
-        """One AdamW step at the scheduled rate; the gradients are gone after it."""
+        """Take one AdamW step at the scheduled learning rate, and drop the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate
         self._adamw.step()
@@ -91,7 +91,7 @@ class ModelOptimizer:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the gradients without a step."""
+        """Drop the gradients without a step."""
         self._adamw.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The frozen model that the policy is held near."""
+"""The frozen reference model that a KL term holds the policy near."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ class Reference:
     """Estimates KL(policy || reference) of every response token.
 
     Args:
-        model: frozen from now on.
-        policy: whose head the exact estimate reads.
+        model: the reference; frozen from now on.
+        policy: model whose output layer the exact estimate reads.
         estimate: `exact`, over the whole vocabulary, or a key of `SAMPLED_KL`.
-        temperature: of the sampling.
+        temperature: sampling temperature.
     """
 
     def __init__(self, model: PreTrainedModel, policy: PreTrainedModel, *, estimate: str, temperature: float) -> None:
@@ -34,11 +34,11 @@ class Reference:
         )
 
     def kl(self, batch: TokenBatch, policy_hidden: Tensor, log_probs: Tensor) -> Tensor:
-        """[N] over the response tokens, with the policy's gradient.
+        """Estimate the KL divergence at every response token: [N], with the policy's gradient.
 
         Args:
-            policy_hidden: [N, H] states that predict the response tokens.
-            log_probs: [N] of the policy.
+            policy_hidden: [N, H] hidden states of the policy that predict the response tokens.
+            log_probs: [N] log-probs of the policy.
         """
         mask = batch.response_mask
         with torch.no_grad():

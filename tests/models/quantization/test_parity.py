@@ -26,7 +26,7 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.tasks.registry import make_task
 
-STARTERS = ("starter:policy", "starter:rollout_model")
+TOY_MODELS = ("starter:policy", "starter:rollout_model")
 FP8 = SCHEMES["fp8"]
 FLOAT_SCALES = with_scales(FP8, "float32")
 IDS = torch.randint(2, 32, (11, 24), generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ def logits(model: PreTrainedModel, batch: int = 11) -> Tensor:
     return torch.cat([model(ids, use_cache=False).logits for ids in IDS.split(batch)])
 
 
-@pytest.mark.parametrize("path", STARTERS)
+@pytest.mark.parametrize("path", TOY_MODELS)
 @pytest.mark.parametrize(
     ("scheme", "fp8_cache"),
     [(None, False), (FP8, False), (FLOAT_SCALES, False), (SCHEMES["int8_w8a8"], False), (None, True), (FP8, True)],
@@ -63,7 +63,7 @@ def test_the_same_precision_on_the_same_kernels_is_the_same_bit_for_bit(path, sc
         assert torch.equal(logits(learner, batch), whole)
 
 
-@pytest.mark.parametrize("path", STARTERS)
+@pytest.mark.parametrize("path", TOY_MODELS)
 def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_computes(path):
     settings = TransformersEngineConfig(
         dtype="bf16", attn_implementation="eager", quantization="fp8", kv_cache_dtype="fp8"
@@ -126,7 +126,7 @@ CONTROLS: dict[str, tuple[Callable[[str], PreTrainedModel], Callable[[str], PreT
 }
 
 
-@pytest.mark.parametrize("path", STARTERS)
+@pytest.mark.parametrize("path", TOY_MODELS)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_anything_else_is_another_distribution(path, control):
     learner, sampler = (make(path) for make in CONTROLS[control])

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Prompt
-from jackpot.launch.starters import make_tokenizer
+from jackpot.launch.toy_models import make_tokenizer
 from jackpot.rollout.tasks.arithmetic import Arithmetic, split_of
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from helpers.texts import CHAT, text_tokenizer
 from jackpot.core.errors import DataError
-from jackpot.launch.starters import make_tokenizer
+from jackpot.launch.toy_models import make_tokenizer
 from jackpot.rollout.tasks.templates import Template
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT

@@ -112,15 +112,12 @@ def test_an_untouched_one_is_found_with_its_state(tmp_path: Path) -> None:
     assert listed["state.pt"]["size"] == (tmp_path / "step-2" / "state.pt").stat().st_size
 
 
-def test_one_of_an_earlier_version_without_checksums_is_used_if_it_can_be_read(tmp_path: Path) -> None:
+def test_one_without_checksums_is_corrupt(tmp_path: Path) -> None:
     for iteration in (2, 4):
         save(tmp_path, iteration)
-        (tmp_path / f"step-{iteration}" / "checksums.json").unlink()
-    checkpoints = Checkpoints(tmp_path, 2)
-    assert checkpoints.find()[0].folder.name == "step-4"
-    truncate(tmp_path / "step-4" / "rollout_model" / "model.safetensors")
-    found, [corrupt] = checkpoints.find()
-    assert found.folder.name == "step-2" and corrupt.file == "rollout_model/model.safetensors"
+    (tmp_path / "step-4" / "checksums.json").unlink()
+    found, [corrupt] = Checkpoints(tmp_path, 2).find()
+    assert found.folder.name == "step-2" and corrupt.file == "checksums.json"
 
 
 def test_what_is_set_aside_is_kept_under_a_name_of_its_own(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from helpers import folders
 from helpers.folders import run_folder, save_tokens
-from jackpot.training.run.rollouts import Saved, saved_files
+from jackpot.training.run.rollouts import RolloutFile, list_rollout_files
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.distributions import distributions
 from jackpot.ui.report.inspector import TOP, even_shares, inspector_data, significant, spread_rows
@@ -32,8 +32,8 @@ def unpacked(text: str) -> Any:
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
-def of(folder: Path) -> list[tuple[Run, list[Saved]]]:
-    return [(run, saved_files(run.folder)[0]) for run in read_runs(find_runs([folder]))]
+def of(folder: Path) -> list[tuple[Run, list[RolloutFile]]]:
+    return [(run, list_rollout_files(run.folder)[0]) for run in read_runs(find_runs([folder]))]
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_damaged_files_are_named_and_the_others_are_shown(folder: Path) -> None:
     table = pq.read_table(rollouts / "iteration-000001.parquet")
     pq.write_table(table.replace_schema_metadata({"schema_version": "99"}), rollouts / "iteration-000005.parquet")
     pq.write_table(table.drop_columns(["weights", "z"]), rollouts / "iteration-000006.parquet")
-    found, unreadable = saved_files(folder)
+    found, unreadable = list_rollout_files(folder)
     assert [saved.iteration for saved in found] == [1, 3, 4, 6]
     assert [(saved.responses, saved.tokens) for saved in found] == [(3, 16)] * 4
     assert len(unreadable) == 2 and "iteration-000002.parquet" in unreadable[0] and "99" in unreadable[1]
@@ -236,7 +236,9 @@ def test_damaged_files_are_named_and_the_others_are_shown(folder: Path) -> None:
 
 def test_distributions_count_every_token_that_the_model_sampled(folder: Path) -> None:
     runs = read_runs(find_runs([folder]))
-    heatmaps, unreadable = distributions(arms_of(runs), [(runs[0].name, saved) for saved in saved_files(folder)[0]])
+    heatmaps, unreadable = distributions(
+        arms_of(runs), [(runs[0].name, saved) for saved in list_rollout_files(folder)[0]]
+    )
     assert unreadable == []
     [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
     assert ratio.x == weight.x == [1, 4]
@@ -274,7 +276,7 @@ def test_ratios_that_are_not_finite_are_in_no_row_and_are_counted_in_the_note(tm
         table = table.set_column(place, table.schema.field(name), pa.array([values], table.schema.field(name).type))
     pq.write_table(table, path)
     runs = read_runs(find_runs([tmp_path]))
-    heatmaps, _ = distributions(arms_of(runs), [(runs[0].name, saved) for saved in saved_files(tmp_path)[0]])
+    heatmaps, _ = distributions(arms_of(runs), [(runs[0].name, saved) for saved in list_rollout_files(tmp_path)[0]])
     [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
     assert {name: row for name, row in zip(ratio.y, ratio.values, strict=True) if row[0]} == {"0": [0.25], "1": [0.75]}
     assert "2 of 6 tokens are left out" in ratio.note and "left out" not in weight.note

@@ -38,7 +38,7 @@ from jackpot.rollout.evaluate import eval_request, generate_and_score
 from jackpot.rollout.pass_at_k import CONFIDENCE, RESAMPLES, EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
-from jackpot.training.run.models import find_model, run_of
+from jackpot.training.run.models import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
 _HOW = ("model", "benchmarks", "device", "threads", "engine", "math.reward_workers")  # may change on the way
@@ -100,7 +100,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
         CheckpointError: a folder that is neither a model nor a run.
     """
     settings: dict[str, Any] = {}
-    if run := run_of(model):
+    if run := config_of_run(model):
         settings = {
             "sampling": run.sampling.model_dump(exclude={"num_top_log_probs"}),
             "engine": {"name": "transformers"},
@@ -124,7 +124,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
         CheckpointError: the folder is in use or holds an evaluation that asked something else; or the disk is full.
         DataError, ModelError, EngineError: problems, a model or an engine that cannot be used.
     """
-    path = find_model(config.model)
+    path = resolve_model_path(config.model)
     tokenizer, digest = load_tokenizer(path), model_digest(path)
     with ExitStack() as undo:
         with checkpoint_error_in(folder):

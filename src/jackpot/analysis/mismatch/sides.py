@@ -10,7 +10,7 @@ from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.guards import LARGEST_GAPS
-from jackpot.training.run.models import find_model, run_of
+from jackpot.training.run.models import config_of_run, resolve_model_path
 
 _OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is of its engine
 Changes = Sequence[Mapping[str, Any]]
@@ -36,8 +36,8 @@ def mismatch_config(
     """
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
     readers, settings = [sampler], {}
-    if run := run_of(model):
-        policy = find_model(model)
+    if run := config_of_run(model):
+        policy = resolve_model_path(model)
         writer = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
         sampler = {"path": writer, "engine": run.engine.model_dump()}
         how = {"engine": {"name": "transformers"}, "autocast": "bf16" if run.precision == "bf16" else None}

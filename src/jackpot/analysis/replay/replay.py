@@ -26,7 +26,7 @@ from jackpot.core.errors import DataError
 from jackpot.core.metrics import Sums, add_sums
 from jackpot.objectives.obrs import known_z
 from jackpot.training.run.folder import run_config
-from jackpot.training.run.models import find_model
+from jackpot.training.run.models import resolve_model_path
 
 MOST_PROBLEMS = 20  # that are named; all are counted
 HALVES = 2
@@ -89,7 +89,7 @@ def replay(
     config = run_config(path) if found.name == "jackpot" else None
     settings = settings_of(config, names)
     own = config.sampling.temperature if config else 1.0
-    place = find_model(model) if model else None
+    place = resolve_model_path(model) if model else None
     scorer = PolicyScorer(place, own if temperature is None else temperature) if place else None
     reading = _Reading(found, files, scorer, settings, every, listen)
     reading.read()

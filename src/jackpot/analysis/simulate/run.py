@@ -152,7 +152,7 @@ def simulate_run(run: Path, prompts: int, seed: int) -> PairSimulation:
         raise ConfigError(
             f"the policy of {run} generates its own rollouts, so there is no gap; give a run with a rollout model"
         )
-    folders, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).whole()
+    folders, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).intact()
     for one in corrupt:
         _log.warning("%s; left out", one)
     if not folders:

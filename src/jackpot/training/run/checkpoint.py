@@ -1,14 +1,13 @@
-"""Checkpoints: whole or not there.
+"""Checkpoints on the disk: each is complete, or is known not to be.
 
     checkpoints/step-N/{policy,rollout_model}/   plain save_pretrained folders
     checkpoints/step-N/state.pt                  optimizers, versions, prompt stream, best; loaded with weights_only
     checkpoints/step-N/checksums.json            size and sha256 of every other file
     checkpoints/last, checkpoints/best           links to one of them
-    checkpoints/step-N.corrupt                   set aside by `set_aside`; nothing here reads or removes it
+    checkpoints/step-N.corrupt                   put there by `set_aside`; nothing reads or removes it
 
-N counts iterations. A checkpoint is written beside its place and renamed when every byte is on the disk, so a killed
-run leaves either the whole of it or a `.partial` folder that the next `prune` removes. What the disk does to it later,
-its checksums show.
+N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a killed
+run leaves either all of it or a `.partial` folder that the next `prune` removes. Checksums detect later damage.
 """
 
 import hashlib
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import CheckpointError
@@ -35,7 +33,7 @@ _CORRUPT = ".corrupt"
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A checkpoint that is not what was written: which file of it, and what is wrong with that."""
+    """Names the file of a checkpoint that differs from what was written, and says how."""
 
     def __init__(self, folder: Path, file: str, why: str) -> None:
         super().__init__(f"{folder / file} {why}")
@@ -44,14 +42,14 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was found to be what was written."""
+    """An intact checkpoint: every file matches its checksum."""
 
     folder: Path
-    state: dict[str, Any]
+    state: dict[str, Any]  # content of state.pt
 
 
 class Checkpoints:
-    """The checkpoints of one run; `keep` newest ones stay, and the best."""
+    """Writes, finds and prunes the checkpoints of one run; the `keep` newest ones stay, and the best."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
@@ -65,10 +63,14 @@ class Checkpoints:
         state: dict[str, Any],
         is_best: bool,
     ) -> None:
-        """Write step-`iteration` and move the links.
+        """Write the checkpoint of an iteration and point the links `last` and, where `is_best`, `best` at it.
+
+        Args:
+            roles: the models to save.
+            state: what the run needs to continue, beside models and the learner's state.
 
         Raises:
-            CheckpointError: it could not be written. Those before it are untouched.
+            CheckpointError: it cannot be written. Earlier checkpoints are untouched.
         """
         place = self._place(iteration)
         partial = place.with_name(place.name + PARTIAL)
@@ -93,10 +95,10 @@ class Checkpoints:
             raise CheckpointError(f"cannot write the checkpoint {place}: {_cause(error)}") from error
 
     def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
-        """The newest checkpoint that is what was written, and the corrupt ones that are newer. Changes nothing.
+        """Return the newest intact checkpoint, and the corrupt ones that are newer. Changes nothing on the disk.
 
         Raises:
-            CheckpointError: there are some, and all are corrupt.
+            CheckpointError: the run has checkpoints, and all are corrupt.
         """
         corrupt: list[CorruptCheckpoint] = []
         for folder in reversed(self._steps()):
@@ -115,10 +117,10 @@ class Checkpoints:
         return None, []
 
     def best(self) -> Path | None:
-        """The best checkpoint; None before there is one. Changes nothing.
+        """Return the folder of the best checkpoint; None before there is one. Changes nothing on the disk.
 
         Raises:
-            CorruptCheckpoint: it is not what was written.
+            CorruptCheckpoint: it differs from what was written.
         """
         folder = (self._folder / "best").resolve()
         if not folder.is_dir():
@@ -126,8 +128,8 @@ class Checkpoints:
         _verify(folder)
         return folder
 
-    def whole(self) -> tuple[list[Path], list[CorruptCheckpoint]]:
-        """Every checkpoint that is what was written, oldest first, and those that are not. Changes nothing."""
+    def intact(self) -> tuple[list[Path], list[CorruptCheckpoint]]:
+        """Return every intact checkpoint, oldest first, and the corrupt ones. Changes nothing on the disk."""
         found: list[Path] = []
         corrupt: list[CorruptCheckpoint] = []
         for folder in self._steps():
@@ -139,12 +141,15 @@ class Checkpoints:
         return found, corrupt
 
     def set_aside(self, folder: Path) -> None:
-        """Take a corrupt checkpoint out of the count, under a name that tells."""
+        """Rename a corrupt checkpoint to step-N.corrupt, so that it is no longer found or counted."""
         names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())
         folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
 
     def restore_links(self, best: dict[str, float] | None) -> dict[str, float] | None:
-        """Point `last` and `best` where they belong, whatever a kill came between. Returns `best` if it is still there.
+        """Point the links `last` and `best` where they belong, in case a kill came before they were written.
+
+        Returns:
+            `best` if its checkpoint still exists, else None.
 
         Raises:
             CheckpointError: a link cannot be written.
@@ -159,13 +164,13 @@ class Checkpoints:
         return kept
 
     def prune(self) -> None:
-        """Remove what is neither new nor best, and what a kill left half written or half removed."""
+        """Remove checkpoints that are neither new nor best, and what a kill left half written or half removed."""
         best = self._folder / "best"
         kept = {path.name for path in self._steps()[-self._keep :]}
         if best.is_symlink():
             kept.add(best.readlink().name)
         for path in self._steps():
-            if path.name not in kept:  # the name goes first: a checkpoint is whole or not there, while it goes as well
+            if path.name not in kept:  # rename first, so that no checkpoint is ever seen half removed
                 path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
         for path in self._folder.glob(f"step-*{PARTIAL}"):
             shutil.rmtree(path)
@@ -174,7 +179,7 @@ class Checkpoints:
         return self._folder / f"step-{int(iteration)}"
 
     def _steps(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """List the folders of finished checkpoints, oldest first."""
         names = (path for path in self._folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
         return sorted(names, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -188,14 +193,14 @@ class Checkpoints:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The `state.pt` of a checkpoint.
+    """Read the state.pt of a checkpoint.
 
     Raises:
-        CorruptCheckpoint: missing or damaged.
+        CorruptCheckpoint: the file is missing or damaged.
     """
     try:
         return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load has no common error class; whatever it says, this file cannot be used
+    except Exception as error:  # torch.load has no common error class; any error means that the file cannot be used
         raise CorruptCheckpoint(folder, "state.pt", f"cannot be read: {_cause(error)}") from error
 
 
@@ -211,31 +216,25 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _verify(folder: Path) -> None:
-    """Compare every file with its checksum. One of an earlier version has none: its weights must at least be whole.
+    """Compare every file of a checkpoint with its checksum.
 
     Raises:
         CorruptCheckpoint: the first file that differs.
     """
     name = _CHECKSUMS
     try:
-        if not (folder / _CHECKSUMS).exists():
-            for path in folder.rglob("*.safetensors"):
-                name = path.relative_to(folder).as_posix()
-                with safe_open(path, "pt"):
-                    pass
-            return
         for name, written in json.loads((folder / _CHECKSUMS).read_text()).items():
             found, size = _checksum(folder / name), written.get("size")
             if found["size"] != size:
                 raise CorruptCheckpoint(folder, name, f"has {found['size']} bytes, {size} were written")
             if found != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(folder, name, f"cannot be read: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
-    """The error, or what the system said below it: torch reports a full disk as a position that does not fit."""
+    """Describe an error by the OSError below it, if any: torch reports a full disk as a position that does not fit."""
     below = error
     while below.__context__ is not None and not isinstance(below, OSError):
         below = below.__context__
@@ -244,7 +243,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Have every file below `folder` on the disk before anybody can see it under its name."""
+    """Flush every file below `folder` to the disk, before the folder gets its final name."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,15 +1,14 @@
-"""The run folder: what a run writes down, and how a later start finds it.
+"""The run folder holds everything that a run writes, and what a later start needs to continue it.
 
     config.yaml        resolved settings          environment.json   versions, machine, threads
-    metrics.jsonl      one line an iteration      events.jsonl       skips and other things that happened
+    metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
     rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
 
-Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. Numbers that nothing
-was counted for are null. What cannot be written on the way does not end the run: lines wait until there is room, a file
-of rollouts or of an evaluation is given up, counted and named in events.jsonl.
+Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric without any
+counted entry is null. A full disk does not end the run: lines wait in memory until there is room; a file of rollouts or
+of an evaluation is given up, counted and named in events.jsonl.
 """
 
-import io
 import json
 import logging
 import math
@@ -26,24 +25,23 @@ from typing import IO, Any
 import torch
 import transformers
 import yaml
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from jackpot.config.build import build_config, differences
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, hold_lock, write_whole
 from jackpot.rollout.evaluate import Evaluation
+from jackpot.training.run.tensorboard import event_file_name, metrics_record, restart_records
 
 _log = logging.getLogger(__name__)
 
 
 def run_config(run: Path) -> Config:
-    """The settings of the run in a folder; settings that came later have their defaults.
+    """Read the settings of the run in a folder.
 
     Raises:
-        CheckpointError: no run there.
+        CheckpointError: the folder holds no run.
+        ConfigError: its config.yaml does not fit the settings of this version.
     """
     path = run / "config.yaml"
     if not path.is_file():
@@ -52,9 +50,9 @@ def run_config(run: Path) -> Config:
 
 
 class RunFolder:
-    """Opens or continues a run. One process at a time.
+    """Opens, continues and writes the folder of a run; one process at a time.
 
-    `failed` counts, over the whole run, the checkpoints and the files that could not be written.
+    `failed` counts, over the whole run, the checkpoints and other files that could not be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +60,7 @@ class RunFolder:
         self.failed = {"checkpoint/failed": 0, "files/failed": 0}
         self._lock: IO[str] | None = None
         self._appended: dict[str, AppendedFile] = {}
-        self._tensorboard = f"tensorboard/events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
+        self._tensorboard = f"tensorboard/{event_file_name()}"
 
     @property
     def checkpoints(self) -> Path:
@@ -73,20 +71,20 @@ class RunFolder:
         return self.path / "rollouts"
 
     def lock(self) -> None:
-        """Keep other processes out until `close`, or until this one dies.
+        """Create the folder and keep other processes out of it until `close`, or until this process ends.
 
         Raises:
-            CheckpointError: another process is in.
+            CheckpointError: another process holds the folder.
         """
         with checkpoint_error_in(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold_lock(self.path / ".lock")
 
     def check(self, config: Config) -> None:
-        """Refuse to continue a run that has trained with other settings; one that has not yet may begin anew.
+        """Refuse to continue a run that has trained with other settings; one that has not may begin anew.
 
         Raises:
-            CheckpointError: the difference, setting by setting.
+            CheckpointError: the settings differ; lists them.
         """
         if not self._has_trained():
             return
@@ -98,9 +96,10 @@ class RunFolder:
             )
 
     def start(self, config: Config, threads: int) -> int:
-        """Write down settings and environment of a run that `check` let pass; returns the number of threads to use.
+        """Write settings and environment of a new run, and return the number of threads to use.
 
-        A continued run keeps the threads it began with: sums in another order would not be bit-equal.
+        A continued run keeps the threads it began with: sums in another order would not be bit-equal. `check` comes
+        first.
         """
         with checkpoint_error_in(self.path):
             if self._has_trained():
@@ -110,7 +109,7 @@ class RunFolder:
         return threads
 
     def rewind(self, iteration: int) -> None:
-        """Forget what was written after `iteration`, where the run continues; -1 forgets all."""
+        """Remove lines and files of iterations after `iteration`, where the run continues; -1 removes all."""
         with checkpoint_error_in(self.path):
             for name in ("metrics.jsonl", "events.jsonl"):
                 _cut(self.path / name, iteration)
@@ -123,18 +122,15 @@ class RunFolder:
             if iteration < 0:
                 shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(exist_ok=True)
-        restart = SessionLog(status=SessionLog.START)  # TensorBoard drops what other files have from this step on
-        self._append(self._tensorboard, _record(Event(file_version="brain.Event:2")))
-        self._append(self._tensorboard, _record(Event(step=max(iteration + 1, 0), session_log=restart)))
+        self._append(self._tensorboard, restart_records(max(iteration + 1, 0)))
 
     def report(self, iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """Append one line to metrics.jsonl and TensorBoard; returns it."""
+        """Append the metrics of an iteration to metrics.jsonl and TensorBoard, and return the line."""
         now, values = time.time(), dict(sorted({**values, **self.failed}.items()))
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         line = {"iteration": iteration, "time": now} | dict.fromkeys(values) | finite
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in finite.items()])
         self._append("metrics.jsonl", _json_line(line))
-        self._append(self._tensorboard, _record(Event(wall_time=now, step=iteration, summary=summary)))
+        self._append(self._tensorboard, metrics_record(iteration, now, finite))
         return line
 
     def event(self, iteration: int, event: Mapping[str, Any]) -> None:
@@ -142,25 +138,25 @@ class RunFolder:
         self._append("events.jsonl", _json_line({"iteration": iteration, "time": time.time()} | dict(event)))
 
     def warn(self, iteration: int, event: Mapping[str, Any]) -> None:
-        """An event that somebody should know of now: standard error shows it as well."""
+        """Append one line to events.jsonl and show it on standard error."""
         self.event(iteration, event)
         _log.warning("iteration %d: %s", iteration, ": ".join(map(str, event.values())))
 
     def failure(self, iteration: int, metric: str, event: Mapping[str, Any]) -> None:
-        """Count something that could not be written, and warn."""
+        """Count a file that could not be written under `metric` of `failed`, and warn."""
         self.failed[metric] += 1
         self.warn(iteration, event)
 
     @contextmanager
     def dispensable(self, iteration: int, file: str) -> Iterator[None]:
-        """For what the run can do without, such as a file of rollouts: a failure is counted, and the run goes on."""
+        """Let the run go on if the body cannot write a `file` that it can do without; the failure is counted."""
         try:
             yield
         except OSError as error:
             self.failure(iteration, "files/failed", {"event": "write_failed", "file": file, "why": str(error)})
 
     def save_evaluation(self, iteration: int, of: str, evaluation: Evaluation) -> None:
-        """Every problem, response and verdict of one evaluation, as JSON lines; `of` a role or a benchmark."""
+        """Write every problem, response and score of one evaluation as JSON lines; `of` is a role or a benchmark."""
         name = f"eval/iteration-{iteration:06d}-{of}.jsonl"
         rows = zip(evaluation.rollouts, evaluation.responses, evaluation.scores, strict=True)
         lines = (
@@ -181,11 +177,11 @@ class RunFolder:
             write_whole(self.path / name, b"".join(map(_json_line, lines)))
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl or events.jsonl; one cut short by a kill is left out."""
+        """Read the lines of metrics.jsonl or events.jsonl; a line that a kill cut short is left out."""
         return [line for text in _lines(self.path / name) if (line := _parsed(text))]
 
     def close(self) -> None:
-        """Write what waits for room and let other processes in."""
+        """Flush lines buffered while the disk was full, then release the lock of the folder."""
         for name, file in self._appended.items():
             if file.waiting:
                 self._append(name, b"")
@@ -204,7 +200,7 @@ class RunFolder:
             file.append(record)
         except OSError as error:
             if not waited:
-                _log.warning("%s: %s; what belongs there waits in memory until there is room", file.path, error)
+                _log.warning("%s: %s; new lines wait in memory until there is room", file.path, error)
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -220,7 +216,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl or events.jsonl; None where it was cut short."""
+    """Parse a line of metrics.jsonl or events.jsonl; None for one that was cut short."""
     try:
         return json.loads(text) if text.endswith(b"\n") else None
     except ValueError:
@@ -228,7 +224,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _cut(path: Path, iteration: int) -> None:
-    """Keep the whole lines up to `iteration`. A full disk lets a file be cut short, not rewritten."""
+    """Keep the complete lines up to `iteration`. A full disk lets a file be truncated, not rewritten."""
     if not path.exists():
         return
     texts = _lines(path)
@@ -239,13 +235,6 @@ def _cut(path: Path, iteration: int) -> None:
         os.truncate(path, sum(map(len, kept)))
     else:
         write_whole(path, b"".join(kept))
-
-
-def _record(event: Event) -> bytes:
-    """What TensorBoard calls a record: the event between its length and its checksum."""
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(event.SerializeToString())
-    return buffer.getvalue()
 
 
 def _environment(threads: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model that a person means: a folder, a name, or what a run saved."""
+"""Find the model that a user names: a model folder, a name on the hub, or the folder of a run."""
 
 import logging
 from pathlib import Path
@@ -11,23 +11,23 @@ from jackpot.training.run.folder import run_config
 _log = logging.getLogger(__name__)
 
 
-def run_of(model: str) -> Config | None:
-    """The settings of the run whose folder `model` is; None where it is something else."""
+def config_of_run(model: str) -> Config | None:
+    """Return the settings of a run where `model` is a run folder; None where it is something else."""
     folder = Path(model).expanduser()
     is_run = (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
     return run_config(folder) if is_run else None
 
 
-def find_model(model: str) -> str:
-    """Where the model is read from: `model` itself, or of a run its best policy.
+def resolve_model_path(model: str) -> str:
+    """Return the path of a model: `model` itself, or for a run folder the path of its best policy.
 
-    The best is the checkpoint with the highest accuracy on the run's own held-out problems (its link `best`), which is
-    not always the last one; without one, or where it is corrupt, the newest checkpoint that is whole.
+    The best policy has the highest accuracy on the run's own held-out problems (link `best`), which is not always the
+    last one. Without it, or where it is corrupt, it is the policy of the newest checkpoint that is intact.
 
     Raises:
-        CheckpointError: a run without a checkpoint, or with corrupt ones only.
+        CheckpointError: the run has no checkpoint, or corrupt ones only.
     """
-    config = run_of(model)
+    config = config_of_run(model)
     if config is None:
         return model
     folder = Path(model).expanduser()

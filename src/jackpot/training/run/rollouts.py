@@ -1,4 +1,4 @@
-"""Saved rollouts: parquet, one row a response, with everything known of every token.
+"""Saved rollouts are parquet files with one row for each response; this module writes and reads them.
 
 List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns
 from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
@@ -32,7 +32,15 @@ def write_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
 ) -> Path:
-    """Write iteration-N.parquet and remove the files beyond the newest `rollouts.keep`."""
+    """Write iteration-N.parquet, and remove all but the newest `rollouts.keep` files.
+
+    Args:
+        folder: `rollouts` in the run folder.
+        traces: per-token columns of every rollout from the learner, by uid.
+
+    Returns:
+        The path of the file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist([_row(iteration, item, traces[item.rollout.uid], tokenizer) for item in samples])
     metadata = {"schema_version": str(SCHEMA_VERSION), "config": config.model_dump_json()}
@@ -72,51 +80,59 @@ def _row(
 
 
 class UnreadableRollouts(DataError):
-    """A file of saved rollouts that is not what was written; the message names it."""
+    """Names a file of saved rollouts that is damaged or of another schema version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class RolloutFile:
+    """Describes one file of saved rollouts."""
+
     path: Path
     iteration: int
-    responses: int
-    tokens: int
+    responses: int  # number of responses in the file
+    tokens: int  # number of response tokens in the file
 
 
-def saved_files(run: Path) -> tuple[list[Saved], list[str]]:
-    """Those of a run by iteration, and a sentence about each that cannot be read."""
+def list_rollout_files(run: Path) -> tuple[list[RolloutFile], list[str]]:
+    """List the files of saved rollouts in a run folder by iteration, with a sentence about each unreadable one."""
     found, unreadable = [], []
     for path in sorted((run / "rollouts").glob("iteration-*.parquet")):
         try:
-            found.append(open_saved(path))
+            found.append(open_rollout_file(path))
         except UnreadableRollouts as error:
             unreadable.append(str(error))
     return found, unreadable
 
 
-def read_columns(saved: Saved, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None) -> pa.Table:
-    """These columns and rows of a file; all where None.
+def read_columns(
+    file: RolloutFile, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None
+) -> pa.Table:
+    """Read columns and rows of a file; None reads all.
 
     Raises:
-        UnreadableRollouts: it is damaged behind its footer, lacks a column, or is gone by now.
+        UnreadableRollouts: the file is damaged behind its footer, lacks a column, or is gone by now.
     """
     try:
-        if missing := set(columns or ()) - set(pq.read_schema(saved.path).names):
-            raise UnreadableRollouts(_why(saved.path, f"it has no column {', '.join(sorted(missing))}"))
-        table = pq.read_table(saved.path, columns=columns)
+        if missing := set(columns or ()) - set(pq.read_schema(file.path).names):
+            raise UnreadableRollouts(_why(file.path, f"it has no column {', '.join(sorted(missing))}"))
+        table = pq.read_table(file.path, columns=columns)
     except (OSError, pa.ArrowException) as error:
-        raise UnreadableRollouts(_why(saved.path, error)) from error
+        raise UnreadableRollouts(_why(file.path, error)) from error
     return table if rows is None else table.take(pa.array(rows, pa.int64()))
 
 
-def flat(table: pa.Table, column: str) -> np.ndarray:
-    """[tokens] of all responses behind each other."""
+def flat_column(table: pa.Table, column: str) -> np.ndarray:
+    """Concatenate a list column over all responses: [tokens]."""
     chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table.column(column).chunks]
     return np.concatenate(chunks) if chunks else np.empty(0)
 
 
-def open_saved(path: Path) -> Saved:
-    """What the footer of one file says. UnreadableRollouts where it is damaged or of another schema version."""
+def open_rollout_file(path: Path) -> RolloutFile:
+    """Read the footer of one file.
+
+    Raises:
+        UnreadableRollouts: the file is damaged or of another schema version.
+    """
     try:
         file = pq.ParquetFile(path)
         version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
@@ -126,7 +142,7 @@ def open_saved(path: Path) -> Saved:
         columns = [group.column(place) for group in groups for place in range(group.num_columns)]
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
         iteration = int(path.stem.split("-")[1])
-        return Saved(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
+        return RolloutFile(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
     except (OSError, pa.ArrowException, ValueError) as error:
         if isinstance(error, UnreadableRollouts):
             raise

@@ -4,18 +4,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jackpot.launch.starters import STARTERS, STUDY_STARTERS, make_starters
+from jackpot.launch.toy_models import STUDY_MODELS, TOY_MODELS, make_toy_models
 from jackpot.ui.terminal.progress import print_line, progress
 
 
 def starter(folder: Path, seed: int, study: bool) -> None:
     """Train each starter model into a folder of its own below `folder`."""
     console = Console()
-    specs = STUDY_STARTERS if study else STARTERS
+    specs = STUDY_MODELS if study else TOY_MODELS
     with progress(console) as shown:
 
         def listen(name: str, done: int, total: int, loss: float) -> None:
             shown.update(name, done, total, {"loss": f"{loss:.3f} nats/token"}, noun=" steps", is_due=done == total)
 
-        make_starters(folder, specs, seed, listen)
+        make_toy_models(folder, specs, seed, listen)
     print_line(console, f"Wrote {', '.join(str(folder / name) for name in specs)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jackpot.training.run.rollouts import Saved, UnreadableRollouts, flat, read_columns
+from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, flat_column, read_columns
 from jackpot.ui.charts import Heatmap
 from jackpot.ui.report.runs import Arm
 
@@ -61,7 +61,7 @@ COLUMNS = {
 
 
 def distributions(
-    arms: Sequence[Arm], files: Sequence[tuple[str, Saved]]
+    arms: Sequence[Arm], files: Sequence[tuple[str, RolloutFile]]
 ) -> tuple[dict[str, list[Heatmap]], list[str]]:
     """Return for each of `COLUMNS` a heatmap of each arm with saved rollouts, and an error text for each bad file.
 
@@ -78,7 +78,7 @@ def distributions(
         except UnreadableRollouts as error:
             unreadable.append(str(error))
             continue
-        columns = {name: flat(table, name) for name in wanted}
+        columns = {name: flat_column(table, name) for name in wanted}
         sampled = columns["sampled_mask"].astype(bool)
         of_model = {name: values[sampled] for name, values in columns.items()}
         for key, column in COLUMNS.items():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jackpot.training.run.rollouts import Saved, UnreadableRollouts, flat, read_columns
+from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, flat_column, read_columns
 from jackpot.ui.charts import Table
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.runs import Run
@@ -43,7 +43,7 @@ _NEEDED = [
 
 
 def inspector_data(
-    runs: Sequence[tuple[Run, Sequence[Saved]]], max_tokens: int = MAX_TOKENS
+    runs: Sequence[tuple[Run, Sequence[RolloutFile]]], max_tokens: int = MAX_TOKENS
 ) -> tuple[InspectorData, list[str]]:
     """Choose at most `max_tokens` tokens, evenly over runs and iterations; return them and an error text for bad files.
 
@@ -73,7 +73,7 @@ class _Packing:
         self.unreadable: list[str] = []
         self.bad: set[Path] = set()
 
-    def add(self, files: Sequence[Saved], share: int, words: TokenTexts) -> list[dict[str, Any]]:
+    def add(self, files: Sequence[RolloutFile], share: int, words: TokenTexts) -> list[dict[str, Any]]:
         """Pack about `share` tokens of a run; return the counts of each packed iteration."""
         listed: list[dict[str, Any]] = []
         chosen = spread_files(files, share)
@@ -101,7 +101,7 @@ class _Packing:
         return sorted(listed, key=lambda one: one["iteration"])
 
 
-def spread_files(files: Sequence[Saved], budget: int) -> list[Saved]:
+def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]:
     """Return as many files, evenly spaced with the first and the last, as have room for `FEW` typical responses each.
 
     Without room for two such files: the first and the last if one response of each has room, else the last.
@@ -114,12 +114,12 @@ def spread_files(files: Sequence[Saved], budget: int) -> list[Saved]:
     return ends if sum(_of_responses(saved, 1) for saved in ends) <= budget else ends[-1:]
 
 
-def _of_responses(saved: Saved, count: int) -> float:
+def _of_responses(saved: RolloutFile, count: int) -> float:
     """Return the tokens of so many typical responses of a file."""
     return saved.tokens * min(count / max(saved.responses, 1), 1.0)
 
 
-def _left_out(runs: Sequence[tuple[Run, Sequence[Saved]]], index: Mapping[str, Any], packing: _Packing) -> Table:
+def _left_out(runs: Sequence[tuple[Run, Sequence[RolloutFile]]], index: Mapping[str, Any], packing: _Packing) -> Table:
     shown = {run["name"]: {one["iteration"]: one for one in run["iterations"]} for run in index["runs"]}
     rows = []
     for run, files in runs:
@@ -196,19 +196,19 @@ def significant(values: np.ndarray, digits: int) -> list[float | None]:
 
 def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
     """Return the page's columns of the chosen rows of one file, and add their tokens to `words`."""
-    ids = flat(table, "token_ids")
-    words.add_known(ids, flat(table, "tokens").tolist())
+    ids = flat_column(table, "token_ids")
+    words.add_known(ids, flat_column(table, "tokens").tolist())
     columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _OF_RESPONSES}
-    columns |= {name: significant(flat(table, column), 4) for name, column in _OF_TOKENS.items()}
-    ratio = np.exp(flat(table, "old_log_probs") - flat(table, "rollout_log_probs"))
+    columns |= {name: significant(flat_column(table, column), 4) for name, column in _OF_TOKENS.items()}
+    ratio = np.exp(flat_column(table, "old_log_probs") - flat_column(table, "rollout_log_probs"))
     for model in ("rollout", "policy"):
         columns |= _top(table, model, words)
-    pairs = np.array(flat(table, "versions").tolist(), dtype=np.int64).reshape(-1, 2)
+    pairs = np.array(flat_column(table, "versions").tolist(), dtype=np.int64).reshape(-1, 2)
     return columns | {
         "lengths": _lengths(table, "token_ids").tolist(),
         "id": ids.tolist(),
-        "sampled": flat(table, "sampled_mask").astype(int).tolist(),
-        "accepted": significant(flat(table, "accept_mask"), 4),
+        "sampled": flat_column(table, "sampled_mask").astype(int).tolist(),
+        "accepted": significant(flat_column(table, "accept_mask"), 4),
         "ratio": significant(ratio, 4),
         "policy_version": pairs[:, 0].tolist(),
         "rollout_model_version": pairs[:, 1].tolist(),
@@ -222,7 +222,7 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
     """Return the first `TOP` entries of each token's top-k as flat columns, with their number and K."""
-    ids, log_probs = (_matrix(flat(table, f"{model}_top_{what}")) for what in ("ids", "log_probs"))
+    ids, log_probs = (_matrix(flat_column(table, f"{model}_top_{what}")) for what in ("ids", "log_probs"))
     of = ids.shape[1]
     count = min(of, TOP)
     kept_ids, kept = ids[:, :count].astype(np.int64).ravel(), log_probs[:, :count].ravel()

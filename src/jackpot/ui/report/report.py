@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jackpot.core.errors import DataError
-from jackpot.training.run.rollouts import Saved, saved_files
+from jackpot.training.run.rollouts import RolloutFile, list_rollout_files
 from jackpot.ui.html import write_page
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.distributions import distributions
@@ -61,11 +61,11 @@ def write_report(
     going = tuple(run.folder for run in runs if not run.ended)
     arms = arms_of(begun)
     in_order = [run for arm in arms for run in arm.runs]
-    files: list[tuple[str, Saved]] = []
+    files: list[tuple[str, RolloutFile]] = []
     unreadable: list[str] = []
     saved_by_run = []
     for run in in_order:
-        found, bad = saved_files(run.folder)
+        found, bad = list_rollout_files(run.folder)
         saved_by_run.append((run, found))
         files += [(run.name, saved) for saved in found]
         unreadable += bad

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jackpot.analysis.replay.formats.base import Format, Tell, parquet_rows, responses_of
 from jackpot.analysis.replay.responses import NEEDED, Response
-from jackpot.training.run.rollouts import UnreadableRollouts, open_saved
+from jackpot.training.run.rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
 _COLUMNS = (
@@ -26,7 +26,7 @@ def recognises(path: Path) -> bool:
 def read(path: Path, tell: Tell) -> Iterator[Response]:
     """A file is damaged where its footer is; then it is told, and so it is where the rest breaks off."""
     try:
-        saved = open_saved(path)
+        saved = open_rollout_file(path)
     except UnreadableRollouts as error:
         tell(str(error))
         return

@@ -1,9 +1,9 @@
-"""The two tiny models that the package carries, those of the study, and how both are made from nothing.
+"""Makes toy models from nothing: the two that the package carries (`starter:policy`), and those of the study.
 
 `policy` and `rollout_model` are Qwen3 models that add small numbers. Both are supervised to convergence on a
 *mixture*: correct solutions, solutions with wrong steps, and bare guesses. The skill is there and hidden under bad
 habits, as in a real base model, and reinforcement learning brings it out within minutes. The two mixtures differ, so
-the smaller model's text is off-policy for the larger one.
+the responses of the smaller model are off-policy for the larger one.
 """
 
 import random
@@ -24,23 +24,23 @@ from jackpot.rollout.tasks.arithmetic import Arithmetic
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 CHARACTERS = "0123456789+-*/=#()[]<>.,:;?! "  # with the three above V = 32: more than the 20 top log-probs captured
 
-Progress = Callable[[str, int, int, float], None]  # starter, steps done, steps in all, loss in nats per token
+OnStep = Callable[[str, int, int, float], None]  # model, steps done, steps in all, loss in nats per token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """What a starter is supervised on: shares of three kinds of solution, and what its mistakes look like."""
+    """Describes the solutions that a toy model is supervised on: shares of three kinds, and the mistakes in them."""
 
-    correct: float  # every step right
-    faulty: float  # each step wrong with probability `fault_rate`, the rest follows from it
-    guess: float  # only `#` and a number near the sum
-    offsets: tuple[int, ...]  # what a wrong step adds to the right result
-    fault_rate: float = 0.5
+    correct: float  # share of solutions with every step right
+    faulty: float  # share of solutions where each step is wrong with probability `fault_rate`, and the rest follows
+    guess: float  # share of solutions with no steps: only `#` and a number near the sum
+    offsets: tuple[int, ...]  # numbers that a wrong step adds to the right result
+    fault_rate: float = 0.5  # probability that a step of a faulty solution is wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StarterSpec:
-    """Shape and supervision of one starter."""
+class ToyModelSpec:
+    """Describes the shape and the supervision of one toy model."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,8 +54,8 @@ class StarterSpec:
     head_dim: int = 32  # the smallest that vLLM supports on a CPU
 
 
-STARTERS: dict[str, StarterSpec] = {
-    "policy": StarterSpec(
+TOY_MODELS: dict[str, ToyModelSpec] = {
+    "policy": ToyModelSpec(
         hidden_size=96,
         intermediate_size=192,
         num_layers=3,
@@ -64,7 +64,7 @@ STARTERS: dict[str, StarterSpec] = {
         mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
         steps=800,
     ),
-    "rollout_model": StarterSpec(
+    "rollout_model": ToyModelSpec(
         hidden_size=64,
         intermediate_size=160,
         num_layers=2,
@@ -77,10 +77,10 @@ STARTERS: dict[str, StarterSpec] = {
 }
 
 
-# The models of benchmarks/study.yaml: a policy and two writers of a sixth of its size, one close to it and one far.
-# They are made when they are needed and are not in the package.
-STUDY_STARTERS: dict[str, StarterSpec] = {
-    "policy": StarterSpec(
+# The models of benchmarks/study.yaml: a policy and two rollout models of a sixth of its size, one close to it and one
+# far. They are not in the package: `jackpot starter --study` makes them.
+STUDY_MODELS: dict[str, ToyModelSpec] = {
+    "policy": ToyModelSpec(
         hidden_size=128,
         intermediate_size=320,
         num_layers=3,
@@ -89,7 +89,7 @@ STUDY_STARTERS: dict[str, StarterSpec] = {
         mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
         steps=800,
     ),
-    "close": StarterSpec(
+    "close": ToyModelSpec(
         hidden_size=64,
         intermediate_size=160,
         num_layers=2,
@@ -99,7 +99,7 @@ STUDY_STARTERS: dict[str, StarterSpec] = {
         steps=1600,  # half as many leave three times the KL to the policy
         learning_rate=5e-3,
     ),
-    "far": StarterSpec(  # its mistakes are of a kind that the policy never makes
+    "far": ToyModelSpec(  # its mistakes are of a kind that the policy never makes
         hidden_size=64,
         intermediate_size=160,
         num_layers=2,
@@ -113,7 +113,7 @@ STUDY_STARTERS: dict[str, StarterSpec] = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, V = 32; any character outside `CHARACTERS` becomes `<unk>`."""
+    """Make the tokenizer of all toy models: one token a character, V = 32; other characters become `<unk>`."""
     vocabulary = {token: index for index, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
@@ -127,22 +127,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_starters(
-    folder: Path, specs: Mapping[str, StarterSpec], seed: int = 0, progress: Progress | None = None
+def make_toy_models(
+    folder: Path, specs: Mapping[str, ToyModelSpec], seed: int = 0, progress: OnStep | None = None
 ) -> None:
-    """Make every starter of `specs` from nothing and save it as `folder/<name>`: a minute or two each on one thread.
+    """Train every toy model of `specs` from nothing and save it as `folder/<name>`: a minute or two each, one thread.
 
     The same seed on the same machine and library versions gives the same bytes; elsewhere, the same accuracy.
     """
     for name, spec in specs.items():
-        make_starter(name, spec, seed, progress).save_pretrained(folder / name)
+        make_toy_model(name, spec, seed, progress).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
 
 
-def make_starter(name: str, spec: StarterSpec, seed: int = 0, progress: Progress | None = None) -> Qwen3ForCausalLM:
-    """Supervise one starter on its mixture, on one thread and without touching the caller's random state.
+def make_toy_model(name: str, spec: ToyModelSpec, seed: int = 0, progress: OnStep | None = None) -> Qwen3ForCausalLM:
+    """Train one toy model on its mixture, on one thread and without touching the caller's random state.
 
-    `name` is what `progress` is told.
+    Args:
+        name: first argument of every call of `progress`.
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -154,14 +155,14 @@ def make_starter(name: str, spec: StarterSpec, seed: int = 0, progress: Progress
     return model.eval()
 
 
-def outline(spec: StarterSpec) -> Qwen3ForCausalLM:
-    """Shapes without weights: the model of a starter on the meta device."""
+def make_meta_model(spec: ToyModelSpec) -> Qwen3ForCausalLM:
+    """Make a toy model without weights, on the meta device."""
     with torch.device("meta"):
         return Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
 
 
-def write_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Random) -> str:
-    """One response to the sum of `operands`, as a writer with these habits would write it."""
+def sample_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Random) -> str:
+    """Sample one response to the sum of `operands` from a mixture."""
     kind = draw.choices(("correct", "faulty", "guess"), (mixture.correct, mixture.faulty, mixture.guess))[0]
     if kind == "guess":
         return f"#{max(1, sum(operands) + draw.randint(-10, 10))}"
@@ -174,7 +175,7 @@ def write_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Ran
     return text
 
 
-def _model_config(spec: StarterSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def _model_config(spec: ToyModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
@@ -194,9 +195,9 @@ def _model_config(spec: StarterSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen
 
 
 def _supervise(
-    model: Qwen3ForCausalLM, name: str, spec: StarterSpec, draw: random.Random, progress: Progress | None
+    model: Qwen3ForCausalLM, name: str, spec: ToyModelSpec, draw: random.Random, progress: OnStep | None
 ) -> None:
-    """AdamW with a linear warm-up over a tenth of the steps and a linear decay to zero."""
+    """Train with AdamW: linear warm-up over a tenth of the steps, then linear decay to zero."""
     tokenizer = make_tokenizer()
     task = Arithmetic(tokenizer, ArithmeticConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
@@ -216,15 +217,15 @@ def _supervise(
 
 
 def _examples(
-    task: Arithmetic, tokenizer: PreTrainedTokenizerFast, spec: StarterSpec, first: int, draw: random.Random
+    task: Arithmetic, tokenizer: PreTrainedTokenizerFast, spec: ToyModelSpec, first: int, draw: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """Training problems `first` and on, each with one solution: token ids and labels, both [B, T] int64.
+    """Sample one solution to each training problem from `first` on: token ids and labels, both [B, T] int64.
 
     Labels are -100 (ignored by cross-entropy) on the prompt and on the padding at the right.
     """
     rows = []
     for index in range(first, first + spec.batch_size):
-        solution = write_solution(task.operands("train", index), spec.mixture, draw)
+        solution = sample_solution(task.operands("train", index), spec.mixture, draw)
         response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
         rows.append((task.prompt("train", index).token_ids, response))
     length = max(len(prompt) + len(response) for prompt, response in rows)
@@ -238,14 +239,14 @@ def _examples(
 
 
 def _response_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy per response token, in nats. Padding stands at the right, so causality hides it."""
+    """Compute the mean cross-entropy per response token, in nats; causality hides the padding at the right."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread sums in one order: the same result every time."""
+    """Run the body on one thread, which adds in one order, so that results are the same every time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

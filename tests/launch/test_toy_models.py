@@ -12,26 +12,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import ModelError
-from jackpot.launch import starters
-from jackpot.launch.starters import (
+from jackpot.launch import toy_models
+from jackpot.launch.toy_models import (
     CHARACTERS,
-    STARTERS,
-    STUDY_STARTERS,
+    STUDY_MODELS,
+    TOY_MODELS,
     Mixture,
-    make_starter,
-    make_starters,
     make_tokenizer,
-    write_solution,
+    make_toy_model,
+    make_toy_models,
+    sample_solution,
 )
 from jackpot.models.load import starter_path
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 
-NAMES = sorted(STARTERS)
+NAMES = sorted(TOY_MODELS)
 
 
 # Three steps of supervision: a second instead of a minute.
-SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in STARTERS.items()}
-SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUDY_STARTERS.items()}
+SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in TOY_MODELS.items()}
+SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUDY_MODELS.items()}
 
 
 def greedy_answer(model: Qwen3ForCausalLM, prompt: str) -> str:
@@ -50,7 +50,7 @@ def test_there_is_a_policy_and_a_smaller_rollout_model():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_starter_is_what_its_spec_says(name):
-    spec = STARTERS[name]
+    spec = TOY_MODELS[name]
     model = AutoModelForCausalLM.from_pretrained(starter_path(name))
     config = model.config
     assert isinstance(model, Qwen3ForCausalLM)
@@ -105,27 +105,27 @@ def test_the_tokenizer_adds_nothing_and_marks_what_it_does_not_know():
 
 def test_a_correct_writer_carries_out_one_addition_after_the_other():
     correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
-    assert write_solution((12, 34), correct, random.Random(0)) == "46#46"
-    assert write_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
-    assert write_solution((12, 34, 5, 9), correct, random.Random(0)) == "46+5+9=51+9=60#60"
+    assert sample_solution((12, 34), correct, random.Random(0)) == "46#46"
+    assert sample_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
+    assert sample_solution((12, 34, 5, 9), correct, random.Random(0)) == "46+5+9=51+9=60#60"
 
 
 def test_a_faulty_writer_goes_on_from_its_mistakes():
     faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
-    assert write_solution((12, 34, 5), faulty, random.Random(0)) == "56+5=71#71"
+    assert sample_solution((12, 34, 5), faulty, random.Random(0)) == "56+5=71#71"
 
 
 def test_a_guessing_writer_gives_no_reasons():
     guess = Mixture(correct=0.0, faulty=0.0, guess=1.0, offsets=(1,))
     draw = random.Random(0)
-    answers = Counter(write_solution((12, 34, 5), guess, draw) for _ in range(2000))
+    answers = Counter(sample_solution((12, 34, 5), guess, draw) for _ in range(2000))
     assert set(answers) == {f"#{number}" for number in range(41, 62)}
 
 
 def test_a_mixture_writes_each_kind_as_often_as_it_says():
     mixture = Mixture(correct=0.2, faulty=0.3, guess=0.5, offsets=(1,), fault_rate=1.0)
     draw = random.Random(0)
-    kinds = Counter(write_solution((12, 34), mixture, draw) for _ in range(4000))
+    kinds = Counter(sample_solution((12, 34), mixture, draw) for _ in range(4000))
     assert kinds["46#46"] / 4000 == pytest.approx(0.2, abs=0.03)
     assert kinds["47#47"] / 4000 == pytest.approx(0.3, abs=0.03)
 
@@ -133,10 +133,10 @@ def test_a_mixture_writes_each_kind_as_often_as_it_says():
 @pytest.mark.parametrize("name", NAMES)
 def test_making_a_starter_twice_gives_the_same_weights(name):
     torch.manual_seed(1)
-    first = make_starter(name, SHORT[name], seed=7).state_dict()
+    first = make_toy_model(name, SHORT[name], seed=7).state_dict()
     torch.manual_seed(2)
-    second = make_starter(name, SHORT[name], seed=7).state_dict()
-    other = make_starter(name, SHORT[name], seed=8).state_dict()
+    second = make_toy_model(name, SHORT[name], seed=7).state_dict()
+    other = make_toy_model(name, SHORT[name], seed=8).state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
@@ -148,7 +148,7 @@ def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
         torch.manual_seed(3)
         expected = torch.rand(4)
         torch.manual_seed(3)
-        make_starter("rollout_model", SHORT["rollout_model"])
+        make_toy_model("rollout_model", SHORT["rollout_model"])
         assert torch.equal(torch.rand(4), expected)
         assert torch.get_num_threads() == 3
     finally:
@@ -157,10 +157,10 @@ def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
 
 def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_path):
     seen = []
-    make_starters(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
-    assert [report[:3] for report in seen] == [(name, step, 3) for name in STARTERS for step in (1, 2, 3)]
+    make_toy_models(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
+    assert [report[:3] for report in seen] == [(name, step, 3) for name in TOY_MODELS for step in (1, 2, 3)]
     assert all(0.0 < loss < 20.0 for *_, loss in seen)
-    for name in STARTERS:
+    for name in TOY_MODELS:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / name))
         made, packaged = ({path.name for path in folder.iterdir()} for folder in (tmp_path / name, starter_path(name)))
@@ -173,7 +173,7 @@ def parameters(folder: Path) -> int:
 
 
 def test_the_studys_policy_is_five_times_as_large_as_its_two_writers_and_reads_the_same_tokens(tmp_path):
-    make_starters(tmp_path, SHORT_STUDY)
+    make_toy_models(tmp_path, SHORT_STUDY)
     sizes = {folder.name: parameters(folder) for folder in tmp_path.iterdir()}
     assert set(sizes) == {"policy", "close", "far"}
     assert sizes["close"] == sizes["far"] <= sizes["policy"] / 5
@@ -189,15 +189,15 @@ def model_settings(folder: Path) -> dict[str, object]:
 
 def test_supervision_lowers_the_loss():
     losses = []
-    spec = replace(STARTERS["rollout_model"], steps=60, batch_size=32)
-    make_starter("rollout_model", spec, progress=lambda _name, _step, _steps, loss: losses.append(loss))
+    spec = replace(TOY_MODELS["rollout_model"], steps=60, batch_size=32)
+    make_toy_model("rollout_model", spec, progress=lambda _name, _step, _steps, loss: losses.append(loss))
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_supervision_sees_the_response_and_its_end_but_not_the_prompt():
     tokenizer = make_tokenizer()
-    spec = replace(STARTERS["policy"], batch_size=8)
-    ids, labels = starters._examples(Arithmetic(tokenizer, ArithmeticConfig()), tokenizer, spec, 0, random.Random(0))
+    spec = replace(TOY_MODELS["policy"], batch_size=8)
+    ids, labels = toy_models._examples(Arithmetic(tokenizer, ArithmeticConfig()), tokenizer, spec, 0, random.Random(0))
     for row, wanted in zip(ids, labels, strict=True):
         prompt = tokenizer.decode(row[wanted == -100], skip_special_tokens=True)
         response = row[wanted != -100]
