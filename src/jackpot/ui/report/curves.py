@@ -1,4 +1,4 @@
-"""Draws every metric of several runs as charts, in the order of `metric_layout.PARTS`.
+"""Draws every metric of several runs as charts, in the order of `metric_layout.LAYOUT`.
 
 Arms are overlaid; several seeds of one arm become their mean with error bars.
 """
@@ -13,7 +13,16 @@ from typing import Any
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.ui.charts import COLORS, Chart, Guide, Heatmap, Section, Series, Table
 from jackpot.ui.error_bars import MeanLine, Number, downsample, mean_line, rounded
-from jackpot.ui.report.metric_layout import LOGARITHMIC, PARTS, Against, Entry, Fan, Metrics, Spread, Together
+from jackpot.ui.report.metric_layout import (
+    LAYOUT,
+    LOGARITHMIC,
+    CombinedChart,
+    Distribution,
+    Entry,
+    MetricCharts,
+    QuantileChart,
+    ScatterChart,
+)
 from jackpot.ui.report.runs import Arm
 
 MOST_COLUMNS = 240  # columns of a heatmap
@@ -28,12 +37,12 @@ def metric_sections(arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]
     Args:
         spreads: heatmaps of saved rollouts by column, as `distributions` returns them.
     """
-    drawer = _Drawer(arms)
+    drawer = _ChartMaker(arms)
     sections = []
-    for part in PARTS:
+    for part in LAYOUT:
         items: list[Chart | Heatmap | Table] = []
         for entry in part.entries:
-            items += spreads.get(entry.column, ()) if isinstance(entry, Spread) else drawer.draw(entry)
+            items += spreads.get(entry.column, ()) if isinstance(entry, Distribution) else drawer.draw(entry)
         if items:
             sections.append(Section(title=part.title, intro=part.intro, items=tuple(items)))
     if empty := drawer.without_numbers:
@@ -43,7 +52,7 @@ def metric_sections(arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]
     return sections
 
 
-class _Drawer:
+class _ChartMaker:
     """Turns entries of the layout into charts, and remembers which metrics are drawn."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
@@ -58,11 +67,11 @@ class _Drawer:
 
     def draw(self, entry: Entry) -> Iterable[Chart | Heatmap]:
         """Return the charts of an entry, as far as the runs have its metrics."""
-        if isinstance(entry, Metrics):
-            return self._metrics(re.compile(entry.pattern))
-        if isinstance(entry, Together):
-            return self._together(entry)
-        return self._fan(entry) if isinstance(entry, Fan) else self._against(entry)
+        if isinstance(entry, MetricCharts):
+            return self._metric_charts(re.compile(entry.pattern))
+        if isinstance(entry, CombinedChart):
+            return self._combined_chart(entry)
+        return self._quantile_chart(entry) if isinstance(entry, QuantileChart) else self._scatter_chart(entry)
 
     def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
         """Yield a line for each arm that has the metric. `label` and `variant` are of one metric among several."""
@@ -82,7 +91,7 @@ class _Drawer:
                 group=arm.name,
             )
 
-    def _metrics(self, pattern: re.Pattern[str]) -> Iterator[Chart | Heatmap]:
+    def _metric_charts(self, pattern: re.Pattern[str]) -> Iterator[Chart | Heatmap]:
         names = [name for name in self._names if name not in self._drawn]
         found: dict[str, dict[str, dict[str, str]]] = {}  # base: kind: part: metric
         for name in names:
@@ -117,7 +126,7 @@ class _Drawer:
             guides=tuple(guide for guide in guides if not log or guide.y > 0),
         )
 
-    def _together(self, entry: Together) -> Iterator[Chart]:
+    def _combined_chart(self, entry: CombinedChart) -> Iterator[Chart]:
         names = {name: label for name, label in entry.metrics.items() if name in self._names}
         if len(names) == len(entry.metrics):
             lines = [self._series(name, label, place) for place, (name, label) in enumerate(names.items())]
@@ -128,7 +137,7 @@ class _Drawer:
         """Return the metrics with limits, which a chart of several metrics does not show."""
         return [name for name in names if _limits(name)[0]]
 
-    def _fan(self, entry: Fan) -> Iterator[Chart]:
+    def _quantile_chart(self, entry: QuantileChart) -> Iterator[Chart]:
         names = (entry.middle, entry.low, entry.high)
         if not set(names) <= set(self._names):
             return
@@ -144,7 +153,7 @@ class _Drawer:
             drawn = [replace(middle, low=_at(low, middle.x), high=_at(high, middle.x))]
         yield self._chart(entry.title, drawn, metric=names[0], note=entry.note)
 
-    def _against(self, entry: Against) -> Iterator[Chart]:
+    def _scatter_chart(self, entry: ScatterChart) -> Iterator[Chart]:
         if entry.x not in self._names or entry.y not in self._names:
             return
         drawn = []

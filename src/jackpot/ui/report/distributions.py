@@ -24,7 +24,7 @@ def _weight(columns: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class TokenQuantity:
     """A quantity of each token and the bins in which it is counted."""
 
     needs: tuple[str, ...]  # columns of the rollout files
@@ -40,8 +40,8 @@ class Column:
         return np.arange(self.low * self.steps, self.high * self.steps + 1) / self.steps
 
 
-COLUMNS = {
-    "ratio": Column(
+QUANTITIES = {
+    "ratio": TokenQuantity(
         needs=("old_log_probs", "rollout_log_probs"),
         values=_ratio,
         low=-10,
@@ -49,7 +49,7 @@ COLUMNS = {
         steps=2,
         label="p_policy / p_rollout_model",
     ),
-    "weight": Column(
+    "weight": TokenQuantity(
         needs=("weights", "accept_mask"),
         values=_weight,
         low=-4,
@@ -63,12 +63,12 @@ COLUMNS = {
 def distributions(
     arms: Sequence[Arm], files: Sequence[tuple[str, RolloutFile]]
 ) -> tuple[dict[str, list[Heatmap]], list[str]]:
-    """Return for each of `COLUMNS` a heatmap of each arm with saved rollouts, and an error text for each bad file.
+    """Return for each of `QUANTITIES` a heatmap of each arm with saved rollouts, and an error text for each bad file.
 
     Args:
         files: pairs of a run's name and one of its files.
     """
-    wanted = sorted({"sampled_mask"} | {name for column in COLUMNS.values() for name in column.needs})
+    wanted = sorted({"sampled_mask"} | {name for column in QUANTITIES.values() for name in column.needs})
     counts: dict[tuple[str, str], dict[int, np.ndarray]] = {}
     unreadable = []
     arm_of = {run.name: arm.name for arm in arms for run in arm.runs}
@@ -81,24 +81,24 @@ def distributions(
         columns = {name: flat_column(table, name) for name in wanted}
         sampled = columns["sampled_mask"].astype(bool)
         of_model = {name: values[sampled] for name, values in columns.items()}
-        for key, column in COLUMNS.items():
+        for key, column in QUANTITIES.items():
             at = counts.setdefault((key, arm_of[run]), {})
             at[saved.iteration] = at.get(saved.iteration, 0) + _counts(column, _values(column, of_model))
     suffixes = {arm.name: f": {arm.name}" if len(arms) > 1 else "" for arm in arms}
     heatmaps = {
         key: [_heatmap(key, counts[key, arm], suffix) for arm, suffix in suffixes.items() if (key, arm) in counts]
-        for key in COLUMNS
+        for key in QUANTITIES
     }
     return heatmaps, unreadable
 
 
-def _values(column: Column, columns: dict[str, np.ndarray]) -> np.ndarray:
+def _values(column: TokenQuantity, columns: dict[str, np.ndarray]) -> np.ndarray:
     """Return the quantity of each token [tokens]; a value beyond the largest float is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return column.values(columns)
 
 
-def _counts(column: Column, values: np.ndarray) -> np.ndarray:
+def _counts(column: TokenQuantity, values: np.ndarray) -> np.ndarray:
     """Return [1 + bins + 1] counts: values that are 0, values nearest to each center, values that are not finite.
 
     A value beyond the outermost centers counts in the outermost bin.
@@ -112,7 +112,7 @@ def _counts(column: Column, values: np.ndarray) -> np.ndarray:
 
 def _heatmap(key: str, counts: dict[int, np.ndarray], suffix: str) -> Heatmap:
     """Make a heatmap of each iteration's shares of finite values, without the empty bins below and above them."""
-    column, iterations = COLUMNS[key], sorted(counts)
+    column, iterations = QUANTITIES[key], sorted(counts)
     whole = np.stack([counts[i] for i in iterations], axis=1)  # [1 + bins + 1, iterations]
     shares = whole[:-1] / np.maximum(whole[:-1].sum(axis=0), 1.0)
     strange = int(whole[-1].sum())
