@@ -1,7 +1,7 @@
 """docs/settings.md is what `jackpot config --markdown` prints."""
 
 from helpers.paths import ROOT
-from jackpot.ui.terminal.config import settings_page
+from jackpot.ui.commands.config import settings_page
 
 
 def test_the_page_of_settings_is_current() -> None:

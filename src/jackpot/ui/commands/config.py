@@ -1,9 +1,34 @@
-"""`jackpot config`: what every setting is."""
+"""`jackpot config`: settings with their values, defaults, meanings and users, and the page of all settings."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
-from jackpot.ui.terminal.config import settings_page, show_setting, show_settings
+from jackpot.config.reference import COMMANDS, Block, Setting, blocks, find, own_settings, settings
+from jackpot.ui.terminal.progress import print_line
+
+_COLUMNS = ("setting", "values", "default", "meaning")
+_INTRODUCTION = """\
+# Settings
+
+Every setting of `jackpot train`, then what `jackpot eval` and `jackpot mismatch` have in addition. A recipe sets them
+as YAML, the command line as `key=value`. `jackpot config KEY` explains one. `jackpot config --markdown` made this page
+from the docstrings in `src/jackpot/config`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """The settings that are shown together."""
+
+    title: str
+    meaning: str
+    blocks: list[Block]  # those inside the group, its own if there is one
+    settings: list[Setting]
 
 
 def config(key: str | None, markdown: bool) -> None:
@@ -14,3 +39,100 @@ def config(key: str | None, markdown: bool) -> None:
         show_setting(Console(), key)
     else:
         show_settings(Console())
+
+
+def show_settings(console: Console) -> None:
+    """Print every block of settings."""
+    for group in _groups():
+        print_line(console, f"{group.title}: {group.meaning}")
+        _show_list(console, group.settings)
+    print_line(
+        console, "jackpot config KEY explains a setting, such as objective.clip_low, or a block, such as engine."
+    )
+
+
+def show_setting(console: Console, key: str) -> None:
+    """Print all that is known of a setting, or of a block and the settings below it.
+
+    Raises:
+        ConfigError: no such key, with the nearest ones.
+    """
+    found, below = find(key)
+    if found:
+        for meaning in dict.fromkeys(block.meaning for block in found):
+            print_line(console, f"{found[0].key}: {meaning}")
+        for line in _notes(found):
+            print_line(console, f"  {line}")
+        _show_list(console, below)
+        return
+    [setting] = below
+    for title, text in (
+        (setting.key, ""),
+        ("  values", setting.summary("values")),
+        ("  default", setting.summary("default")),
+        ("  used by", setting.users),
+    ):
+        print_line(console, f"{title:<11}{text}".rstrip())
+    print_line(console, f"  {setting.summary('meaning')}")
+
+
+def settings_page() -> str:
+    """Return docs/settings.md."""
+    parts = [_INTRODUCTION]
+    for group in _groups():
+        lines = [f"## {group.title}", "", group.meaning, "", f"| {' | '.join(_COLUMNS)} |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(_cells(setting))} |" for setting in group.settings]
+        if notes := _notes(group.blocks):
+            lines += ["", *(f"- {note}" for note in notes)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _groups() -> Iterator[_Group]:
+    """Yield the single settings of a run, then every block of them, then what the other commands have in addition."""
+    of_run, known = blocks("train"), settings("train")
+    single = [setting for key, setting in known.items() if "." not in key]
+    yield _Group(title="jackpot train", meaning=of_run[""].meaning, blocks=[], settings=single)
+    for key, block in of_run.items():
+        if key and "." not in key:
+            inside = [one for name, one in of_run.items() if f"{name}.".startswith(f"{key}.")]
+            below = [one for name, one in known.items() if name.startswith(f"{key}.")]
+            yield _Group(title=key, meaning=block.meaning, blocks=inside, settings=below)
+    for command in list(COMMANDS)[1:]:
+        own, shared = own_settings(command)
+        also = f"Its blocks {', '.join(shared)} have the settings of task, engine and sampling above."
+        meaning = f"{blocks(command)[''].meaning} {also}"
+        yield _Group(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=own)
+
+
+def _notes(found: Sequence[Block]) -> list[str]:
+    """Return a line for each choice of these blocks, and for each block inside them that need not be there."""
+    lines = {}
+    for block in found:
+        lines |= {f"`{block.key}={name}`": meaning for name, meaning in block.variants}
+        if block.default == "null" and "." in block.key:
+            lines[f"`{block.key}`, default null"] = block.meaning
+    return [f"{name}: {meaning}" for name, meaning in lines.items()]
+
+
+def _cells(setting: Setting) -> list[str]:
+    """Return a setting's row of the page."""
+    choice = f" Only with {setting.variants}." if setting.variants else ""
+    default = setting.summary("default")
+    return [
+        f"`{setting.key}`",
+        setting.summary("values"),
+        default if default == "required" else f"`{default}`",
+        setting.summary("meaning") + choice,
+    ]
+
+
+def _show_list(console: Console, rows: Sequence[Setting]) -> None:
+    """Print two lines for each setting: its key with values and default, and what it means."""
+    for setting in rows:
+        choice = f", with {setting.variants}" if setting.variants else ""
+        head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
+        print_line(console, head.replace("; default required", "; required"))
+        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")
+        console.print(Padding(Text(meaning), (0, 0, 0, 6)), highlight=False)
+    print_line(console, "")
