@@ -36,7 +36,7 @@ TABLES = {
 
 
 def published() -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Recipe, paper, table, row, column and the number as it is written there."""
+    """Yield recipe, paper, table, row, column and number, the number as text."""
     for name in PAPERS:
         for table in yaml.load(recipe_files(name)[0].read_text(), yaml.BaseLoader)["published"]:
             for row in table["rows"]:
@@ -155,7 +155,7 @@ def test_every_published_mean_can_occur_but_for_those_that_the_page_lists() -> N
 
 
 def regime(config: Config) -> tuple:
-    """Steps on one batch, who writes, and the correction with its target and proximal point and the clip."""
+    """Return the steps on one batch, and the correction with its target, its proximal point and the clip."""
     correction, objective = config.objective.correction, config.objective
     clip = None if correction.proximal == "new" else (objective.clip_low, objective.clip_high)
     target = getattr(correction, "target", correction.proximal)

@@ -1,5 +1,8 @@
 """docs/settings.md is what `jackpot config --markdown` prints."""
 
+import re
+import runpy
+
 from helpers.paths import ROOT
 from jackpot.ui.commands.config import settings_page
 
@@ -8,3 +11,10 @@ def test_the_page_of_settings_is_current() -> None:
     assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), (
         "jackpot config --markdown > docs/settings.md"
     )
+
+
+def test_the_number_of_settings_is_the_one_that_the_page_of_old_names_states() -> None:
+    count = runpy.run_path(str(ROOT / "benchmarks" / "count_settings.py"))["count_settings"]
+    keys, settings = count()
+    stated = re.search(r"counts (\d+) keys", (ROOT / "docs" / "renamed.md").read_text())
+    assert stated and int(stated[1]) == keys and settings < keys

@@ -232,7 +232,7 @@ def test_a_constant_denominator_with_accepted_counts_is_refused():
         build({one: changes[one]})
 
 
-# Normalisers
+# Normalizers
 
 
 def test_topk_without_top_log_probs_is_refused():
@@ -242,7 +242,7 @@ def test_topk_without_top_log_probs_is_refused():
 
 
 @pytest.mark.parametrize("truncation", [{"sampling.top_p": 0.9}, {"sampling.top_k": 5}])
-def test_an_exact_normaliser_of_a_truncated_engine_is_refused(truncation):
+def test_an_exact_normalizer_of_a_truncated_engine_is_refused(truncation):
     exact = {"objective.correction.normalizer": "exact"}
     text = message(exact, truncation)
     assert "the engine samples with top_p" in text and "use top_p 1 and top_k 0, or normalizer: topk" in text
@@ -250,7 +250,7 @@ def test_an_exact_normaliser_of_a_truncated_engine_is_refused(truncation):
     build(truncation)
 
 
-def test_an_exact_normaliser_whose_weights_will_have_moved_is_refused():
+def test_an_exact_normalizer_whose_weights_will_have_moved_is_refused():
     exact_new = {"objective.correction": {"name": "obrs", "normalizer": "exact", "target": "new"}}
     for several, count in (({"batch.mini_batch_size": 8}, 3), ({"batch.ppo_epochs": 2}, 2)):
         assert f"with {count} optimizer steps per iteration they have moved on" in message(exact_new, several)
@@ -260,15 +260,15 @@ def test_an_exact_normaliser_whose_weights_will_have_moved_is_refused():
     build(exact_new)
 
 
-def test_an_exact_normaliser_of_what_was_written_ahead_is_refused_unless_its_writer_is_frozen():
+def test_an_exact_normalizer_of_rollouts_generated_ahead_is_refused_unless_the_rollout_model_is_frozen():
     exact, ahead = {"objective.correction.normalizer": "exact"}, {"batch.ahead": 1}
-    for writer in ({}, {"rollout_model.update": "iteration"}, {"rollout_model": None}):
-        assert "with batch.ahead 1 they have moved on" in message(exact, ahead, writer)
-        build(ahead, writer)
+    for model in ({}, {"rollout_model.update": "iteration"}, {"rollout_model": None}):
+        assert "with batch.ahead 1 they have moved on" in message(exact, ahead, model)
+        build(ahead, model)
     build(exact, ahead, {"rollout_model.optimizer": None})
 
 
-def test_no_engine_writes_more_than_one_batch_ahead():
+def test_no_engine_generates_more_than_one_batch_ahead():
     assert build().batch.ahead == 0 and build({"batch.ahead": 1}).batch.ahead == 1
     text = message({"batch.ahead": 2})
     assert "ahead is 2, allowed are 0 and 1" in text and text.endswith("use ahead: 1")
@@ -313,6 +313,16 @@ def test_the_critics_optimizer_says_what_differs_from_the_policys():
     built = build(changes, {"critic": {"optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.99]}}})
     assert built.critic.optimizer == config.OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.99), weight_decay=0.5)
     assert "critic.optimizer: is missing" in message(changes, {"critic": {}})
+
+
+def test_the_test_data_say_what_differs_from_the_train_data_or_are_a_whole_block():
+    own = {"source": "mine", "columns": {"answer": "gold"}, "answers": "boxed"}
+    task = {"task": {"name": "math", "train": own, "test": {"split": "validation"}}}
+    test = build(task).task.test
+    assert (test.source, test.split, test.columns.answer, test.answers) == ("mine", "validation", "gold", "boxed")
+    assert build(task, {"task.test": "gsm8k"}).task.test == config_tasks.DataConfig(source="gsm8k")
+    assert build(task, {"task.train": "gsm8k"}).task.test == config_tasks.DataConfig(source="gsm8k", split="validation")
+    assert "test.streaming needs test.limit" in message(task, {"task.train.streaming": True})
 
 
 def test_the_engine_of_evaluations_says_what_differs_from_engine_or_is_a_whole_engine():

@@ -1,4 +1,4 @@
-"""What stands in a recipe beside its settings: read, checked, and no part of a run."""
+"""GPUs and published numbers of recipes: read, checked, and no part of a run."""
 
 from pathlib import Path
 from textwrap import dedent

@@ -11,6 +11,7 @@ from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
 SETTINGS = settings(*COMMANDS)
+DIFFERENCES = ("evaluation.engine.", "critic.optimizer.", "task.test.")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ SETTINGS = settings(*COMMANDS)
         ),
         ("critic.optimizer", "settings of policy.optimizer", "required", "jackpot train"),
         ("evaluation.engine", "settings of engine", "null", "jackpot train"),
+        ("task.test", "settings of task.train", "required", "jackpot train, jackpot mismatch, with task=math"),
     ],
 )
 def test_a_setting_has_its_values_its_default_and_its_users(key: str, values: str, default: str, users: str) -> None:
@@ -69,8 +71,8 @@ def test_every_setting_of_a_run_is_found() -> None:
             found |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
         return found
 
-    expected = {key for key in leaves(Config) if not key.startswith(("evaluation.engine.", "critic.optimizer."))}
-    assert settings("train").keys() == expected | {"evaluation.engine", "critic.optimizer"}
+    expected = {key for key in leaves(Config) if not key.startswith(DIFFERENCES)}
+    assert settings("train").keys() == expected | {block.removesuffix(".") for block in DIFFERENCES}
 
 
 def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
@@ -80,6 +82,7 @@ def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
     assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 17
     assert [setting.key for setting in find("task.rewards")[1]] == ["task.rewards[].name", "task.rewards[].weight"]
     assert find("learners.0.autocast")[1] == [SETTINGS["learners[].autocast"]]
+    assert find("evaluation.engine.dtype")[1] == [SETTINGS["engine.dtype"]]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_list_has_every_recipe_every_arm_and_every_table() -> None:
             assert f"{table.paper}, {table.table}" in text
 
 
-def test_the_list_has_the_numbers_beside_their_arm() -> None:
+def test_the_list_has_the_numbers_with_their_arm() -> None:
     text = printed(width=100)
     block = text.partition("Jackpot, Table 1, third block")[2].partition("\n\n")[0]
     heads = [cell.strip() for cell in lines_with(block, "arm")[0].strip("┃").split("┃")]

@@ -102,22 +102,24 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
         settings = merge(settings, arms[arm] or {})
     for override in overrides:
         settings = merge(settings, override)
-    for key, other in _DIFFERENCES.items():
-        block, base = _at(settings, key), _at(settings, other)
-        if isinstance(block, Mapping) and "name" not in block and base is not None:
-            settings = merge(settings, nest(key, merge({"name": base} if isinstance(base, str) else base, block)))
     return validated(Config, settings)
 
 
-def _marked(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every block that is written as `Differences`, and the key that these are from."""
+def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill every block of `Differences` from the other block, unless it names its class or source."""
+    for key, other in _differences(kind):
+        block, base = _at(settings, key), _at(settings, other)
+        if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
+            settings = merge(settings, nest(key, merge({"name": base} if isinstance(base, str) else base, block)))
+    return settings
+
+
+def _differences(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of every block of `Differences`, and the key of the block that these are from."""
     for name, field in kind.model_fields.items():
         yield from ((prefix + name, mark.key) for mark in field.metadata if isinstance(mark, Differences))
         for cls in model_classes(field.annotation):
-            yield from _marked(cls, f"{prefix}{name}.")
-
-
-_DIFFERENCES = dict(_marked(Config))
+            yield from _differences(cls, f"{prefix}{name}.")
 
 
 def _at(settings: Any, key: str) -> Any:
@@ -128,11 +130,12 @@ def _at(settings: Any, key: str) -> Any:
 
 
 def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """Validate settings as this class of them.
+    """Validate settings as this class of them, after each block of `Differences` got what it leaves out.
 
     Raises:
         ConfigError: an unknown key (with the likely one), a wrong type, or numbers that do not fit.
     """
+    settings = _with_inherited(kind, settings)
     try:
         return kind.model_validate(settings)
     except pydantic.ValidationError as error:

@@ -122,6 +122,8 @@ def own_settings(command: str) -> tuple[list[Setting], list[str]]:
 def find(key: str) -> tuple[list[Block], list[Setting]]:
     """Return the block with this key in each command that has one, and the setting with this key or those below it.
 
+    A key in a block that says what differs from another one is found in the other.
+
     Raises:
         ConfigError: no such key, with the nearest ones.
     """
@@ -129,6 +131,9 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     known = settings(*COMMANDS)
     if wanted in known:
         return [], [known[wanted]]
+    for setting in known.values():
+        if (other := setting.uses[0].same_as) and wanted.startswith(f"{setting.key}."):
+            return find(other + wanted.removeprefix(setting.key))
     found = [block for command in COMMANDS if (block := blocks(command).get(wanted)) and wanted]
     if found:
         below = (f"{wanted}.", f"{wanted}[].")
