@@ -1,4 +1,4 @@
-"""Entry point of the command `jackpot` and of `python -m jackpot`."""
+"""Starts the command line, for the command `jackpot` and for `python -m jackpot`."""
 
 import sys
 from importlib import import_module

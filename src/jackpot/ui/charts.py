@@ -20,7 +20,7 @@ SHADES = ((0, 0.0), (0, 0.45), (255, 0.5))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line or cloud of points, with a band around it if `low` and `high` are given."""
+    """Describes one line or cloud of points, with a band around it if `low` and `high` are given."""
 
     name: str  # entry of the legend; equal names in several charts of a page share it
     x: Numbers
@@ -34,20 +34,20 @@ class Series:
 
     @property
     def color(self) -> str:
-        """The color as #RRGGBB."""
+        """Return the color as #RRGGBB."""
         color, (level, part) = COLORS[self.number % len(COLORS)], SHADES[self.shade % len(SHADES)]
         parts = (int(color[place : place + 2], 16) for place in (1, 3, 5))
         return "#" + "".join(f"{round(one + (level - one) * part):02X}" for one in parts)
 
     @property
     def dash(self) -> str:
-        """The name of the dash pattern, one of DASHES."""
+        """Return the name of the dash pattern, one of DASHES."""
         return DASHES[self.number // len(COLORS) % len(DASHES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guide:
-    """A dotted reference line: horizontal at `y`, or vertical at `x`."""
+    """Describes a dotted reference line, horizontal at `y` or vertical at `x`."""
 
     text: str
     x: float | None = None
@@ -56,7 +56,7 @@ class Guide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines and clouds of points on one pair of axes."""
+    """Describes lines and clouds of points on one pair of axes."""
 
     title: str
     x_label: str
@@ -72,7 +72,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heatmap:
-    """A grid of values shown as colors."""
+    """Describes a grid of values that are shown as colors."""
 
     title: str
     x_label: str
@@ -87,7 +87,7 @@ class Heatmap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Cells of text under column heads."""
+    """Holds cells of text under column heads."""
 
     title: str
     columns: tuple[str, ...]
@@ -97,7 +97,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A part of a page: its charts and tables in reading order."""
+    """Holds the charts and tables of one part of a page in reading order."""
 
     title: str
     intro: str

@@ -1,7 +1,7 @@
-"""The command line: every command with its arguments, options and help texts.
+"""Declares every command of the command line with its arguments, options and help texts.
 
-What a command does stands in `jackpot.ui.commands.NAME`, which is imported when the command is called. So `--help`, a
-typing error and commands that compute nothing start without torch and transformers.
+The code of a command is in `jackpot.ui.commands.NAME`, which is imported when the command is called. So `--help`, a
+typo and commands that compute nothing start without torch and transformers.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jackpot.rollout.tasks.benchmarks import SETS
 
 
 class Commands(TyperGroup):
-    """Reports an unknown command as every unknown name is reported: with the nearest name and a list of all."""
+    """Reports an unknown command with the nearest name and a list of all commands."""
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
@@ -350,7 +350,7 @@ def mismatch(
 
 
 def main() -> None:
-    """Run the command that was typed; print an error of the user without a traceback and exit with code 2."""
+    """Run the typed command; print a user's error without a traceback and exit with code 2."""
     try:
         app()
     except JackpotError as error:

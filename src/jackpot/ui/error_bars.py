@@ -45,7 +45,7 @@ def describe_error_bars(seeds: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeanLine:
-    """One metric of an arm over its iterations."""
+    """Holds one metric of an arm over its iterations."""
 
     x: list[int]  # iterations
     y: list[Number]  # mean over the runs; None where no run has a number
@@ -54,7 +54,7 @@ class MeanLine:
 
     @property
     def numbers(self) -> list[float]:
-        """The means that exist."""
+        """Return the means that exist."""
         return [value for value in self.y if value is not None]
 
 

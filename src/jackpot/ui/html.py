@@ -20,7 +20,7 @@ _PLACE = re.compile(r"@@([A-Z]+)@@")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectorData:
-    """What the page's token inspector shows."""
+    """Holds the data of the page's token inspector."""
 
     index: Mapping[str, Any]  # the runs, their saved iterations, and the counts of responses and tokens
     packs: Mapping[str, str]  # name: columns of one iteration or texts of one run, see `packed`

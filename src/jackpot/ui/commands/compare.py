@@ -1,4 +1,4 @@
-"""`jackpot compare`: arms of a recipe, trained with one budget and compared."""
+"""Implements `jackpot compare`, which trains arms of a recipe with one budget and compares them."""
 
 from dataclasses import asdict
 from pathlib import Path

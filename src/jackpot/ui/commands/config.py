@@ -1,4 +1,4 @@
-"""`jackpot config`: settings with their values, defaults, meanings and users, and the page of all settings."""
+"""Implements `jackpot config`, which explains settings, and makes docs/settings.md."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from the docstrings in `src/jackpot/config`.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """The settings that are shown together."""
+    """Holds the settings that are shown together."""
 
     title: str
     meaning: str
-    blocks: list[Block]  # those inside the group, its own if there is one
+    blocks: list[Block]  # the blocks of the group, the outermost first
     settings: list[Setting]
 
 
@@ -52,10 +52,10 @@ def show_settings(console: Console) -> None:
 
 
 def show_setting(console: Console, key: str) -> None:
-    """Print all that is known of a setting, or of a block and the settings below it.
+    """Print the values, default and meaning of a setting, or of a block and the settings below it.
 
     Raises:
-        ConfigError: no such key, with the nearest ones.
+        ConfigError: the key does not exist; the error names the nearest ones.
     """
     found, below = find(key)
     if found:
@@ -77,7 +77,7 @@ def show_setting(console: Console, key: str) -> None:
 
 
 def settings_page() -> str:
-    """Return docs/settings.md."""
+    """Return the text of docs/settings.md."""
     parts = [_INTRODUCTION]
     for group in _groups():
         lines = [f"## {group.title}", "", group.meaning, "", f"| {' | '.join(_COLUMNS)} |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""`jackpot diagnose`: the verdict on a run."""
+"""Implements `jackpot diagnose`, which says whether a run is healthy."""
 
 import json
 from dataclasses import asdict

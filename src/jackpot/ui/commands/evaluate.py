@@ -1,4 +1,4 @@
-"""`jackpot eval`: benchmarks of one model."""
+"""Implements `jackpot eval`, which measures one model on benchmarks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

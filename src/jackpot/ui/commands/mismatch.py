@@ -1,4 +1,4 @@
-"""`jackpot mismatch`: how far samplers and learners of one model are apart."""
+"""Implements `jackpot mismatch`, which measures how far samplers and learners of one model are apart."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`jackpot recipes`: the recipes and what was published of them."""
+"""Implements `jackpot recipes`, which prints the recipes and the published numbers."""
 
 import json
 from collections.abc import Collection, Sequence

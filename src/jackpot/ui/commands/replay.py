@@ -1,4 +1,4 @@
-"""`jackpot replay`: saved rollouts through every correction."""
+"""Implements `jackpot replay`, which applies every correction to saved rollouts."""
 
 import json
 from pathlib import Path

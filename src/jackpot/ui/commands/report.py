@@ -1,4 +1,4 @@
-"""`jackpot report`: one page about runs."""
+"""Implements `jackpot report`, which writes one page about runs."""
 
 from contextlib import suppress
 from functools import partial

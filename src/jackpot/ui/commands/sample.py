@@ -1,4 +1,4 @@
-"""`jackpot sample`: answers of both models before and after training."""
+"""Implements `jackpot sample`, which prints answers of both models before and after training."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`jackpot simulate`: what OBRS does to a mismatch, without training."""
+"""Implements `jackpot simulate`, which shows what OBRS does to a mismatch, without training."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`jackpot starter`: the small models of the package, trained again."""
+"""Implements `jackpot starter`, which trains the small models of the package again."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`jackpot train`: a run, its plan or its tiny version."""
+"""Implements `jackpot train`, which trains a recipe, prints its plan or runs its tiny version."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager

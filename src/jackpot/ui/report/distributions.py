@@ -25,18 +25,18 @@ def _weight(columns: dict[str, np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenQuantity:
-    """A quantity of each token and the bins in which it is counted."""
+    """Defines a quantity of each token and the bins in which it is counted."""
 
     needs: tuple[str, ...]  # columns of the rollout files
-    values: Callable[[dict[str, np.ndarray]], np.ndarray]
+    values: Callable[[dict[str, np.ndarray]], np.ndarray]  # the quantity of each token, from those columns
     low: int  # exponent of two of the lowest bin
     high: int  # exponent of two of the highest bin
     steps: int  # number of bins for each doubling
-    label: str
+    label: str  # title of the axis
 
     @property
     def centers(self) -> np.ndarray:
-        """[bins] The centers as exponents of two."""
+        """Return [bins] the centers as exponents of two."""
         return np.arange(self.low * self.steps, self.high * self.steps + 1) / self.steps
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MetricCharts:
-    """A chart of each metric whose whole name matches `pattern`, with its parts by sign and by position."""
+    """Asks for a chart of each metric whose whole name matches `pattern`, with its parts by sign and by position."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
 class CombinedChart:
-    """One chart of several metrics."""
+    """Asks for one chart of several metrics."""
 
     title: str
     metrics: dict[str, str]  # metric: its name in the legend
@@ -23,7 +23,7 @@ class CombinedChart:
 
 @dataclass(frozen=True, slots=True)
 class QuantileChart:
-    """One chart of quantiles: a line with a band for a single arm, three lines for each of several arms."""
+    """Asks for one chart of quantiles: a line with a band for a single arm, three lines for each of several arms."""
 
     title: str
     middle: str
@@ -35,7 +35,7 @@ class QuantileChart:
 
 @dataclass(frozen=True, slots=True)
 class ScatterChart:
-    """One chart with a point for every iteration: one metric over another."""
+    """Asks for a chart of one metric over another with a point for every iteration."""
 
     title: str
     x: str
@@ -45,7 +45,7 @@ class ScatterChart:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A heatmap of how the tokens of the saved rollouts are distributed, iteration by iteration."""
+    """Asks for a heatmap of how a quantity of the saved tokens is distributed, iteration by iteration."""
 
     column: str  # a key of `distributions.QUANTITIES`
 
@@ -55,7 +55,7 @@ Entry = MetricCharts | CombinedChart | QuantileChart | ScatterChart | Distributi
 
 @dataclass(frozen=True, slots=True)
 class LayoutSection:
-    """One section of the report."""
+    """Holds the title, the introduction and the entries of one section of the report."""
 
     title: str
     intro: str

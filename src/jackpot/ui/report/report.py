@@ -20,12 +20,12 @@ PAUSE = 60.0  # time without a lock after which a run counts as ended, seconds; 
 
 
 class NoMetricsYet(DataError):
-    """The runs have begun and have not written a metric yet."""
+    """Says that the runs have begun and have not written a metric yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What `write_report` wrote, and what the page leaves out."""
+    """Says what `write_report` wrote, and what the page leaves out."""
 
     path: Path  # the page
     runs: int  # number of runs in it
@@ -87,7 +87,7 @@ def watch(
     out: Path | None,
     max_tokens: int,
     every: float,
-    tell: Callable[[Report], None],
+    show: Callable[[Report], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Write the page again whenever the runs have written something, until all have ended.
@@ -97,7 +97,7 @@ def watch(
 
     Args:
         every: seconds between two checks.
-        tell: called after each time the page was written.
+        show: called after each time the page was written.
         wait: sleeps for this many seconds.
 
     Raises:
@@ -113,12 +113,12 @@ def watch(
             with contextlib.suppress(NoMetricsYet):
                 report = write_report(paths, out, max_tokens, reload_every=every)
                 going = report.going
-                tell(report)
+                show(report)
                 if not going:
                     return
         quiet = quiet + every if all(map(is_abandoned, going)) else 0.0
         if quiet > PAUSE:
-            tell(write_report(paths, out, max_tokens))  # the last page does not reload itself
+            show(write_report(paths, out, max_tokens))  # the last page does not reload itself
             return
         wait(every)
 

@@ -27,7 +27,7 @@ _MISSING = "(none)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run as the report reads it."""
+    """Holds the settings, metrics and events of one run."""
 
     name: str  # path of the folder below the folder that contains all runs
     folder: Path
@@ -37,17 +37,17 @@ class Run:
 
     @property
     def iteration(self) -> int:
-        """The newest iteration in metrics.jsonl; -1 before the first evaluation."""
+        """Return the newest iteration in metrics.jsonl; -1 before the first evaluation."""
         return self.lines[-1]["iteration"] if self.lines else -1
 
     @property
     def finished(self) -> bool:
-        """Whether the last iteration is in metrics.jsonl."""
+        """Return whether the last iteration is in metrics.jsonl."""
         return self.iteration >= self.config.iterations
 
     @property
     def ended(self) -> bool:
-        """Whether the run is finished, or was stopped by a guard after its newest line and not resumed since."""
+        """Return whether the run is finished, or was stopped by a guard after its newest line and not resumed since."""
         since = self.lines[-1]["time"] if self.lines else 0.0
         stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
         return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """Runs with equal settings and different seeds."""
+    """Groups runs with equal settings and different seeds."""
 
     name: str
     runs: tuple[Run, ...]

@@ -14,7 +14,7 @@ LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
 @contextmanager
 def progress(console: Console) -> Iterator["Bars | Lines"]:
-    """Yield what `update` is called on, for as long as the work goes on."""
+    """Yield an object whose `update` shows the progress while the work goes on."""
     if not console.is_terminal:
         yield Lines(console)
         return
@@ -24,7 +24,7 @@ def progress(console: Console) -> Iterator["Bars | Lines"]:
 
 
 class Bars:
-    """A bar with elapsed and remaining time for each counted thing, and below them the newest facts."""
+    """Shows a bar with elapsed and remaining time for each counted thing, and below the bars the newest facts."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
@@ -72,7 +72,7 @@ class Bars:
 
 
 class Lines:
-    """At most one line every few seconds, unless a line is due at once."""
+    """Prints at most one line every few seconds, unless a line is due at once."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._last = console, -LINE_SECONDS
@@ -105,7 +105,7 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
     """Yield a function that shows what the command does now: on one changing line in a terminal, else a line each.
 
     Args:
-        text: shown first, in a terminal only.
+        text: what is shown first, in a terminal only.
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:

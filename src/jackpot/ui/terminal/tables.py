@@ -1,4 +1,4 @@
-"""Tables in the terminal, and the names of written files."""
+"""Prints tables and the names of written files in the terminal."""
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

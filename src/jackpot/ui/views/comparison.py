@@ -92,7 +92,7 @@ _BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _View:
-    """One quantity of an evaluation that is drawn over the budget."""
+    """Names one quantity of an evaluation that is drawn over the budget."""
 
     title: str
     label: str

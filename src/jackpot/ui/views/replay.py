@@ -58,8 +58,8 @@ def replay_sections(found: Replay) -> dict[str, Section]:
                 exact,
                 _EXACT,
                 "misplaced: probability on other tokens than the policy's; effective: tokens, as above; bias: of the "
-                "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives, whatever the "
-                "token; variance: times that of the policy's own rollouts; states: sd / mean of their weights.",
+                "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives to all "
+                "tokens; variance: times that of the policy's own rollouts; states: sd / mean of their weights.",
             )
         )
     items.extend(_masking(rows))
