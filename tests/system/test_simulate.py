@@ -45,7 +45,7 @@ def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path,
     printed = simulate("--seed", "3")
     folder = tmp_path / "runs" / "simulate"
     assert_pictures(folder, *PICTURES)
-    for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is kept"):
+    for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is accepted"):
         assert text in printed
     assert f"Wrote simulate.html, {', '.join(f'{name}.png' for name in PICTURES)}, simulate.json to " in printed
     found = numbers(folder)
