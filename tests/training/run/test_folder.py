@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.runs import small_config
-from jackpot.core.errors import CheckpointError
-from jackpot.training.run.folder import RunFolder
+from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.training.run.folder import RunFolder, run_config
 
 
 def opened(path: Path, iteration: int = -1) -> RunFolder:
@@ -95,3 +96,20 @@ def test_a_run_with_a_checkpoint_has_trained_whatever_its_metrics_say(tmp_path: 
     with pytest.raises(CheckpointError, match="iterations: 4 in the folder, 9 now"):
         folder.check(small_config("iterations=9"))
     assert folder.start(small_config(), 7) == json.loads((tmp_path / "environment.json").read_text())["threads"] == 1
+
+
+def test_settings_of_an_earlier_version_are_refused_with_their_file_and_their_new_names(tmp_path: Path) -> None:
+    settings = small_config().model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert run_config(tmp_path) == small_config()
+    settings["batch"]["epochs"] = settings["batch"].pop("ppo_epochs")
+    settings["engine"]["max_batch_size"] = settings["engine"].pop("max_num_seqs")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError) as error:
+        run_config(tmp_path)
+    first, *rest = str(error.value).splitlines()
+    assert first == f"{tmp_path / 'config.yaml'} does not fit this version:"
+    assert set(rest) == {
+        "unknown setting 'batch.epochs'; it is now batch.ppo_epochs",
+        "unknown setting 'engine.max_batch_size'; it is now engine.max_num_seqs",
+    }

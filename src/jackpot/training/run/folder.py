@@ -28,7 +28,7 @@ import yaml
 
 from jackpot.config.build import build_config, differences
 from jackpot.config.run import Config
-from jackpot.core.errors import CheckpointError
+from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, hold_lock, write_whole
 from jackpot.rollout.evaluate import Evaluation
 from jackpot.training.run.tensorboard import event_file_name, metrics_record, restart_records
@@ -46,7 +46,10 @@ def run_config(run: Path) -> Config:
     path = run / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
-    return build_config(yaml.safe_load(path.read_text()))
+    try:
+        return build_config(yaml.safe_load(path.read_text()))
+    except ConfigError as error:
+        raise ConfigError(f"{path} does not fit this version:\n{error}") from None
 
 
 class RunFolder:
