@@ -11,6 +11,7 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
+ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]  # package.module:name
 
 _one_is_enough = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 AnyNames = Annotated[tuple[str, ...], _one_is_enough, Field(strict=False)]  # a list in YAML

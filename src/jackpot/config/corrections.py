@@ -5,11 +5,11 @@ rho = p_target / p_inf is the ratio of a sampled token, R the product of rho ove
 Z = sum min(p_inf, p_target / lam) over the vocabulary.
 """
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from jackpot.config.base import NonNegative, Positive, Strict, by_name
+from jackpot.config.base import ImportPath, NonNegative, Positive, Strict, by_name
 
 Kappa = Literal["auto", "prepass", "previous", "none"]
 Mask = Literal["sampled", "expected"]
@@ -210,6 +210,16 @@ class CoinOnlyCorrection(_LamCorrection):
     c2: C2 = 3.0
 
 
+class CustomCorrection(TargetCorrection):
+    """A correction of your own: a class that is constructed from these settings (examples/own_correction.py)."""
+
+    name: Literal["custom"] = "custom"
+    import_path: ImportPath
+    """Class of the correction as package.module:Class; the module may lie in the current folder."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings that the class reads."""
+
+
 RatioCorrection = (
     NoCorrection
     | ISCorrection
@@ -234,5 +244,7 @@ CORRECTION_SETTINGS = {
     settings.model_fields["name"].default: settings
     for settings in (*get_args(RatioCorrection), *get_args(BudgetedCorrection))
 }
-PolicyCorrection = Annotated[RatioCorrection | BudgetedCorrection, Field(discriminator="name"), by_name("obrs")]
+PolicyCorrection = Annotated[
+    RatioCorrection | BudgetedCorrection | CustomCorrection, Field(discriminator="name"), by_name("obrs")
+]
 RolloutModelCorrection = Annotated[RatioCorrection, Field(discriminator="name"), by_name("tis")]

@@ -228,6 +228,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
         return [f"list of {_KINDS[parts[0]]}s{several}"]
     if origin is tuple:
         return [f"list of {len(parts)}: each {_either(_values(parts[0]))}"]
+    if origin is dict:
+        return ["mapping"]
     if parts:
         return [text for part in parts for text in _values(part)]
     if annotation is bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jackpot.config.base import Count, Differences, Finite, Positive, Strict, by_name
+from jackpot.config.base import Count, Differences, Finite, ImportPath, Positive, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -110,8 +110,8 @@ Rewards = Annotated[
 class QuestionConfig(Strict):
     """How a problem with one final answer is put to a model, and how the response is verified and rewarded."""
 
-    template: Literal["chat", "base"] = "chat"
-    """Form of the prompt: the tokenizer's chat template, or plain text for base models."""
+    template: Literal["chat", "base", "plain"] = "chat"
+    """Form of the prompt: the tokenizer's chat template, plain text with words for base models, or the problem alone."""
     system_prompt: str | None = None
     """System message of the prompt; null: the chat template's own, if it has one."""
     instruction: str = INSTRUCTION
@@ -154,6 +154,19 @@ class MathConfig(QuestionConfig):
         return self
 
 
+class CustomTaskConfig(Strict):
+    """A task of your own: a class that is constructed from a tokenizer and these settings (examples/own_task.py)."""
+
+    name: Literal["custom"] = "custom"
+    """Kind of the task."""
+    import_path: ImportPath
+    """Class of the task as package.module:Class; the module may lie in the current folder."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings that the class reads."""
+
+
 TaskConfig = Annotated[
-    ArithmeticConfig | ToolArithmeticConfig | MathConfig, Field(discriminator="name"), by_name("arithmetic")
+    ArithmeticConfig | ToolArithmeticConfig | MathConfig | CustomTaskConfig,
+    Field(discriminator="name"),
+    by_name("arithmetic"),
 ]

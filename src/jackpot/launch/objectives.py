@@ -4,7 +4,7 @@ import math
 
 from jackpot.config.corrections import TargetCorrection, ZCorrection
 from jackpot.config.run import Config
-from jackpot.objectives.corrections import CORRECTIONS
+from jackpot.objectives.corrections import construct_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
@@ -19,7 +19,7 @@ def policy_objective(config: Config) -> PolicyObjective:
     correction = objective.correction
     own_target = "old" if correction.proximal == "rollout" else correction.proximal
     return PolicyObjective(
-        correction=CORRECTIONS[correction.name](correction),
+        correction=construct_correction(correction),
         target=correction.target if isinstance(correction, TargetCorrection) else own_target,
         proximal=correction.proximal,
         normalizer=correction.normalizer if isinstance(correction, ZCorrection) else "topk",
@@ -36,7 +36,7 @@ def rollout_model_objective(config: Config) -> RolloutModelObjective:
     """Build the rollout model's objective, eqs. 6 and 7, from the settings."""
     objective = config.rollout_model
     return RolloutModelObjective(
-        correction=CORRECTIONS[objective.correction.name](objective.correction),
+        correction=construct_correction(objective.correction),
         proximal=objective.correction.proximal,
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),

@@ -6,8 +6,9 @@ its formula, its source and what it is biased towards; it reads its numbers from
 """
 
 from jackpot.config.build import validated
-from jackpot.config.corrections import CORRECTION_SETTINGS
+from jackpot.config.corrections import CORRECTION_SETTINGS, CustomCorrection, PolicyCorrection
 from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.core.imports import import_object
 from jackpot.objectives.corrections.base import Correction, CorrectionFn, CorrectionInputs, measure_overlap
 from jackpot.objectives.corrections.budgeted import CoinOnly, MaskOnly, Obrs, ReweightOnly, TargetOnly, ZOnly
 from jackpot.objectives.corrections.ratios import (
@@ -46,6 +47,17 @@ _IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, 
     "target": "CorrectionInputs.target_log_probs",
     "normalizer": "CorrectionInputs.z",
 }
+
+
+def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
+    """Construct the correction that the settings name; a custom one is imported.
+
+    Raises:
+        ConfigError: a custom correction cannot be imported.
+    """
+    if isinstance(settings, CustomCorrection):
+        return import_object(settings.import_path, "correction")(settings)
+    return CORRECTIONS[settings.name](settings)
 
 
 def make_correction(name: str, **settings: float | str) -> CorrectionFn:

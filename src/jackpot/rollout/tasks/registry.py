@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.tasks import TaskConfig
+from jackpot.config.tasks import CustomTaskConfig, TaskConfig
 from jackpot.config.tools import SetsConfig
 from jackpot.core.errors import DataError, unknown_name
+from jackpot.core.imports import import_object
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
@@ -17,7 +18,13 @@ TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_ar
 
 
 def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Make the task that the settings name, for models with this tokenizer."""
+    """Make the task that the settings name, for models with this tokenizer.
+
+    Raises:
+        ConfigError: a custom task cannot be imported.
+    """
+    if isinstance(config, CustomTaskConfig):
+        return import_object(config.import_path, "task")(tokenizer, config)
     return TASKS[config.name](tokenizer, config)
 
 

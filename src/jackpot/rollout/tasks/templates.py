@@ -38,8 +38,9 @@ class Template:
         self._tokenizer, self._format = tokenizer, TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
         self._bos = [] if name == "chat" else _bos_token_ids(tokenizer)
-        text = self.text("What is 1+1?")
-        if tokenizer.unk_token_id in tokenizer.encode(instruction or "What is 1+1?", add_special_tokens=False):
+        example = "1+1" if name == "plain" else "What is 1+1?"
+        text = self.text(example)
+        if tokenizer.unk_token_id in tokenizer.encode(instruction or example, add_special_tokens=False):
             raise DataError(
                 f"the tokenizer has no tokens for plain text such as {text!r}; it cannot be used with this task, but "
                 f"perhaps with arithmetic"
@@ -89,10 +90,19 @@ def base(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str |
     return f"{above}Question:\n{question}\n\nAnswer:\n"
 
 
+def plain(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
+    """Leave a question as it is, below the system prompt if there is one."""
+    return f"{system_prompt}\n\n{question}" if system_prompt else question
+
+
 def _bos_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the beginning-of-sequence token that the tokenizer puts before a text, or an empty list."""
     special = tokenizer.encode("", add_special_tokens=True)
     return [tokenizer.bos_token_id] if tokenizer.bos_token_id in special else []
 
 
-TEMPLATES: dict[str, Callable[[PreTrainedTokenizerBase, str, str | None], str]] = {"chat": chat, "base": base}
+TEMPLATES: dict[str, Callable[[PreTrainedTokenizerBase, str, str | None], str]] = {
+    "chat": chat,
+    "base": base,
+    "plain": plain,
+}

@@ -1,0 +1,85 @@
+"""The examples run as their first lines say, on the starter models, for two iterations."""
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.paths import ROOT
+from helpers.runs import SMALL, run
+from jackpot.config.recipes import resolve
+from jackpot.models.load import load_tokenizer
+from jackpot.objectives.corrections import CorrectionInputs, construct_correction
+from jackpot.objectives.obrs import known_z
+from jackpot.rollout.tasks.registry import make_task
+
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+SHORT = (*SMALL, "iterations=2", "sampling.max_new_tokens=48")
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains(name: str, tmp_path: Path) -> None:
+    lines = run(resolve(f"examples/{name}.yaml", None, SHORT), tmp_path)
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    assert all(line["reward/mean"] > 0.0 and line["reward/errors"] == 0.0 for line in lines[1:])
+
+
+def test_every_example_says_its_command_and_one_runs_as_a_stranger_types_it(tmp_path: Path) -> None:
+    for name in EXAMPLES:
+        assert f"jackpot train examples/{name}.yaml" in (ROOT / "examples" / f"{name}.yaml").read_text()
+    command = ["-m", "jackpot", "train", "examples/own_reward.yaml", *SHORT, "--run", str(tmp_path / "run")]
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["iteration"] == 2
+
+
+def test_the_task_gives_part_of_the_reward_near_the_sum() -> None:
+    config = resolve("examples/own_task.yaml", None, [])
+    with closing(make_task(config.task, load_tokenizer(config.policy.path))) as task:
+        prompt = task.prompt("test", 3)
+        assert prompt == task.prompt("test", 3) != task.prompt("train", 3)
+        total = int(prompt.answer)
+        given = [f"#{total}", f"#{total + 10}", f"#{total + 11}", "#", ""]
+        scores = [task.score(prompt, text, True) for text in given]
+    assert [score.reward for score in scores] == [1.0, 0.5, 0.0, 0.0, 0.0]
+    assert [score.correct for score in scores] == [True, False, False, False, False]
+    assert task.score(prompt, f"#{total}", False).reward == 0.0
+
+
+def test_the_environment_asks_again_once_and_pays_half() -> None:
+    config = resolve("examples/own_environment.yaml", None, [])
+    with closing(make_task(config.task, load_tokenizer(config.policy.path))) as task:
+        prompt = task.prompt("train", 0)
+        right, wrong = f"1#{prompt.answer}", f"1#{prompt.answer}0"
+        again = task.step(prompt, wrong)
+        assert again == f"?{prompt.text}" and task.step(prompt, right) is None
+        assert task.step(prompt, wrong + again + wrong) is None
+        texts = (right, wrong + again + right, wrong + again + wrong)
+        assert [task.score(prompt, text, True).reward for text in texts] == [1.0, 0.5, 0.0]
+
+
+def test_the_correction_is_smooth_and_never_above_its_cap() -> None:
+    correction = construct_correction(resolve("examples/own_correction.yaml", None, []).objective.correction)
+    ratio = torch.tensor([[0.01, 1.0, 3.0, 1000.0]])
+    zeros, mask = torch.zeros_like(ratio), torch.ones_like(ratio, dtype=torch.bool)
+    inputs = CorrectionInputs(
+        rollout_log_probs=zeros,
+        target_log_probs=ratio.log(),
+        proximal_log_probs=ratio.log(),
+        response_mask=mask,
+        uniforms=zeros.double(),
+        z=known_z(torch.ones_like(ratio)),
+    )
+    found = correction.apply(inputs, correction.measure(inputs))
+    expected = torch.tensor([[0.0099999629, 0.9645382126, 2.2847824670, 3.0]])  # 3 tanh(rho / 3), by hand
+    torch.testing.assert_close(found.weights, expected)
+    assert found.accept_mask.eq(1.0).all() and found.capped.tolist() == [[False, False, False, True]]
