@@ -139,7 +139,7 @@ RATIO_CORRECTIONS = corrections.CORRECTIONS.keys() - {
     "coin_only",
 }
 UNKNOWN_VALUES = [
-    ("objective.correction", "obsr", "; did you mean 'obrs'?", ", ".join(sorted(corrections.CORRECTIONS))),
+    ("objective.correction", "obsr", "; did you mean 'obrs'?", ", ".join(sorted([*corrections.CORRECTIONS, "custom"]))),
     ("objective.correction.target", "oldd", "; did you mean 'old'?", "new, old"),
     (
         "objective.loss_agg_mode",
@@ -148,7 +148,7 @@ UNKNOWN_VALUES = [
         "seq-mean-token-mean, seq-mean-token-sum-norm, token-mean",
     ),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
-    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, math, tool_arithmetic"),
+    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, custom, math, tool_arithmetic"),
     ("precision", "fp8", ".", "bf16, fp32"),
 ]
 WRONG_VALUES = [
@@ -550,9 +550,9 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
     assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
     names = {block.model_fields["name"].default for block in blocks(Config) if block.__name__.endswith("Correction")}
-    assert names == corrections.CORRECTIONS.keys()
+    assert names == corrections.CORRECTIONS.keys() | {"custom"}
     tasks = model_classes(Config.model_fields["task"].annotation)
-    assert {task.model_fields["name"].default for task in tasks} == TASKS.keys()
+    assert {task.model_fields["name"].default for task in tasks} == TASKS.keys() | {"custom"}
 
 
 def test_a_default_is_written_once():

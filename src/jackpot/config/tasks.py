@@ -111,7 +111,7 @@ class QuestionConfig(Strict):
     """How a problem with one final answer is put to a model, and how the response is verified and rewarded."""
 
     template: Literal["chat", "base", "plain"] = "chat"
-    """Form of the prompt: the tokenizer's chat template, plain text with words for base models, or the problem alone."""
+    """Form of the prompt: the tokenizer's chat template, plain text for base models, or the problem alone."""
     system_prompt: str | None = None
     """System message of the prompt; null: the chat template's own, if it has one."""
     instruction: str = INSTRUCTION
@@ -158,7 +158,6 @@ class CustomTaskConfig(Strict):
     """A task of your own: a class that is constructed from a tokenizer and these settings (examples/own_task.py)."""
 
     name: Literal["custom"] = "custom"
-    """Kind of the task."""
     import_path: ImportPath
     """Class of the task as package.module:Class; the module may lie in the current folder."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -57,7 +57,12 @@ ENDLESS = 512  # problems that are taken of a set which generates as many as it 
 
 
 def sets_of(task: TaskConfig) -> SetsConfig:
-    """Return settings with which benchmarks are put to a model as the problems of its run's task were."""
+    """Return settings with which benchmarks are put to a model as the problems of its run's task were.
+
+    A custom task says nothing of benchmarks, so they have the defaults.
+    """
+    if task.name not in SetsConfig.model_fields:
+        return SetsConfig()
     kind = SetsConfig.model_fields[task.name].annotation
     settings = kind.model_validate(task.model_dump(include=set(kind.model_fields)))
     return SetsConfig(**{task.name: settings})
