@@ -68,6 +68,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def over_ranks(cls, entries: Sequence["Mean"]) -> list["Mean"]:
+        """Add each entry over all ranks, in one message."""
         packed = torch.stack([torch.stack(entry) for entry in entries])
         dist.all_reduce(packed)
         return [cls(*row.unbind()) for row in packed]
@@ -85,6 +86,7 @@ class Sum(NamedTuple):
 
     @classmethod
     def number(cls, value: float) -> "Sum":
+        """Build the sum of one entry."""
         return cls(torch.tensor(value, dtype=torch.float64))
 
     def __add__(self, other: "Sum") -> "Sum":
@@ -92,10 +94,12 @@ class Sum(NamedTuple):
 
     @property
     def value(self) -> Tensor:
+        """The sum itself."""
         return self.total
 
     @classmethod
     def over_ranks(cls, entries: Sequence["Sum"]) -> list["Sum"]:
+        """Add each entry over all ranks, in one message."""
         packed = torch.stack([entry.total for entry in entries])
         dist.all_reduce(packed)
         return [cls(total) for total in packed]
@@ -108,11 +112,13 @@ class Max(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Max":
+        """Take the largest of `values` where `mask` is True; both of one shape, any."""
         entries = torch.where(mask, values.detach().double(), -torch.inf)
         return cls(entries.max() if entries.numel() else entries.new_tensor(-torch.inf))
 
     @classmethod
     def number(cls, value: float) -> "Max":
+        """Build the maximum of one entry."""
         return cls(torch.tensor(value, dtype=torch.float64))
 
     def __add__(self, other: "Max") -> "Max":
@@ -120,10 +126,12 @@ class Max(NamedTuple):
 
     @property
     def value(self) -> Tensor:
+        """Largest entry; -inf where nothing was counted."""
         return self.largest
 
     @classmethod
     def over_ranks(cls, entries: Sequence["Max"]) -> list["Max"]:
+        """Take the largest of each entry over all ranks, in one message."""
         packed = torch.stack([entry.largest for entry in entries])
         dist.all_reduce(packed, op=dist.ReduceOp.MAX)
         return [cls(largest) for largest in packed]
@@ -156,6 +164,7 @@ class EffectiveSampleSize(NamedTuple):
 
     @classmethod
     def over_ranks(cls, entries: Sequence["EffectiveSampleSize"]) -> list["EffectiveSampleSize"]:
+        """Add each entry over all ranks, in one message."""
         packed = torch.stack([torch.stack(entry) for entry in entries])
         everywhere = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, packed)
@@ -175,6 +184,7 @@ class Histogram(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Histogram":
+        """Count the entries of `values` where `mask` is True, without NaN."""
         entries = values.detach().double()[mask & ~values.isnan()]
         places = ((entries / _SCALE).asinh() / _WIDTH).floor() + _BINS // 2
         return cls(torch.bincount(places.clamp(0, _BINS - 1).long(), minlength=_BINS).double())
@@ -195,6 +205,7 @@ class Histogram(NamedTuple):
 
     @classmethod
     def over_ranks(cls, entries: Sequence["Histogram"]) -> list["Histogram"]:
+        """Add each entry over all ranks, in one message."""
         packed = torch.stack([entry.counts for entry in entries])
         dist.all_reduce(packed)
         return [cls(counts) for counts in packed]

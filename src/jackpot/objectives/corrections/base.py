@@ -10,6 +10,7 @@ step. Every tensor is detached. Shapes: `B` sequences, `T` response tokens; log-
 temperature. A sequence is never split between micro-batches.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,34 +65,44 @@ class CorrectionFn(Protocol):
     lam: float  # at which acceptance and Z are measured
 
     def measure(self, inputs: CorrectionInputs) -> Sums:
-        """Sum what is to be known of a micro-batch, e.g. its acceptance and Z (see `measure_overlap`)."""
+        """Sum acceptance, Z and the like over the response tokens of a micro-batch (see `measure_overlap`)."""
         ...
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        """Weigh and accept the tokens of a micro-batch. `totals`: the sums that `kappa` names; {} where there are
-        none, and then kappa is 1."""
+        """Compute weights and acceptance mask of a micro-batch.
+
+        Args:
+            totals: the sums over the optimizer step that `kappa` names; {} where there are none, and then kappa is 1.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class BaseCorrection:
+class BaseCorrection(ABC):
     """Holds the settings of a correction and measures the overlap of the two distributions.
 
-    A correction whose settings have `lam` or `kappa` overrides these two properties.
+    A correction whose settings have `lam` or `kappa` overrides the property of that name.
     """
 
     settings: Strict
 
     @property
     def kappa(self) -> Kappa:
+        """Which sums over the optimizer step `apply` needs: none, where the weights do not contain kappa."""
         return "none"
 
     @property
     def lam(self) -> float:
+        """The lam at which acceptance and Z are measured: 1, where the settings have none."""
         return 1.0
 
     def measure(self, inputs: CorrectionInputs) -> Sums:
+        """Sum the overlap of p_inf and p_target on a micro-batch (`measure_overlap`)."""
         return measure_overlap(inputs, self.lam)
+
+    @abstractmethod
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        """Compute weights and acceptance mask of a micro-batch by the formula in the docstring of the class."""
 
 
 def measure_overlap(inputs: CorrectionInputs, lam: float) -> Sums:

@@ -47,24 +47,26 @@ MASKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _LamCorrection(BaseCorrection):
-    """Takes lam, at which acceptance and Z are measured, from its settings."""
+class Budgeted(BaseCorrection):
+    """Measures acceptance and Z at the lam of its settings."""
 
     settings: OBRSCorrection | ReweightOnlyCorrection | ZOnlyCorrection | MaskOnlyCorrection | CoinOnlyCorrection
 
     @property
     def lam(self) -> float:
+        """The setting `lam`, above 0."""
         return self.settings.lam
 
 
 @dataclass(frozen=True, slots=True)
-class ZWeighted(_LamCorrection):
+class ZWeighted(Budgeted):
     """Weighs by kappa Z, and so asks for the sums that its setting `kappa` names."""
 
     settings: OBRSCorrection | ReweightOnlyCorrection | ZOnlyCorrection
 
     @property
     def kappa(self) -> Kappa:
+        """The setting `kappa`: which sums over the optimizer step `apply` needs."""
         return self.settings.kappa
 
     def _kappa_value(self, inputs: CorrectionInputs, totals: Sums) -> Tensor:
@@ -130,7 +132,7 @@ class ZOnly(ZWeighted):
 
 
 @dataclass(frozen=True, slots=True)
-class MaskOnly(_LamCorrection):
+class MaskOnly(Budgeted):
     """`mask_only`: OBRS's rejection without its weight, w = 1 (submission, Tables 5 and 6).
 
     Accepted tokens are distributed as p~, closer to the target than p_inf, and are trained on as if p~ were the target.
@@ -158,7 +160,7 @@ class TargetOnly(BaseCorrection):
 
 
 @dataclass(frozen=True, slots=True)
-class CoinOnly(_LamCorrection):
+class CoinOnly(Budgeted):
     """`coin_only`: OBRS's Bernoulli mask and w = min(max(lam, rho), c1) r2, no Z.
 
     In expectation it is `target_only` if c1 >= lam, so biased as that; it adds the variance of the mask.
