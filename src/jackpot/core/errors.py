@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 
 class JackpotError(Exception):
-    """Is the base of all errors raised on purpose; the command line prints it without a traceback."""
+    """Is the class of all errors that a user can cause; the command line prints them without a traceback."""
 
 
 class ConfigError(JackpotError, ValueError):

@@ -27,7 +27,7 @@ from jackpot.objectives.metrics import correction_metrics, health, mismatch, upd
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyObjective:
-    """Holds eq. 5 with its coefficients. The loss of a token is
+    """Holds the policy's objective, eq. 5, with its coefficients. The loss of a token is
 
         - accept_mask * weights * surrogate + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy
 
@@ -53,8 +53,10 @@ class PolicyObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutModelObjective:
-    """Holds eqs. 6 and 7 with their coefficients. The correction's target is the rollout model itself, as training
-    scores it: it corrects p_omega,ref / p_inf."""
+    """Holds the rollout model's objective, eqs. 6 and 7, with its coefficients.
+
+    The correction's target is the rollout model itself, as training scores it: it corrects p_omega,ref / p_inf.
+    """
 
     correction: CorrectionFn
     proximal: str  # key of `references`: the point that PPO's ratio is taken from
