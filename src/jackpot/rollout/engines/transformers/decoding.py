@@ -1,6 +1,7 @@
 """Decode a batch of responses together, one token per step.
 
-Shapes: `R` rows at the start, `N` of them unfinished, `H` hidden size, `V` vocabulary, `K` top log-probs.
+Shapes: `R` rows at the start, `N` of them unfinished, `U` unique prompts of at most `P` tokens, `S` cached tokens of a
+row, `H` hidden size, `V` vocabulary, `K` top log-probs.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ class ModelRunner:
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
-        """
+        """Make an empty KV cache for the batch.
+
         Args:
             prompts: token ids of each row's prompt. A prompt that several rows share is prefilled once.
             max_new_tokens: largest number of tokens that any row reads after its prompt.

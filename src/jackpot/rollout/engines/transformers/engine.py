@@ -47,7 +47,8 @@ class TransformersEngine(Engine):
         eos_token_ids: Sequence[int],
         version: Version,
     ) -> None:
-        """
+        """Take over a loaded model and prepare it as the settings say.
+
         Args:
             model: model in the dtype of the settings. The engine owns it from now on: it puts it in eval mode, sets its
                 attention implementation, quantizes its linear layers and overwrites its weights.

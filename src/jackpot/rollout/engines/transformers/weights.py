@@ -20,7 +20,8 @@ class ModelWeights:
     """Loads new weights into a model under its original parameter names, quantized or not; a tied weight once."""
 
     def __init__(self, model: PreTrainedModel, quantization: str | None) -> None:
-        """
+        """Quantize the model's linear layers, if a quantization is given.
+
         Args:
             model: model with all weights in one dtype. With a quantization its linear layers are replaced in place.
             quantization: key of `SCHEMES`; None: no quantization.

@@ -56,7 +56,8 @@ class ServerClient:
     """Calls the HTTP routes of one vLLM server."""
 
     def __init__(self, url: str, session: Any, *, timeout: float) -> None:
-        """
+        """Prepare calls of one server; nothing is sent yet.
+
         Args:
             timeout: longest time of a completion or a weight update, seconds.
         """

@@ -23,7 +23,8 @@ class Replica:
     """Tracks which weights one server holds, updates them, and sends it completions."""
 
     def __init__(self, url: str, client: ServerClient, expected: ExpectedModel, version_prefix: str) -> None:
-        """
+        """Track a server; nothing is sent before the first `sync`.
+
         Args:
             version_prefix: start of the names of all weights of this engine, unique to it.
         """

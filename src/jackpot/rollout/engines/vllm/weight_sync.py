@@ -36,7 +36,8 @@ class WeightsFolder:
     def __init__(
         self, root: str, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: WeightFormat
     ) -> None:
-        """
+        """Name the folder, which the first `save` makes.
+
         Args:
             name: name of the engine, unique among all that share `root`.
             dtype: dtype of the weights in the files.
