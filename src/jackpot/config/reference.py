@@ -250,11 +250,12 @@ def _either(names: Sequence[str]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if isinstance(field.default, BaseModel):
-        return getattr(field.default, "name", "")
-    if isinstance(field.default, tuple) and any(isinstance(item, BaseModel) for item in field.default):
-        return _yaml([getattr(item, "name", "") for item in field.default])
-    return _yaml(field.default)
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, BaseModel):
+        return getattr(default, "name", "")
+    if isinstance(default, tuple) and any(isinstance(item, BaseModel) for item in default):
+        return _yaml([getattr(item, "name", "") for item in default])
+    return _yaml(default)
 
 
 def _yaml(value: Any) -> str:

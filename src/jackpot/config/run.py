@@ -20,7 +20,7 @@ from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
 
 class Sampling(Strict):
-    """How an engine samples. `rollout_log_probs` and the top-k describe the distribution after all of this."""
+    """Settings of an engine's sampling. The engine's log-probs are of the distribution after all of these."""
 
     temperature: Positive = 1.0
     """Temperature of sampling. Every model's log-probs in training use the same one."""
@@ -43,7 +43,7 @@ class Sampling(Strict):
 
 
 class ReferenceConfig(Strict):
-    """A frozen model that the policy stays near: kl_loss_coef * KL(policy || reference) is a term of the loss."""
+    """Settings of a frozen model that the policy stays near, by the term kl_loss_coef * KL(policy || reference)."""
 
     path: str | None = None
     """Folder or hub name of the reference; null: the policy as it is at the start of the run."""
@@ -55,7 +55,7 @@ class ReferenceConfig(Strict):
 
 
 class OverlongBufferConfig(Strict):
-    """DAPO's soft penalty of long responses (arXiv 2503.14476 eq. 13): it falls linearly over the last tokens."""
+    """Settings of DAPO's soft penalty of long responses, which grows over the last tokens (arXiv 2503.14476 eq. 13)."""
 
     len: Count
     """Response tokens before `sampling.max_new_tokens` over which the penalty falls from 0 to -`penalty_factor`."""
@@ -64,7 +64,7 @@ class OverlongBufferConfig(Strict):
 
 
 class ObjectiveConfig(Strict):
-    """The policy's loss."""
+    """Settings of the policy's loss: correction, advantages, clip, denominator and additional terms."""
 
     correction: PolicyCorrection = OBRSCorrection()
     """Correction of the mismatch between the engine that sampled the rollouts and the policy."""
@@ -102,7 +102,7 @@ class ObjectiveConfig(Strict):
 
 
 class OptimizerConfig(Strict):
-    """AdamW for one model."""
+    """Settings of AdamW for one model."""
 
     learning_rate: Finite
     """Learning rate after warm-up."""
@@ -124,7 +124,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Strict):
-    """A low-rank adapter: it is trained, and the model's own weights are frozen.
+    """Settings of a low-rank adapter, which is trained while the model's own weights are frozen.
 
     There is no dropout: equal weights must give equal log-probs, in training and in the engine.
     """
@@ -138,7 +138,7 @@ class LoraConfig(Strict):
 
 
 class PolicyConfig(Strict):
-    """The model that is trained by reinforcement learning."""
+    """Settings of the policy, the model that is trained by reinforcement learning."""
 
     path: str
     """Folder, hub name, or starter:NAME of the model."""
@@ -149,7 +149,7 @@ class PolicyConfig(Strict):
 
 
 class RolloutModelConfig(Strict):
-    """The model that generates the rollouts, trained jointly with the policy (eqs. 6 to 8) unless frozen."""
+    """Settings of the model that generates the rollouts, trained jointly with the policy (eqs. 6 to 8) or frozen."""
 
     path: str
     """Folder, hub name, or starter:NAME of the model."""
@@ -183,7 +183,7 @@ class RolloutModelConfig(Strict):
 
 
 class CriticConfig(Strict):
-    """The value model of PPO, for `objective.advantage: gae` (arXiv 1707.06347, 1506.02438)."""
+    """Settings of PPO's value model, for `objective.advantage: gae` (arXiv 1707.06347, 1506.02438)."""
 
     path: str | None = None
     """Folder or hub name of the critic's first weights; null: the policy's, with a value head of zeros."""
@@ -198,7 +198,7 @@ class CriticConfig(Strict):
 
 
 class FilterGroupsConfig(Strict):
-    """DAPO's dynamic sampling (arXiv 2503.14476, 3.2): groups of equal rewards are replaced by further groups."""
+    """Settings of DAPO's dynamic sampling, which replaces groups of equal rewards (arXiv 2503.14476, 3.2)."""
 
     max_num_gen_batches: Annotated[int, Field(ge=2)] = 10
     """Generation batches of `prompts` prompts each, the first included, after which groups of equal rewards fill what
@@ -206,7 +206,7 @@ class FilterGroupsConfig(Strict):
 
 
 class BatchConfig(Strict):
-    """The batches of one iteration. Batches count sequences: prompts x group_size of them are a rollout batch."""
+    """Settings of an iteration's batches. They count sequences: prompts x group_size of them are a rollout batch."""
 
     prompts: Count
     """Prompts of one iteration."""
@@ -252,7 +252,7 @@ class BatchConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Evaluations of the policy and the rollout model during the run."""
+    """Settings of the evaluations of policy and rollout model during a run."""
 
     every: Count = 50
     """Iterations between two evaluations; there is also one before the first iteration and one after the last."""
@@ -268,7 +268,7 @@ class EvaluationConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """Checkpoints, which a run continues from."""
+    """Settings of the checkpoints that a run continues from."""
 
     every: Count = 100
     """Iterations between two checkpoints; there is also one after the last iteration."""
@@ -277,7 +277,7 @@ class CheckpointConfig(Strict):
 
 
 class GuardConfig(Strict):
-    """Checks that stop a run which no longer trains."""
+    """Settings of the checks that stop a run which no longer trains."""
 
     check_engine: bool = True
     """Compare the engine's log-probs with those of training, at every evaluation and for every rollout batch before it
@@ -287,7 +287,7 @@ class GuardConfig(Strict):
 
 
 class RolloutsConfig(Strict):
-    """Rollouts saved in the run folder, for `jackpot replay` and `jackpot report`."""
+    """Settings of the rollouts that a run saves for `jackpot replay` and `jackpot report`."""
 
     every: Count = 10
     """Iterations between two saved rollout batches."""
@@ -296,7 +296,7 @@ class RolloutsConfig(Strict):
 
 
 class Config(Strict):
-    """A whole run of `jackpot train`."""
+    """All settings of one run of `jackpot train`."""
 
     description: str = ""
     """One line about the recipe, which `jackpot recipes` prints."""

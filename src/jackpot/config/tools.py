@@ -11,7 +11,7 @@ from jackpot.config.tasks import ArithmeticConfig, QuestionConfig, TaskConfig, T
 
 
 class SetsConfig(Strict):
-    """How the problems of each kind of set are generated or put to a model, and how responses are rewarded."""
+    """Settings of the sets of problems: how these are generated or put to a model, and how responses are rewarded."""
 
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     """Problems of the set `arithmetic`."""
@@ -22,7 +22,7 @@ class SetsConfig(Strict):
 
 
 class EvaluationSampling(Sampling):
-    """How responses are sampled: as in training, with room for an answer that is reasoned out."""
+    """Settings of the sampling in evaluations: as in training, with room for an answer that is reasoned out."""
 
     max_new_tokens: Count = 4096
     """Limit of a whole response, tokens; where the engine's context ends sooner, the response is cut there."""
@@ -31,7 +31,7 @@ class EvaluationSampling(Sampling):
 
 
 class BenchmarksConfig(SetsConfig):
-    """A whole evaluation of `jackpot eval`."""
+    """All settings of one evaluation by `jackpot eval`."""
 
     model: str
     """Folder, hub name, or starter:NAME of the model, or the folder of a run."""
@@ -69,7 +69,7 @@ def sets_of(task: TaskConfig) -> SetsConfig:
 
 
 class SideConfig(Strict):
-    """A model and the engine that computes its probabilities."""
+    """Settings of a model and of the engine that computes its probabilities."""
 
     path: str
     """Folder, hub name, or starter:NAME of the model."""
@@ -78,8 +78,10 @@ class SideConfig(Strict):
 
 
 class LearnerConfig(SideConfig):
-    """A model that scores what a sampler generated. With the engine `transformers` it does so in one forward pass over
-    whole responses, as training does."""
+    """Settings of a model that scores the responses of samplers.
+
+    With the engine `transformers` it does so in one forward pass over whole responses, as training does.
+    """
 
     autocast: Literal["bf16"] | None = None
     """Number format of the forward pass, what `precision: bf16` is in training; only with the engine `transformers`;
@@ -99,14 +101,14 @@ class LearnerConfig(SideConfig):
 
 
 class MismatchSampling(Sampling):
-    """How the samplers generate responses."""
+    """Settings with which samplers generate responses."""
 
     num_top_log_probs: Literal[0] = 0
     """Most probable tokens whose log-probs are returned: `top_log_probs` of the measurement decides."""
 
 
 class MismatchConfig(SetsConfig):
-    """A whole measurement of `jackpot mismatch`: every learner scores the responses of every sampler."""
+    """All settings of one measurement by `jackpot mismatch`: every learner scores the responses of every sampler."""
 
     samplers: Annotated[tuple[SideConfig, ...], Field(strict=False, min_length=1)]
     """Models and engines that generate responses."""

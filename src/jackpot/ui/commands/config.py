@@ -60,7 +60,8 @@ def show_setting(console: Console, key: str) -> None:
     found, below = find(key)
     if found:
         for meaning in dict.fromkeys(block.meaning for block in found):
-            print_line(console, f"{found[0].key}: {meaning}")
+            users = ", ".join(f"jackpot {block.command}" for block in found if block.meaning == meaning)
+            print_line(console, f"{found[0].key} ({users}): {meaning}")
         for line in _notes(found):
             print_line(console, f"  {line}")
         _show_list(console, below)
@@ -134,5 +135,5 @@ def _show_list(console: Console, rows: Sequence[Setting]) -> None:
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
         print_line(console, head.replace("; default required", "; required"))
         meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")
-        console.print(Padding(Text(meaning), (0, 0, 0, 6)), highlight=False)
+        console.print(Padding(Text(meaning), (0, 0, 0, 6), expand=False), highlight=False)
     print_line(console, "")
