@@ -287,7 +287,7 @@ def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open,
             assert contrast(back, front) >= 4.5
     card = color(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
     assert (sum(card) < 150) == dark
-    for place in (".note", ".intro", "td", "th", ".sick", "nav a", ".row.head", ".row .wrong"):
+    for place in (".note", ".intro", "td", "th", ".unhealthy", "nav a", ".row.head", ".row .wrong"):
         if page.locator(place).count():
             assert contrast(card, color(page, f"getComputedStyle(document.querySelector('{place}')).color")) >= 4.5, (
                 place
