@@ -60,7 +60,7 @@ def test_it_steps_once_on_the_gradient_of_the_whole_rollout_batch(mini_batch_siz
         rollout_objective=rollout_model_objective(aggregate=aggregate),
         rollout_model_each_step=False,
     )
-    learner._policy_optimizer._config = STILL
+    learner._optimizer._optimizers["policy"]._config = STILL
     results = learner.train(batches(WRITTEN, mini_batch_size=mini_batch_size), True)
     assert len(results) == len(WRITTEN) // mini_batch_size
     assert learner.version.rollout_model == 1 and learner.version.policy == len(results)
@@ -96,7 +96,7 @@ def test_with_the_policy_it_steps_as_often_as_the_policy():
 
 def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
-    for optimizer in (learner._policy_optimizer, learner._rollout_optimizer):
+    for optimizer in learner._optimizer._optimizers.values():
         optimizer._config = STILL
     norms = [
         value(learner.train(batches(WRITTEN, mini_batch_size=4), False)[-1], "rollout_model/grad_norm") for _ in "12"
@@ -108,7 +108,7 @@ def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
 @pytest.mark.parametrize("mini_batch_size", [4, 12])
 def test_the_parts_of_its_gradient_are_those_of_separate_losses(budget, mini_batch_size):
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
-    learner._policy_optimizer._config = STILL
+    learner._optimizer._optimizers["policy"]._config = STILL
     result = learner.train(batches(WRITTEN, budget=budget, mini_batch_size=mini_batch_size), True)[-1]
     ppo, distill = parts_of(WRITTEN)
     assert value(result, "rollout_model/ppo_grad_norm") == pytest.approx(ppo.norm().item(), rel=1e-4)
