@@ -1,4 +1,4 @@
-"""Checks that models, task and engine fit the settings, before the first rollout is generated."""
+"""Refuse models, tasks and engines that do not fit the settings, before the first rollout is generated."""
 
 from typing import get_args
 

@@ -48,5 +48,5 @@ def rollout_model_objective(config: Config) -> RolloutModelObjective:
 
 
 def _clip(value: float | None) -> float:
-    """The clip as a number; null in the settings is math.inf, no clip."""
+    """Return a clip setting as a number: null means no clip, math.inf."""
     return math.inf if value is None else value

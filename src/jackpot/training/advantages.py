@@ -1,4 +1,4 @@
-"""Advantages that the rewards of a rollout batch give alone; those of a critic stand in `critic.py`."""
+"""Compute the advantages of a rollout batch from its rewards alone; `critic.py` computes those of a critic."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Training samples are dealt out to mini-batches (one optimizer step each) and micro-batches (one forward pass each).
+"""Deal training samples out to mini-batches (one optimizer step each) and micro-batches (one forward pass each).
 
 Nothing is dropped and nothing is cut: every sequence of the rollout batch is in exactly one micro-batch of each epoch.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in progress: when one is due, what it holds, and what happens where it cannot be written."""
+"""The checkpointer decides when a running run writes a checkpoint, and what is in it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run is made of. Only `launch` puts the components together."""
+"""The components of a run stand in one object, which only `launch` builds."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from jackpot.training.learner import Learner
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents:
-    """Task, engines and learner of one run; engines and learner begin with the same weights."""
+    """Holds task, engines and learner of one run; engines and learner begin with the same weights."""
 
     config: Config
     task: Task
@@ -33,16 +33,18 @@ class RunComponents:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The task that is trained on and all benchmarks."""
+        """Return the task that is trained on and all benchmarks."""
         return (self.task, *self.benchmarks.values())
 
     @property
     def rollout_cost(self) -> ForwardCost:
-        """FLOPs of a forward pass of the model that generates the rollouts."""
+        """Return the FLOPs of a forward pass of the model that generates the rollouts."""
         return self.costs.get("rollout_model", self.costs["policy"])
 
     def training_flops(self, tokens: int) -> int:
-        """FLOPs of training on one sequence: a forward pass of each model, and twice that backward where it is trained.
+        """Return the FLOPs of training on one sequence: a forward pass of each model, and backward passes of twice that.
+
+        A model that is not trained has no backward pass.
 
         Args:
             tokens: length of prompt and response together.

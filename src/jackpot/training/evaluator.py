@@ -1,4 +1,4 @@
-"""Evaluation of both models while a run trains them."""
+"""The evaluator measures both models of a run while it trains them."""
 
 from jackpot.core.types import Role
 from jackpot.rollout.engines.base import Engine

@@ -1,4 +1,4 @@
-"""The gradient of the rollout model: added up over several optimizer steps, and split into its two losses."""
+"""Add up the rollout model's gradient over several optimizer steps, and split it into its two losses."""
 
 import math
 from collections.abc import Sequence

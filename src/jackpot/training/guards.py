@@ -1,4 +1,4 @@
-"""Guards that stop a run whose engine or gradients are broken, instead of letting it train on."""
+"""Guards stop a run whose engine or gradients are broken, instead of letting it train on."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

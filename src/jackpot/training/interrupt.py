@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: end a run after the iteration in progress, or at once."""
+"""Ctrl-C and SIGTERM end a run: the first one after the iteration in progress, the second one at once."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StopSignal:
-    """Context manager that turns the first SIGINT or SIGTERM into a request to stop; the second one ends the process.
+    """Turns the first SIGINT or SIGTERM within a `with` block into a request to stop; the second ends the process.
 
     Only the main thread of a process receives signals: in another thread `requested` stays False. SIGINT counts also
     where it is ignored on entry, as in a process that a script starts in its background.

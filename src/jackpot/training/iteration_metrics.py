@@ -1,4 +1,4 @@
-"""Metrics of one iteration: sums over its optimizer steps, the numbers made of them, and the speed."""
+"""Compute the metrics of one iteration: sums over its optimizer steps, numbers derived from them, and speed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

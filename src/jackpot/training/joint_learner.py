@@ -1,4 +1,4 @@
-"""The learner of policy and rollout model in one process.
+"""The joint learner trains policy and rollout model in one process.
 
 It runs the forward and backward passes of an optimizer step. What stands before a step is in `old_policy` (log-probs
 before the first update on a rollout batch) and `step_totals` (sums that the correction needs first); the step of the
@@ -217,7 +217,11 @@ class JointLearner(Learner):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError where the reference is no longer the one that the run began with."""
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            CheckpointError: the reference model is no longer the one that the run began with.
+        """
         if self._reference and self._reference.digest != state["reference"]:
             raise CheckpointError(
                 "the weights of objective.reference are not those that the run began with; put the model back where "

@@ -1,4 +1,4 @@
-"""One optimizer step of policy, critic and rollout model on their accumulated gradients."""
+"""The joint optimizer steps policy, critic and rollout model on their accumulated gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +22,8 @@ class JointOptimizer:
     Args:
         optimizers: of `policy`, and of `critic` and `rollout_model` where these are trained.
         regularized: the policy has a gradient even where all advantages are 0.
-        rollout_model_each_step: the rollout model steps with the policy; else its gradients add up until `step` is told
-            to step it too.
+        rollout_model_each_step: the rollout model steps with the policy; else its gradients add up until `step` is
+            called with `steps_rollout_model`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The interface of a learner."""
+"""The interface that every learner implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Metrics, events and per-token columns of one optimizer step."""
+    """Reports one optimizer step: its metrics, events and per-token columns."""
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
@@ -28,7 +28,7 @@ class Learner(ABC):
     @property
     @abstractmethod
     def version(self) -> Version:
-        """The number of optimizer steps that each model has taken."""
+        """Return the number of optimizer steps that each model has taken."""
 
     @abstractmethod
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:

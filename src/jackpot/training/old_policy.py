@@ -1,4 +1,4 @@
-"""The policy before the first update on a rollout batch, as its log-probs on that batch."""
+"""The old policy is the policy before its first update on a rollout batch; its log-probs are stored here."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from jackpot.objectives.obrs import ZEstimate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Tokens of one forward and backward pass, with the log-probs that the old policy gives them.
+    """Holds the tokens of one forward and backward pass, with the log-probs that the old policy gives them.
 
     `old` is None in the first update on the tokens: there the training forward pass gives the old log-probs as well.
     """

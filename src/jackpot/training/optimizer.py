@@ -1,4 +1,4 @@
-"""AdamW, clipping and the learning-rate schedule of one model."""
+"""The optimizer of one model: AdamW with clipping and a learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -58,12 +58,12 @@ class ModelOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return learning_rate(self._config, self.steps, self._total_steps)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """Return the parameters that are trained."""
         return self._parameters
 
     def reduce(self, denominator: float) -> None:

@@ -1,4 +1,4 @@
-"""The frozen reference model that a KL term holds the policy near."""
+"""A KL term holds the policy near a frozen reference model; this module estimates that KL."""
 
 import torch
 from torch import Tensor

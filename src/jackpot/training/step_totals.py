@@ -1,4 +1,4 @@
-"""Sums over all tokens of an optimizer step that the policy's correction needs before the first backward pass."""
+"""A correction may need sums over all tokens of an optimizer step before the first backward pass; they come from here."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

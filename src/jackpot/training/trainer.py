@@ -1,4 +1,4 @@
-"""The training loop.
+"""The trainer is the loop of a run.
 
 next batch -> check the engine -> advantages -> optimizer steps -> send weights -> save, evaluate, checkpoint
 """

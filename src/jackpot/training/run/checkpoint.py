@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: each is complete, or is known not to be.
+"""Write and read checkpoints: each one on the disk is complete, or is known not to be.
 
     checkpoints/step-N/{policy,rollout_model}/   plain save_pretrained folders
     checkpoints/step-N/state.pt                  optimizers, versions, prompt stream, best; loaded with weights_only
@@ -42,7 +42,7 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An intact checkpoint: every file matches its checksum."""
+    """Names an intact checkpoint, every file of which matches its checksum."""
 
     folder: Path
     state: dict[str, Any]  # content of state.pt
@@ -67,7 +67,7 @@ class Checkpoints:
 
         Args:
             roles: the models to save.
-            state: what the run needs to continue, beside models and the learner's state.
+            state: what the run needs to continue, in addition to models and the learner's state.
 
         Raises:
             CheckpointError: it cannot be written. Earlier checkpoints are untouched.

@@ -1,4 +1,4 @@
-"""TensorBoard files, record by record.
+"""Make the records of TensorBoard files.
 
 Records are made here and appended by `RunFolder`, whose files wait in memory while the disk is full; TensorBoard's own
 writer would lose them.
