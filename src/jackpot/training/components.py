@@ -42,7 +42,7 @@ class RunComponents:
         return self.costs.get("rollout_model", self.costs["policy"])
 
     def training_flops(self, tokens: int) -> int:
-        """Return the FLOPs of training on one sequence: a forward pass of each model, and backward passes of twice that.
+        """Return the FLOPs of training on one sequence: a forward pass of each model, and of twice that backward.
 
         A model that is not trained has no backward pass.
 
