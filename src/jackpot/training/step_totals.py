@@ -1,4 +1,4 @@
-"""A correction may need sums over all tokens of an optimizer step before the first backward pass: they are made here."""
+"""A correction may need sums over all tokens of an optimizer step before the first backward pass; this file adds them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
