@@ -1,4 +1,4 @@
-"""A correction may need sums over all tokens of an optimizer step before the first backward pass; this file adds them."""
+"""Add up what a correction needs to know of a whole optimizer step before its first backward pass."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
