@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from jackpot.models.cost import ForwardCost, forward_cost
-from jackpot.models.load import load_model, load_outline
+from jackpot.models.load import load_meta_model, load_model
 
 SHAPE = {
     "vocab_size": 50,
@@ -58,5 +58,5 @@ def test_a_sequence_costs_what_writing_it_token_by_token_costs() -> None:
 
 
 def test_an_outline_costs_what_the_model_costs() -> None:
-    outline, model = load_outline("starter:policy"), load_model("starter:policy", torch.float32, torch.device("cpu"))
+    outline, model = load_meta_model("starter:policy"), load_model("starter:policy", torch.float32, torch.device("cpu"))
     assert forward_cost(outline) == forward_cost(model)

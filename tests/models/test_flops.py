@@ -7,9 +7,9 @@ import pytest
 
 from helpers.runs import run, small_config
 from jackpot.models.cost import forward_cost
-from jackpot.models.load import load_outline
+from jackpot.models.load import load_meta_model
 
-COST = {role: forward_cost(load_outline(f"starter:{role}")) for role in ("policy", "rollout_model")}
+COST = {role: forward_cost(load_meta_model(f"starter:{role}")) for role in ("policy", "rollout_model")}
 CASES = [  # overrides, who writes, how often each model is gone through in training, epochs
     ((), None, "rollout_model", {"policy": 3, "rollout_model": 3}, 1),
     (

@@ -200,7 +200,7 @@ def test_an_adapter_is_refused_beside_other_weights(folder: Path, tmp_path: Path
     other = load_model(folder, torch.float32)
     other.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-3
     add_adapter(other, SMALL, 0)
-    with pytest.raises(CheckpointError, match=r"trained beside other weights than those now in .*base"):
+    with pytest.raises(CheckpointError, match=r"trained on other weights than those now in .*base"):
         load_adapter(other, tmp_path / "step-2" / "policy")
 
 

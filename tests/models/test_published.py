@@ -12,7 +12,7 @@ from helpers.hub import without_hub
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.core.errors import DataError, ModelError
 from jackpot.models.cost import cached_numbers
-from jackpot.models.load import eos_token_ids, hub_answers, load_config, load_model, load_outline, load_tokenizer
+from jackpot.models.load import eos_token_ids, hub_answers, load_config, load_meta_model, load_model, load_tokenizer
 from jackpot.models.published import PUBLISHED, is_from_table
 
 PARAMETERS = {  # of the weights on the hub, tied ones once
@@ -56,7 +56,7 @@ def test_the_table_has_every_model_of_every_recipe_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_of_the_table_has_as_many_parameters_as_the_published_one(name: str) -> None:
-    model = load_outline(name)
+    model = load_meta_model(name)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
@@ -70,17 +70,17 @@ def test_layers_and_heads_are_those_of_the_reports(name: str) -> None:
 
 
 def test_keys_and_values_of_a_token_are_counted_over_all_layers() -> None:
-    assert cached_numbers(load_outline("Qwen/Qwen3-8B-Base")) == 2 * 36 * 8 * 128
-    assert cached_numbers(load_outline("Qwen/Qwen2.5-0.5B-Instruct")) == 2 * 24 * 2 * (896 // 14)
+    assert cached_numbers(load_meta_model("Qwen/Qwen3-8B-Base")) == 2 * 36 * 8 * 128
+    assert cached_numbers(load_meta_model("Qwen/Qwen2.5-0.5B-Instruct")) == 2 * 24 * 2 * (896 // 14)
 
 
 def test_the_tokens_that_end_a_text_are_the_familys() -> None:
-    ends = {name: eos_token_ids(load_outline(name)) for name in ("Qwen/Qwen3-4B-Base", "Qwen/Qwen2.5-1.5B-Instruct")}
+    ends = {name: eos_token_ids(load_meta_model(name)) for name in ("Qwen/Qwen3-4B-Base", "Qwen/Qwen2.5-1.5B-Instruct")}
     assert ends == {"Qwen/Qwen3-4B-Base": (151_643,), "Qwen/Qwen2.5-1.5B-Instruct": (151_645,)}
 
 
 def test_the_table_stands_for_no_weights_no_tokenizer_and_no_other_name() -> None:
-    for load in (load_config, load_outline):
+    for load in (load_config, load_meta_model):
         with pytest.raises(ModelError, match="somebody/unknown-8B"):
             load("somebody/unknown-8B")
     with pytest.raises(ModelError, match="cannot load a causal language model from the hub"):
@@ -96,7 +96,7 @@ def test_a_folder_is_read_and_not_the_table(tmp_path: Path, monkeypatch: pytest.
     small.save_pretrained("Qwen/Qwen3-8B-Base")
     config = load_config("Qwen/Qwen3-8B-Base")
     assert config.num_hidden_layers == 2 and not is_from_table(config)
-    layers = [module for module in load_outline("Qwen/Qwen3-8B-Base").modules() if isinstance(module, nn.ModuleList)]
+    layers = [module for module in load_meta_model("Qwen/Qwen3-8B-Base").modules() if isinstance(module, nn.ModuleList)]
     assert len(layers[0]) == 2
 
 

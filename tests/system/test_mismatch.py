@@ -44,7 +44,7 @@ def test_two_sides_with_short_responses_beside(tmp_path: Path) -> None:
     found, printed = pair["numbers"], " ".join(done.stdout.split())
     assert found["responses"] == 12 and found["kl_is_exact"]
     for text in (
-        "transformers fp32 int8_w8a8 writes",
+        "transformers fp32 int8_w8a8 generates",
         f"{found['gap']['value']:.3g} ({found['gap']['error']:.1g})",
         f"{found['kl'][0]['value']:.3g} ({found['kl'][0]['error']:.1g})",
         "By length of the response",
@@ -63,7 +63,7 @@ def test_several_sides_in_one_table_and_json_alone_on_the_output(tmp_path: Path)
     done = jackpot("mismatch", "starter:policy", *SMALL, *sides, "--out", "here", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == numbers(tmp_path / "here")
-    assert "transformers bf16 writes" in done.stderr
+    assert "transformers bf16 generates" in done.stderr
     assert [pair["name"] for pair in json.loads(done.stdout)["pairs"]] == ["transformers bf16", "transformers fp32"]
     assert json.loads(done.stdout)["settings"]["seed"] == 3
     assert_pictures(tmp_path / "here", "responses", "tokens")

@@ -17,7 +17,14 @@ from jackpot.launch.engines import make_engine
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer
-from jackpot.models.load import DTYPES, check_same_tokenizer, load_model, load_outline, load_tokenizer, load_value_model
+from jackpot.models.load import (
+    DTYPES,
+    check_same_tokenizer,
+    load_meta_model,
+    load_model,
+    load_tokenizer,
+    load_value_model,
+)
 from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.math import Math
@@ -106,7 +113,7 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
         engine=engine,
         policy_engine=policy_engine,
         learner=learner,
-        costs={role: forward_cost(load_outline(path)) for role, path in paths.items()},
+        costs={role: forward_cost(load_meta_model(path)) for role, path in paths.items()},
     )
 
 

@@ -1,9 +1,9 @@
-"""What a forward pass costs in floating-point operations, from a model's shapes alone.
+"""Counts the floating-point operations of a forward pass from a model's shapes.
 
 The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): two operations for every weight of a matrix and
 every token, and for attention two for every channel of a query and of a value, and every key it sees. A backward pass
-costs twice as much. Not counted: norms, activations, softmax, sampling, and what only one implementation does, such as
-computing something again in place of keeping it.
+costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of single
+implementations, such as recomputing activations.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from jackpot.models.forward import output_layer
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """FLOPs of one model's forward pass."""
+    """The FLOPs of one model's forward pass."""
 
-    per_token: int  # through every matrix that a token meets, the output layer too
-    per_pair: int  # of one query and one key, over all layers and heads
+    per_token: int  # FLOPs of one token in every matrix it passes, the output layer included
+    per_pair: int  # FLOPs of one query and one key, over all layers and heads
 
     def sequence(self, tokens: int) -> int:
-        """Of a whole sequence, in one pass or token by token with a cache: each token sees itself and all before it."""
+        """Return the FLOPs of a causal sequence, in one pass or token by token with a cache."""
         return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) // 2)
 
 
 def forward_cost(model: PreTrainedModel) -> ForwardCost:
-    """The cost of `model`, which may be on the meta device.
+    """Count the cost of `model`, which may be on the meta device.
 
-    Of experts only those that a token is sent to. A layer with a sliding window is counted as if it saw everything.
+    Only the experts that a token is routed to count. A layer with a sliding window counts as full attention.
     """
     config = model.config.get_text_config()
     return ForwardCost(
@@ -39,9 +39,9 @@ def forward_cost(model: PreTrainedModel) -> ForwardCost:
 
 
 def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
-    """Weights of the module's own matrices that one token meets; experts stand in one tensor [experts, rows, columns].
+    """Count the weights of the module's own matrices that one token passes; experts are one tensor [E, rows, columns].
 
-    An embedding is looked up; where it is also the output layer's weight, that layer counts it.
+    An embedding is looked up and costs nothing; where it is tied to the output layer, that layer counts it.
     """
     if isinstance(module, nn.Embedding):
         return 0
@@ -52,12 +52,12 @@ def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
 
 
 def head_cost(model: PreTrainedModel) -> int:
-    """FLOPs a token through the output layer, which `ForwardCost.per_token` has too."""
+    """Return the FLOPs of one token in the output layer; `ForwardCost.per_token` includes them."""
     return 2 * output_layer(model).weight.numel()
 
 
 def cached_numbers(model: PreTrainedModel) -> int:
-    """Numbers that an engine keeps for each token: the keys and values of all layers."""
+    """Return the size of one token in the KV cache: the keys and values of all layers, in numbers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * _head_dim(config)

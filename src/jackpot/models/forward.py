@@ -1,7 +1,7 @@
-"""From token ids to the hidden states that the head turns into log-probs.
+"""Runs the backbone of a language model: from token ids to the hidden states that its head maps to logits.
 
-Hidden states and head are taken apart here so that nobody above needs logits [B, T, V] in memory. Engine and learner
-use the same parts; in fp32 their numbers agree to rounding, in bf16 the engine rounds what the learner keeps.
+Hidden states and head are separate so that logits [B, T, V] need not be in memory. Engine and learner use the same
+parts; in fp32 their numbers agree to rounding, in bf16 the engine rounds weights that the learner keeps in fp32.
 
 Shapes: `U` unique prompts of `P` tokens, `B` sequences, `T` response tokens, `H` hidden size, `V` vocabulary.
 """
@@ -20,29 +20,29 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from jackpot.core.errors import DataError, ModelError
 from jackpot.core.types import TokenBatch
 
-Side = Literal["left", "right"]
+PaddingSide = Literal["left", "right"]
 
 
 class Sequences(NamedTuple):
-    """Prompts and responses side by side, as a model takes them."""
+    """Prompts with their responses, as a model takes them."""
 
-    input_ids: Tensor  # [B, P + T] int64, 0 where nothing is
+    input_ids: Tensor  # [B, P + T] int64, 0 on padding
     attention_mask: Tensor  # [B, P + T] bool
-    position_ids: Tensor  # [B, P + T] int64, counted from the first token that exists
+    position_ids: Tensor  # [B, P + T] int64, counted from the first token of the prompt
 
 
 def full_sequences(
     prompt_ids: Tensor, prompt_mask: Tensor, prompt_index: Tensor, response_ids: Tensor, response_mask: Tensor
 ) -> Sequences:
-    """Put each response behind its prompt.
+    """Append each response to its prompt.
 
     Args:
         prompt_ids, prompt_mask: [U, P], padded on the left.
         prompt_index: [B], the row of the prompt of each response.
-        response_ids, response_mask: [B, T], padded on the right; the mask tells which tokens exist.
+        response_ids, response_mask: [B, T], padded on the right; the mask is False on padding.
 
     Raises:
-        DataError: a prompt that is empty or padded on the right, so that no token precedes the response.
+        DataError: a prompt is empty or padded on the right, so that no token precedes the response.
     """
     _check_prompts(prompt_mask)
     mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1).bool()
@@ -56,8 +56,8 @@ def _check_prompts(prompt_mask: Tensor) -> None:
         raise DataError(f"prompts {rows[:5]} are empty or padded on the right; pad prompts on the left, [U, P]")
 
 
-def pad_tokens(rows: Sequence[Sequence[int]], side: Side, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, S] int64 with zeros as padding on one side, and the mask [B, S] bool of those that exist."""
+def pad_tokens(rows: Sequence[Sequence[int]], side: PaddingSide, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pad rows of token ids with zeros on one side, [B, S] int64, and return a mask [B, S] bool, False on padding."""
     width = max(map(len, rows))
     gaps = [[0] * (width - len(row)) for row in rows]
     padded = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
@@ -67,18 +67,18 @@ def pad_tokens(rows: Sequence[Sequence[int]], side: Side, device: torch.device) 
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """The position of every token among those that exist, [B, S] int64; 0 on the padding before the first."""
+    """Count the position of every token without padding, [B, S] int64; 0 on the padding before the first token."""
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """`predicting_hidden` of a batch, a tool's tokens too: [B, T, H]. Values where `batch.attention_mask` is False mean
-    nothing."""
+    """Return `predicting_hidden` of a batch, a tool's tokens included, [B, T, H]; arbitrary values where
+    `batch.attention_mask` is False."""
     return predicting_hidden(model, *_parts(batch))
 
 
 def batch_sequences(batch: TokenBatch) -> Sequences:
-    """Every prompt with its response, a tool's tokens too."""
+    """Return every prompt with its response, a tool's tokens included."""
     return full_sequences(*_parts(batch))
 
 
@@ -94,14 +94,13 @@ def predicting_hidden(
     response_ids: Tensor,
     response_mask: Tensor | None,
 ) -> Tensor:
-    """The hidden states that predict each response token: after the final norm, before the head. [B, T, H]
+    """Return the hidden states that predict each response token, after the final norm and before the head: [B, T, H].
 
     Entry t comes from the position before response token t, so entry 0 comes from the last token of the prompt. Carries
-    gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`); the result
-    is that of reading it with each, up to float rounding.
+    gradient. A prompt with several responses is processed once where the model allows it (`can_share_prompts`); the
+    result is that of processing it with each response, up to float rounding.
 
-    How often the backbone runs, once or twice, depends on the batch: where its weights are sharded, ranks must not
-    differ in that.
+    The backbone runs once or twice, depending on the batch: where its weights are sharded, all ranks must agree.
 
     Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
     """
@@ -125,7 +124,7 @@ def predicting_hidden(
 
 
 def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: DynamicCache | None) -> Tensor:
-    """The backbone's last hidden states of `ids` [B, S], behind what `cache` holds, which grows. `mask` covers both."""
+    """Return the backbone's last hidden states of `ids` [B, S] and extend the cache; `mask` covers cache and ids."""
     output = backbone(model)(
         input_ids=ids,
         attention_mask=mask,
@@ -137,8 +136,8 @@ def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyn
 
 
 def keeps_plain_keys(config: PreTrainedConfig) -> bool:
-    """Whether every layer keeps keys and values of single tokens, of full attention or of a sliding window: no linear
-    attention, no state space, no chunks, no layers that share their keys."""
+    """Tell whether every layer caches keys and values of single tokens, with full attention or a sliding window: no
+    linear attention, no state space, no chunks, no layers that share their keys."""
     layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     is_chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ()) or bool(
         getattr(text, "attention_chunk_size", None)
@@ -151,10 +150,10 @@ _ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether a prompt's keys and values, computed once, serve all its responses exactly.
+    """Tell whether a prompt's keys and values, computed once, serve all its responses exactly.
 
-    Not where a layer keeps something else (`keeps_plain_keys`), where the rotary angles depend on the length of what is
-    read, or where activations are checkpointed: the second forward pass in backward would write to the cache again.
+    They do not where a layer caches other things (`keeps_plain_keys`), where the rotary angles depend on the sequence
+    length, or where activations are checkpointed: the second forward pass in backward would write to the cache again.
     """
     by_layer = getattr(_text_config(model), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
@@ -167,10 +166,10 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal language model below the head, final norm included.
+    """Return the part of a causal language model below the head, final norm included.
 
     Raises:
-        ModelError: the model has no such part of its own.
+        ModelError: the model has no base model.
     """
     if model.base_model is model:
         raise ModelError(f"{type(model).__name__} is no causal language model with a head over a base model")
@@ -178,7 +177,7 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """The head: weight [V, H], perhaps a bias [V].
+    """Return the head: weight [V, H], possibly a bias [V].
 
     Raises:
         ModelError: the model has no linear head.
@@ -192,12 +191,12 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
 
 
 def logit_softcap(model: PreTrainedModel) -> float | None:
-    """`c` where the model computes logits as c * tanh(head(hidden) / c), as Gemma 2 does; None where it does not."""
+    """Return c of a model whose logits are c * tanh(head(hidden) / c), such as Gemma 2; None for other models."""
     return getattr(_text_config(model), "final_logit_softcapping", None)
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of some hidden states, [..., H] -> [..., V] float32, before the temperature. Mind the memory: few rows."""
+    """Compute logits before the temperature, [..., H] -> [..., V] float32; pass few rows, as logits are large."""
     logits = output_layer(model)(hidden).float()
     cap = logit_softcap(model)
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -205,12 +204,12 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Make sure that `head_logits` of the backbone is what the model itself computes, on two tokens.
+    """Check on two tokens that `head_logits` of the backbone equals the model's own logits.
 
-    Some architectures do more: Granite and Cohere scale their logits, BERT transforms the hidden states.
+    Some architectures compute more: Granite and Cohere scale their logits, BERT transforms the hidden states.
 
     Raises:
-        ModelError: it is not.
+        ModelError: the logits differ.
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
@@ -228,14 +227,14 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep of every layer its input alone, and compute the rest of it again in backward.
+    """Keep only the input of every layer, and recompute its activations in backward.
 
-    transformers' own switch works in training mode only, which also turns dropout on; here the model stays in eval
-    mode, and a second pass is bit-equal to the first. The switch is set as well, for whoever asks
-    `is_gradient_checkpointing`.
+    The switch of transformers works in training mode only, which also turns dropout on; here the model stays in eval
+    mode, and the second pass is bit-equal to the first. The switch is set as well, so that `is_gradient_checkpointing`
+    is true.
 
     Raises:
-        ModelError: the model has no layers that transformers would checkpoint.
+        ModelError: the model has no layers that transformers can checkpoint.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or not layers:

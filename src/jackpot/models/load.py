@@ -1,10 +1,10 @@
-"""Models and tokenizers from folders, the hub or the starters that the package carries.
+"""Loads models and tokenizers from folders, the hub or the starters that the package carries.
 
 A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
 are read from safetensors only and code from a model folder is never run.
 
-Where the hub cannot be reached, what was downloaded before is read, and configs of published models come from a table
-(`published.py`): enough for a plan, not for a run.
+Where the hub cannot be reached, earlier downloads are read, and configs of published models come from a table
+(`published.py`), which suffices for a plan but not for a run.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from jackpot.models.published import is_from_table, published_config
 
 
 def starter_path(name: str) -> Path:
-    """The folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
+    """Return the folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
     names = [one.name for one in (Path(__file__).parent / "starter_weights").iterdir()]
     if name not in names:
         raise ModelError(unknown_name("starter", name, names))
@@ -56,11 +56,11 @@ _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """The causal language model in `path`, in eval mode.
+    """Load the causal language model in `path`, in eval mode.
 
     Raises:
-        ModelError: no such folder, no config.json, damaged or missing weights, weights that the model does not have,
-            not a causal language model, or one whose logits are not its output layer's (`check_head`).
+        ModelError: no such folder, no config.json, damaged, missing or unknown weights, not a causal language model, or
+            one whose logits are not its output layer's (`check_head`).
     """
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype)
     _check_fit(path, model, info)
@@ -70,7 +70,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
 
 
 def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """A critic: token classification with one label, [B, S, 1]. Made of a language model its value is 0 everywhere.
+    """Load a critic: token classification with one label, [B, S, 1]. From a language model it gets a head of zeros.
 
     Raises:
         ModelError: as `load_model`, or an architecture without token classification.
@@ -89,7 +89,7 @@ def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.d
 
 
 def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
-    """The model and what was missing, unexpected or misshapen in its weights."""
+    """Load a model, with the names of missing, unexpected and misshapen weights."""
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
@@ -111,7 +111,7 @@ def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options:
 
 
 def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
-    """Raises ModelError unless the weights in the folder are just those of the model."""
+    """Raise ModelError unless the weights in the folder are exactly those of the model."""
     for problem, kind in (
         ("missing_keys", "missing"),
         ("unexpected_keys", "unknown"),
@@ -125,10 +125,10 @@ def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of the model in `path`; of a published one that cannot be had, what the table has (`is_from_table`).
+    """Load the config of the model in `path`; without the hub that of our table (`is_from_table`), if it has one.
 
     Raises:
-        ModelError: there is none that can be read.
+        ModelError: there is no config that can be read.
     """
     source = resolve_path(path)
     try:
@@ -139,8 +139,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {_ADVICE}") from error
 
 
-def load_outline(path: str | Path) -> PreTrainedModel:
-    """The model in `path` on the meta device: names, shapes and settings of everything, no weights.
+def load_meta_model(path: str | Path) -> PreTrainedModel:
+    """Build the model in `path` on the meta device: its modules, names, shapes and settings without weights.
 
     Raises:
         ModelError: no config that can be read, or not one of a causal language model.
@@ -152,17 +152,17 @@ def load_outline(path: str | Path) -> PreTrainedModel:
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot make a causal language model of {_place(path, source, error)}. {_ADVICE}") from error
     if not is_from_table(config):
-        with contextlib.suppress(OSError):  # a folder may have none; then the model's config says it all
+        with contextlib.suppress(OSError):  # a folder may have none; then the defaults of its config hold
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
     return model
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `path`.
+    """Load the tokenizer in `path`.
 
     Raises:
         ModelError: no such folder.
-        DataError: no tokenizer in it, or none that can be read.
+        DataError: the folder has no tokenizer, or a damaged one.
     """
     source = resolve_path(path)
     if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
@@ -174,10 +174,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> None:
-    """Both models must mean the same by a token id: log-probs are compared id by id.
+    """Check that two tokenizers give every token the same id, as log-probs are compared id by id.
 
     Raises:
-        DataError: the token of the lowest id that differs, with both ids and both vocabulary sizes.
+        DataError: they differ; the message names the token of the lowest id that differs, and both vocabulary sizes.
     """
     ours, theirs = a.get_vocab(), b.get_vocab()
     if ours == theirs:
@@ -193,7 +193,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end-of-sequence tokens that the model folder names, in generation_config.json or else config.json."""
+    """Return the end-of-sequence tokens of the model folder's generation_config.json, or else config.json."""
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     named = model.config.get_text_config().eos_token_id if named is None else named
     if named is None:
@@ -202,25 +202,25 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def stays_local(source: str) -> bool:
-    """Whether only this machine is looked at: for a folder, and for a hub name while the hub does not answer."""
+    """Tell whether only local files are read: for a folder, and for a hub name while the hub cannot be reached."""
     return Path(source).is_dir() or not hub_answers()
 
 
 @cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached. Asked once in a process: transformers itself tries for 23 seconds each time."""
+    """Tell whether the hub can be reached. Tested once in a process, as transformers tries for 23 seconds each time."""
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # whichever library asks, and whatever keeps it from an answer
+    except Exception:  # any error of any library here means that there is no hub
         return False
     return True
 
 
 def resolve_path(path: str | Path) -> str:
-    """`path` as `from_pretrained` takes it; a starter's name becomes its folder.
+    """Return `path` as `from_pretrained` takes it; a starter's name becomes its folder.
 
     Raises:
-        ModelError: neither a folder nor of the form of a hub name.
+        ModelError: the path is neither a folder nor of the form of a hub name.
     """
     text = str(path)
     if text.startswith(STARTER_PREFIX):
@@ -234,7 +234,7 @@ def resolve_path(path: str | Path) -> str:
 
 
 def _place(path: str | Path, source: str, error: Exception) -> str:
-    """Where a library looked, the first line of what it said, and what kind of error it was."""
+    """Describe where a library looked, with the kind and the first line of its error."""
     lines = str(error).strip().splitlines()
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
     return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"

@@ -1,8 +1,8 @@
-"""LoRA: a small adapter trains beside linear layers whose weights stay as they are (arXiv 2106.09685).
+"""LoRA: trains a small adapter on linear layers whose own weights are frozen (arXiv 2106.09685).
 
-A layer with an adapter computes W x + alpha / rank * B A x. Everybody else sees the *merged* weights
-W + alpha / rank * B A under the names that the model has without an adapter, so engines and checkpoint folders need not
-know that there is one. Only this file needs peft, and only for a model that gets an adapter.
+A layer with an adapter computes W x + alpha / rank * B A x. Engines and checkpoint folders get the *merged* weights
+W + alpha / rank * B A under the names that the model has without an adapter, so they do not depend on it. Only this
+file needs peft, and only for a model that gets an adapter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from jackpot.config.run import ALL_LINEAR, LoraConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
 
-_FILE = "adapter_model.safetensors"  # beside adapter_config.json, as peft has it
-_BASE = "base_sha256"  # in its metadata: the digest of the weights that the adapter belongs to
-_END = ".default.weight"  # of an adapter's parameters; "default" is the name that peft gives to a model's only adapter
+_FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
+_BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
+_END = ".default.weight"  # suffix of an adapter's parameters; "default" is peft's name of a model's only adapter
 
 
 def target_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers that an adapter is for, by their names in the model: never the head, whose weight is used bare.
+    """Return the linear layers that get an adapter, by their names; never the head, whose bare weight is used.
 
     Raises:
         ModelError: a target module that the model does not have.
@@ -43,16 +43,16 @@ def target_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict
 
 
 def adapter_size(model: PreTrainedModel, config: LoraConfig) -> int:
-    """Parameters of the adapter that `add_adapter` would put on the model; needs no peft. Raises as `target_layers`."""
+    """Count the parameters of the adapter that `add_adapter` would add; needs no peft. Raises as `target_layers`."""
     layers = target_layers(model, config.target_modules).values()
     return sum(config.rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Freeze the model and put an adapter on it, in place.
+    """Freeze the model and add an adapter to it, in place.
 
-    A is drawn from `seed`, without touching the caller's random state, and B is 0: the merged weights are still those
-    of the model.
+    A is drawn from `seed`, which leaves the caller's random state unchanged, and B is 0: the merged weights are still
+    those of the model.
 
     Raises:
         ConfigError: peft is not installed.
@@ -74,11 +74,11 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 @torch.no_grad()
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights that the model computes with, by the names it has without an adapter, tied ones once.
+    """Yield the weights that the model computes with, by their names without an adapter, tied ones once.
 
-    A merged weight is made when it is asked for, in its own dtype; the model is not changed. Without an adapter these
-    are the `named_parameters()`. In float32 the merged model is the model up to rounding; cast to bfloat16, a change of
-    a weight by less than its rounding is lost, as it is for any bfloat16 copy of a trained model.
+    Each merged weight is computed when it is yielded, in its own dtype; the model is not changed. Without an adapter
+    these are the `named_parameters()`. In float32 the merged model equals the model up to rounding; a cast to bfloat16
+    loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
     for name, parameter in _base_parameters(model):
@@ -87,8 +87,8 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a plain `save_pretrained` folder with the merged weights, and of an adapter `folder/adapter` in the format
-    that `peft.PeftModel.from_pretrained` reads."""
+    """Write a `save_pretrained` folder with the merged weights, and the adapter, if any, to `folder/adapter` in peft's
+    format."""
     adapter = _adapter_parameters(model)
     if not adapter:
         model.save_pretrained(folder)
@@ -102,15 +102,16 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Give the model's adapter the weights that `save_model` wrote into `folder/adapter`.
+    """Load the weights that `save_model` wrote to `folder/adapter` into the model's adapter.
 
     Raises:
-        CheckpointError: missing or damaged, or trained beside other weights than the model's.
+        CheckpointError: the file is missing or damaged, or the adapter was trained on other weights than the model's.
     """
     path, adapter = folder / "adapter" / _FILE, _adapter_parameters(model)
     try:
         with safe_open(path, framework="pt") as file:
-            metadata, saved = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata, names = file.metadata() or {}, file.keys()
+            saved = {name: file.get_tensor(name) for name in names}
         if _shapes(saved) != _shapes(adapter):
             raise ValueError(f"its {len(saved)} tensors are not the {len(adapter)} of this adapter")
     except (OSError, ValueError, SafetensorError) as error:
@@ -120,7 +121,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         ) from error
     if metadata.get(_BASE) != weights_digest(_plain_base(model), torch.float32):
         raise CheckpointError(
-            f"the adapter {path} was trained beside other weights than those now in {model.name_or_path}; put back the "
+            f"the adapter {path} was trained on other weights than those now in {model.name_or_path}; put back the "
             f"model that the run began with, or begin a new run from {folder}, which holds the merged weights"
         )
     for name, parameter in adapter.items():
@@ -147,7 +148,7 @@ def _leaf(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name without an adapter: peft moves a layer that gets one to `base_layer` below its place."""
+    """Return a parameter's name without an adapter: peft moves a layer that gets one to `base_layer` below its name."""
     return name.replace(".base_layer.", ".")
 
 
@@ -160,7 +161,7 @@ def _plain_base(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def _adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapter's own parameters by the names they have in peft's files."""
+    """Return the adapter's own parameters by their names in peft's files."""
     return {
         f"base_model.model.{name.removesuffix(_END)}.weight": parameter.detach()
         for name, parameter in model.named_parameters()

@@ -5,10 +5,10 @@ from typing import TypeVar
 
 from jackpot.core.types import Rollout
 
-Row = TypeVar("Row")
+_Row = TypeVar("_Row")
 
 
-def pack(rows: Iterable[Row], budget: int, lengths: Callable[[Row], tuple[int, int]]) -> Iterator[list[Row]]:
+def pack(rows: Iterable[_Row], budget: int, lengths: Callable[[_Row], tuple[int, int]]) -> Iterator[list[_Row]]:
     """Yield runs of neighbouring rows, each as long as the budget allows and at least one row long.
 
     A run of B rows takes B * (P + T) tokens: its prompts are padded to the longest of them, P tokens, and its responses
@@ -19,7 +19,7 @@ def pack(rows: Iterable[Row], budget: int, lengths: Callable[[Row], tuple[int, i
         budget: the most tokens of a run, padding included; a single longer row makes a run of its own.
         lengths: gives the tokens of a row's prompt and of its response.
     """
-    run: list[Row] = []
+    run: list[_Row] = []
     longest_prompt = longest_response = 0
     for row in rows:
         prompt, response = lengths(row)

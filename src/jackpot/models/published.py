@@ -1,7 +1,7 @@
-"""Shapes of published models, for plans where the hub cannot be asked.
+"""Shapes of published models, for plans where the hub cannot be reached.
 
-Copied from the models' own config.json: what decides shapes and cost, and the token that ends a text. Weights never
-come from here.
+The settings are copied from the models' own config.json: those that decide shapes and cost, and the end-of-sequence
+token. The table has no weights.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from jackpot.models.families import known_model
 
-OWN_TABLE = "Jackpot's own table: "  # begins the `name_or_path` of a config from here
+OWN_TABLE = "Jackpot's own table: "  # prefix of `name_or_path` in a config of this table
 
 _QWEN2 = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "eos_token_id": 151_643, "rope_theta": 1_000_000.0}
 _QWEN25_05B = _QWEN2 | {
@@ -103,7 +103,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def published_config(name: str) -> PreTrainedConfig | None:
-    """The config of a model of the table, marked as such (`is_from_table`); None for every other name."""
+    """Return the config of a model of the table, marked as such (`is_from_table`); None for every other name."""
     if name not in PUBLISHED:
         return None
     settings = dict(PUBLISHED[name])
@@ -114,4 +114,5 @@ def published_config(name: str) -> PreTrainedConfig | None:
 
 
 def is_from_table(config: PreTrainedConfig) -> bool:
+    """Tell whether a config comes from this table and not from a model's folder or the hub."""
     return config.name_or_path.startswith(OWN_TABLE)

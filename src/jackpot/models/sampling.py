@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from, and the draw. Torch only, pure.
+"""Computes the distribution that a token is drawn from, and draws from it. Torch only, pure.
 
 Shapes: `N` rows, `V` vocabulary. Log-probabilities are in nats.
 """
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from jackpot.objectives.kernels.topk import top_k as largest
 
-_BLOCK = 128  # tokens; a draw reads the sums of all blocks and the tokens of one
+_BLOCK = 128  # tokens of a block; a draw reads the sums of all blocks and the tokens of one
 
 
 def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Log-probs after temperature, then top-k, then top-p, as vLLM applies them: [N, V] float32.
+    """Return log-probs after temperature, then top-k, then top-p, as vLLM applies them: [N, V] float32.
 
     With q = softmax(logits / temperature):
-    top-k keeps the `top_k` most probable tokens and whatever ties with the last of them; 0 keeps all;
-    top-p renormalises what is left, sorts it, and keeps each token before which less than `top_p` has been summed, so
-    the token that crosses `top_p` stays and so does the first.
-    What is dropped gets -inf and the rest sums to 1.
+    top-k keeps the `top_k` most probable tokens and all that tie with the last of them; 0 keeps all;
+    top-p renormalizes and sorts the kept tokens, and keeps each token before which less than `top_p` has been summed,
+    so that the token that crosses `top_p` is kept, and so is the first.
+    Dropped tokens get -inf, and the rest sums to 1.
 
     Args:
         logits: [N, V] float32.
@@ -49,7 +49,7 @@ class Draw(NamedTuple):
 def draw_tokens(
     logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, num_top_log_probs: int
 ) -> Draw:
-    """Draw from the distribution of `sampling_log_probs`, as `sample_tokens` does; log-probs are of it.
+    """Draw tokens from the distribution of `sampling_log_probs`, with their log-probs and the top ones.
 
     Untruncated, the distribution [N, V] is never normalised: weights relative to the most probable token serve the draw
     and their float64 sum the log-probs. A row with NaN gets an arbitrary token with a log-prob that is not finite.
@@ -72,10 +72,10 @@ def draw_tokens(
 
 
 def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF draw: the first token at which the running sum of `probs` exceeds u times the total. [N] int64
+    """Draw by the inverse CDF the first token at which the running sum of `probs` exceeds u times the total, [N] int64.
 
     Sums are float64, first over blocks of tokens, then inside the chosen block. A token of probability 0 is never
-    drawn, whatever the rounding. A row with NaN gives an arbitrary token: check its probability.
+    drawn, at any rounding. A row with NaN gives an arbitrary token: check its probability.
 
     Args:
         probs: [N, V], not negative; it need not be normalised.
@@ -85,7 +85,7 @@ def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64."""
+    """Return the tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64."""
     size = probs.shape[-1]
     whole = size - size % _BLOCK
     sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
@@ -98,15 +98,15 @@ def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     places = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
     inside = probs.gather(1, places.clamp(max=size - 1)).double().masked_fill(places >= size, 0.0)
     tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
-    return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # only a row with NaN comes out above
+    return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # only a row with NaN exceeds the range
 
 
 def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:
-    """-inf outside `kept` [N, V], renormalised inside."""
+    """Set log-probs to -inf outside `kept` [N, V], and renormalize those inside."""
     return torch.log_softmax(log_probs.masked_fill(~kept, -torch.inf), dim=-1)
 
 
 def _first_above(running: Tensor, masses: Tensor, goal: Tensor) -> Tensor:
-    """The first index whose running sum exceeds `goal`, or, where rounding left none, the last with mass: [N, 1]."""
+    """Return the first index whose running sum exceeds `goal`, or the last with mass if rounding left none, [N, 1]."""
     last = masses.shape[-1] - 1 - (masses > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(running, goal, right=True), last)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
-from jackpot.analysis.mismatch.lengths import long_against_short
-from jackpot.analysis.mismatch.measure import Clustered, Measure, Numbers, mean_of
-from jackpot.analysis.mismatch.tokens import TokenNumbers, Written, token_numbers
+from jackpot.analysis.mismatch.lengths import compare_lengths
+from jackpot.analysis.mismatch.measure import ClusteredMean, MismatchNumbers, MismatchSums, mean_of
+from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
 VOCABULARY = 12
@@ -24,7 +24,7 @@ def distributions(tokens: int, seed: int, spread: float = 1.5) -> np.ndarray:
 
 def both(
     p: np.ndarray, q: np.ndarray, ids: np.ndarray, k: int = VOCABULARY, **changes
-) -> tuple[Written, LearnerScores]:
+) -> tuple[SamplerScores, LearnerScores]:
     """One response in whose every state the sampler has p and the learner q, with the k most probable tokens of p."""
     log_p, log_q = np.log(p), np.log(q)
     top = np.argsort(-p, axis=1)[:, :k]
@@ -46,7 +46,7 @@ def both(
         lowest=torch.from_numpy(outside.min(1)),
         entropy=torch.from_numpy(-(q * log_q).sum(1)),
     )
-    return Written(**by | changes), reading
+    return SamplerScores(**by | changes), reading
 
 
 def response(length: int, seed: int, distance: float = 0.3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,7 +60,7 @@ def response(length: int, seed: int, distance: float = 0.3) -> tuple[np.ndarray,
 
 def test_every_token_has_both_probabilities_and_the_divergences_of_the_whole_distributions():
     p, q, ids = response(9, seed=0)
-    found = token_numbers(*both(p, q, ids))
+    found = token_mismatch(*both(p, q, ids))
     rows = np.arange(9)
     np.testing.assert_allclose(found.sampler, p[rows, ids])
     np.testing.assert_allclose(found.learner, q[rows, ids])
@@ -78,7 +78,7 @@ def test_k1_k3_and_the_mean_ratio_are_unbiased():
     """Over all tokens that the sampler could draw at one state, each with its probability."""
     p, q, _ = response(1, seed=3)
     every = np.arange(VOCABULARY)
-    found = token_numbers(*both(p.repeat(VOCABULARY, 0), q.repeat(VOCABULARY, 0), every))
+    found = token_mismatch(*both(p.repeat(VOCABULARY, 0), q.repeat(VOCABULARY, 0), every))
     weight = torch.from_numpy(p[0])
     exact = (p * np.log(p / q)).sum()
     assert float((weight * -found.log_ratio).sum()) == pytest.approx(exact)
@@ -91,7 +91,7 @@ def test_k1_k3_and_the_mean_ratio_are_unbiased():
 @pytest.mark.parametrize("distance", [0.01, 0.5, 3.0])
 def test_bounds_from_the_top_k_hold_the_exact_divergences_between_them(k, distance):
     p, q, ids = response(200, seed=k, distance=distance)
-    found = token_numbers(*both(p, q, ids, k))
+    found = token_mismatch(*both(p, q, ids, k))
     exact = {"kl": (p * np.log(p / q)).sum(1), "variation": 0.5 * np.abs(p - q).sum(1)}
     for name, value in exact.items():
         low, high = (bound.numpy() for bound in getattr(found, name))
@@ -107,7 +107,7 @@ def test_the_lower_bounds_are_reached_where_the_tails_are_proportional():
     np.put_along_axis(inside, top, True, axis=1)
     rest_p, rest_q = (np.where(inside, 0.0, x).sum(1, keepdims=True) for x in (p, q))
     q = np.where(inside, q, p * rest_q / rest_p)
-    found = token_numbers(*both(p, q, ids, 4))
+    found = token_mismatch(*both(p, q, ids, 4))
     np.testing.assert_allclose(found.kl[0], (p * np.log(p / q)).sum(1), atol=1e-12)
     np.testing.assert_allclose(found.variation[0], 0.5 * np.abs(p - q).sum(1), atol=1e-12)
 
@@ -117,25 +117,25 @@ def test_rounding_of_the_samplers_log_probs_is_no_divergence():
     p, _, ids = response(300, seed=7)
     by, reading = both(p, p, ids, log_probs=torch.zeros(300).double())
     rounded = by.top_log_probs.float().double()
-    found = token_numbers(Written(**{**_fields(by), "top_log_probs": rounded}), reading)
+    found = token_mismatch(SamplerScores(**{**_fields(by), "top_log_probs": rounded}), reading)
     naive = (rounded.exp() * (rounded - reading.top_log_probs)).sum(1)
     assert float(naive.abs().max()) > 1e-8 and float(found.kl[0].max()) < 1e-13
 
 
-def _fields(by: Written) -> dict:
-    return {name: getattr(by, name) for name in Written.__dataclass_fields__}
+def _fields(by: SamplerScores) -> dict:
+    return {name: getattr(by, name) for name in SamplerScores.__dataclass_fields__}
 
 
 def test_what_a_tool_wrote_is_not_compared_and_keeps_its_place():
     p, q, ids = response(6, seed=1)
     by, reading = both(p, q, ids, sampled=torch.tensor([True, False, False, True, True, False]))
-    found = token_numbers(by, reading)
-    whole = token_numbers(*both(p, q, ids))
+    found = token_mismatch(by, reading)
+    whole = token_mismatch(*both(p, q, ids))
     assert found.position.tolist() == [0, 3, 4] and found.gap.equal(whole.gap[[0, 3, 4]])
     assert found.kl[0].equal(whole.kl[0][[0, 3, 4]]) and found.entropy.equal(whole.entropy[[0, 3, 4]])
 
 
-def truncated(k: int, top: int) -> tuple[Written, LearnerScores, np.ndarray, np.ndarray]:
+def truncated(k: int, top: int) -> tuple[SamplerScores, LearnerScores, np.ndarray, np.ndarray]:
     """A sampler with top_k = `top` that reports k tokens; both distributions on its support."""
     p, q, _ = response(30, seed=11)
     support = np.argsort(-p, axis=1)[:, :top]
@@ -151,7 +151,7 @@ def truncated(k: int, top: int) -> tuple[Written, LearnerScores, np.ndarray, np.
 @pytest.mark.parametrize("k", [5, VOCABULARY])
 def test_a_truncated_sampler_is_compared_on_its_support(k):
     by, reading, p, q = truncated(k, top=4)
-    found = token_numbers(by, reading)
+    found = token_mismatch(by, reading)
     mass = q.sum(1, keepdims=True)
     inside = q / mass
     np.testing.assert_allclose(found.support, mass[:, 0])
@@ -166,42 +166,44 @@ def test_a_truncated_sampler_is_compared_on_its_support(k):
 def test_a_truncated_sampler_whose_support_is_not_known_is_refused():
     by, reading, _, _ = truncated(3, top=4)
     with pytest.raises(EngineError, match=r"more than the 3 tokens.*raise top_log_probs"):
-        token_numbers(by, reading)
+        token_mismatch(by, reading)
     with pytest.raises(EngineError, match=r"single tokens.*name=transformers"):
-        token_numbers(by, LearnerScores(log_probs=reading.log_probs))
+        token_mismatch(by, LearnerScores(log_probs=reading.log_probs))
 
 
 def test_a_learner_that_only_scores_leaves_divergences_open_and_nan_is_refused():
     p, q, ids = response(5, seed=2)
     by, reading = both(p, q, ids)
-    found = token_numbers(by, LearnerScores(log_probs=reading.log_probs))
+    found = token_mismatch(by, LearnerScores(log_probs=reading.log_probs))
     assert found.kl is None and found.variation is None and not found.is_exact
     np.testing.assert_allclose(found.entropy, -(p * np.log(p)).sum(1))  # the sampler's, whose whole is known
     np.testing.assert_allclose(found.gap, np.abs(p - q)[np.arange(5), ids], atol=1e-15)
     with pytest.raises(EngineError, match="one has log-probs that are NaN"):
-        token_numbers(by, LearnerScores(log_probs=reading.log_probs * torch.nan))
+        token_mismatch(by, LearnerScores(log_probs=reading.log_probs * torch.nan))
 
 
 def test_errors_of_means_over_tokens_are_clustered_by_response():
     draw = np.random.default_rng(0)
     responses = [draw.normal(draw.normal(), 0.1, length) for length in (3, 1, 40, 7, 12)]
-    sums = Clustered()
+    sums = ClusteredMean()
     for values in responses:
-        sums += Clustered.of(torch.from_numpy(values))
-    found = (sums + Clustered.of(torch.zeros(0))).estimate
+        sums += ClusteredMean.of(torch.from_numpy(values))
+    found = (sums + ClusteredMean.of(torch.zeros(0))).estimate
     every = np.concatenate(responses)
     residuals = [(values - every.mean()).sum() for values in responses]
     error = math.sqrt(5 / 4 * sum(one**2 for one in residuals)) / len(every)
     assert found.value == pytest.approx(every.mean()) and found.error == pytest.approx(error)
     assert error > 2.0 * every.std() / math.sqrt(len(every))  # what independent tokens would have
-    assert Clustered.of(torch.tensor([1.0, 2.0])).estimate.error is None and Clustered().estimate is None
+    assert ClusteredMean.of(torch.tensor([1.0, 2.0])).estimate.error is None and ClusteredMean().estimate is None
     assert mean_of([2.0]).error is None
 
 
-def measured(responses: list[tuple[np.ndarray, np.ndarray, np.ndarray]], order: list[int] | None = None) -> Numbers:
-    measure = Measure()
+def measured(
+    responses: list[tuple[np.ndarray, np.ndarray, np.ndarray]], order: list[int] | None = None
+) -> MismatchNumbers:
+    measure = MismatchSums()
     for row in order or range(len(responses)):
-        measure.add(f"{row}", token_numbers(*both(*responses[row])))
+        measure.add(f"{row}", token_mismatch(*both(*responses[row])))
     return measure.numbers()
 
 
@@ -270,9 +272,9 @@ def test_equal_sides_are_0_everywhere_and_the_order_of_responses_does_not_matter
 
 
 def test_nothing_sampled_is_nothing_to_compare():
-    measure = Measure()
+    measure = MismatchSums()
     p, q, ids = response(3, seed=0)
-    measure.add("tool", token_numbers(*both(p, q, ids, sampled=torch.zeros(3, dtype=torch.bool))))
+    measure.add("tool", token_mismatch(*both(p, q, ids, sampled=torch.zeros(3, dtype=torch.bool))))
     with pytest.raises(DataError, match="no token was sampled"):
         measure.numbers()
 
@@ -292,7 +294,7 @@ def test_one_long_response_is_laid_beside_its_beginning_one_short_one_and_all_sh
         [torch.tensor([0.3]), torch.tensor([0.0, 0.2])],
         [torch.tensor([1.0]), torch.tensor([1.0])],
     ]
-    rows = long_against_short([one.double() for one in long], [[x.double() for x in each] for each in short], limit=2)
+    rows = compare_lengths([one.double() for one in long], [[x.double() for x in each] for each in short], limit=2)
     assert [row.name for row in rows] == [
         "1 of up to 4 tokens",
         "its first 2 tokens",
@@ -305,13 +307,13 @@ def test_one_long_response_is_laid_beside_its_beginning_one_short_one_and_all_sh
     ]
     assert [row.max_gap.value for row in rows] == pytest.approx([0.7, 0.35, 0.2, 0.45])
     assert rows[3].mean_gap.value == pytest.approx((1.0 / 4 + 0.5 / 3) / 2) and rows[0].high == 1
-    assert long_against_short([torch.zeros(0)], [[torch.ones(1)]], limit=2) == ()
+    assert compare_lengths([torch.zeros(0)], [[torch.ones(1)]], limit=2) == ()
 
 
 def test_a_response_of_nothing_but_a_certain_token_falls_into_the_lowest_band():
     """Rounding can leave an entropy of a little less than 0."""
     one = torch.ones(1, dtype=torch.float64)
-    tokens = TokenNumbers(
+    tokens = TokenMismatch(
         position=torch.zeros(1, dtype=torch.int64),
         sampler=one,
         learner=one,
@@ -322,7 +324,7 @@ def test_a_response_of_nothing_but_a_certain_token_falls_into_the_lowest_band():
         support=None,
         entropy=-1e-17 * one,
     )
-    measure = Measure()
+    measure = MismatchSums()
     measure.add("one", tokens)
     [band] = measure.numbers().by_entropy
     assert band.name == "0-0.01" and band.kl is None and not measure.numbers().kl_is_exact

@@ -15,7 +15,7 @@ from helpers.learners import batches, make_learner, smallest_model, write
 from helpers.runs import run, small_config
 from jackpot.analysis.mismatch import learner
 from jackpot.analysis.mismatch.learner import learner_model, learner_scores
-from jackpot.analysis.mismatch.run import Pair, measure_mismatch
+from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config, side_name
 from jackpot.config.build import nest
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
@@ -34,7 +34,7 @@ INT8 = {"quantization": "int8_w8a8"}
 
 def apart(
     *learners: dict[str, Any], samplers: tuple[dict[str, Any], ...] = ({},), model: str = POLICY, **settings: Any
-) -> list[Pair]:
+) -> list[MismatchPair]:
     """What is measured of 24 responses of at most 16 tokens."""
     given = {"responses": 24, "sampling.max_new_tokens": 16, "threads": 1} | settings
     changes = [nest(key, value) for key, value in given.items()]
@@ -42,7 +42,7 @@ def apart(
     return list(measure_mismatch(config, lambda text: None).pairs)
 
 
-def gaps(found: list[Pair]) -> list[float]:
+def gaps(found: list[MismatchPair]) -> list[float]:
     return [pair.numbers.gap.value for pair in found]
 
 

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files, torch_file
-from jackpot.analysis.replay.replay import replay
-from jackpot.analysis.replay.responses import Response
+from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.run import replay
 from jackpot.core.errors import DataError
 from jackpot.models import scoring
 
@@ -141,13 +141,13 @@ OF_POLICY = {
 }
 
 
-def read(path: Path) -> tuple[str, list[Response], list[str]]:
+def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
     told: list[str] = []
     found, files = find_format(path, "auto")
     return found.name, list(read_files(found, files, told.append)), told
 
 
-def sampled(response: Response, column: torch.Tensor) -> list[float]:
+def sampled(response: SavedResponse, column: torch.Tensor) -> list[float]:
     return column[response.sampled_mask].tolist()
 
 

@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import factors, inputs_of
 from jackpot.analysis.replay.gradient import state_sums
-from jackpot.analysis.replay.settings import Setting, settings_of
-from jackpot.analysis.replay.states import States
+from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
 from jackpot.objectives.losses import clipped_surrogate
 from jackpot.objectives.obrs import exact_z, known_z
 
 STATES, VOCABULARY = 3, 4
 SIGNS = [torch.tensor(signs, dtype=torch.float64) for signs in itertools.product((-1.0, 1.0), repeat=VOCABULARY)]
-SETTINGS = {one.label: one for one in settings_of(None, []) if not one.is_of_whole_responses}
+SETTINGS = {one.label: one for one in settings_of(None, []) if not one.weighs_whole_responses}
 LABELS = ["none", "is", "tis", "icepop", "drop", "obrs", "obrs expected", "mask_only", "reweight_only", "z_only"]
 
 
 @pytest.fixture(scope="module")
-def states() -> States:
+def states() -> StateDistributions:
     """At the first step on a batch: old and new policy are one."""
     generator = torch.Generator().manual_seed(5)
     rollout, new = (
@@ -28,16 +28,20 @@ def states() -> States:
         for _ in range(2)
     )
     advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-    return States(at=torch.ones(1, STATES, dtype=torch.bool), rollout=rollout, new=new, old=new, advantages=advantages)
+    return StateDistributions(
+        at=torch.ones(1, STATES, dtype=torch.bool), rollout=rollout, new=new, old=new, advantages=advantages
+    )
 
 
-def inputs(setting: Setting, states: States, uniforms: float):
+def inputs(setting: CorrectionSetting, states: StateDistributions, uniforms: float):
     z = exact_z(states.rollout, states.new, setting.objective.correction.lam).unsqueeze(-1).expand_as(states.new)
     mask, coins = torch.ones_like(states.new, dtype=torch.bool), torch.full_like(states.new, uniforms)
     return replace(inputs_of(setting, states.rollout, states.new, states.new, mask, known_z(z)), uniforms=coins)
 
 
-def loss_gradient(setting: Setting, states: States, state: int, token: int, coin: float, advantage: float):
+def loss_gradient(
+    setting: CorrectionSetting, states: StateDistributions, state: int, token: int, coin: float, advantage: float
+):
     """d loss / d logits of one state, by autograd through the loss that training has; the ascent direction."""
     given = inputs(setting, states, coin)
     correction = setting.objective.correction.apply(given, {})
@@ -50,7 +54,7 @@ def loss_gradient(setting: Setting, states: States, state: int, token: int, coin
     return logits.grad
 
 
-def by_hand(setting: Setting, states: States):
+def by_hand(setting: CorrectionSetting, states: StateDistributions):
     """Squared norms summed over states, by enumeration of tokens, coins and the signs of every token's advantage."""
     coins = [(number + 0.5) / 200 for number in range(200)]
     estimator = both = exact = noise = 0.0
@@ -73,7 +77,7 @@ def by_hand(setting: Setting, states: States):
     return estimator, both, exact, noise
 
 
-def of_states(setting: Setting, states: States):
+def of_states(setting: CorrectionSetting, states: StateDistributions):
     return state_sums(factors(setting, inputs(setting, states, 0.5), states.new, None, {}), states)
 
 
@@ -93,7 +97,9 @@ def test_importance_sampling_has_no_bias_and_no_drift_and_the_policys_own_text_n
     found = of_states(SETTINGS["is"], states)
     assert found.gradient.bias == pytest.approx(0.0, abs=1e-7) and found.gradient.scale == pytest.approx(1.0)
     assert found.gradient.drift_size == pytest.approx(0.0, abs=1e-7)
-    own = States(at=states.at, rollout=states.new, new=states.new, old=states.new, advantages=states.advantages)
+    own = StateDistributions(
+        at=states.at, rollout=states.new, new=states.new, old=states.new, advantages=states.advantages
+    )
     assert of_states(SETTINGS["is"], own).gradient.variance == pytest.approx(1.0)
 
 

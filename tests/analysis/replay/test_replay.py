@@ -1,4 +1,4 @@
-"""Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot tell."""
+"""Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot warn."""
 
 import math
 from pathlib import Path
@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from helpers.synthetic_rollouts import discovered, noise, records, write
-from jackpot.analysis.replay.recommend import Judged, choose
-from jackpot.analysis.replay.replay import Replay, replay
+from jackpot.analysis.replay.recommend import CorrectionCandidate, choose
+from jackpot.analysis.replay.run import ReplayResult, replay
 from jackpot.analysis.replay.settings import settings_of
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.ui.views.replay import facts, replay_sections
 
 
-def of(tmp_path: Path, *arguments, **settings) -> Replay:
-    return replay(write(tmp_path / "made_up.jsonl", records(*arguments, **settings)))
+def of(tmp_path: Path, *arguments, **settings) -> ReplayResult:
+    return replay(write(tmp_path / "synthetic.jsonl", records(*arguments, **settings)))
 
 
-def judged(found: Replay, label: str):
-    return next(one for one in found.answer.judged if one.setting.label == label)
+def candidates(found: ReplayResult, label: str):
+    return next(one for one in found.answer.candidates if one.setting.label == label)
 
 
 def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
@@ -31,38 +31,38 @@ def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
     )
 
 
-def test_of_one_distribution_nothing_is_misplaced_and_every_token_counts(tmp_path):
+def test_of_one_distribution_no_variation_is_left_and_every_token_counts(tmp_path):
     found = of(tmp_path, noise(0.0))
-    for one in found.answer.judged:
-        assert one.misplaced == pytest.approx(0.0, abs=1e-9)
+    for one in found.answer.candidates:
+        assert one.tv_after_correction == pytest.approx(0.0, abs=1e-9)
         assert one.effective == pytest.approx(1.0)
 
 
 def test_a_mild_gap_needs_truncated_importance_sampling_and_nothing_more(tmp_path):
     found = of(tmp_path, noise(0.3))
     assert found.answer.settings == {"name": "tis"}
-    assert judged(found, "none").misplaced > 0.05 > 100 * judged(found, "tis").misplaced
-    assert found.answer.halves_agree
+    assert candidates(found, "none").tv_after_correction > 0.05 > 100 * candidates(found, "tis").tv_after_correction
+    assert found.answer.split_halves_agree
 
 
 def test_a_heavy_tail_needs_obrs_without_its_coin(tmp_path):
     found = of(tmp_path, discovered(share=0.1, lift=8.0))
     assert found.answer.settings == {"name": "obrs", "mask": "expected"}
-    assert judged(found, "tis").misplaced > 2 * judged(found, "obrs expected").misplaced
-    assert judged(found, "is").effective < 0.1  # the weights of a tail eat the batch
+    assert candidates(found, "tis").tv_after_correction > 2 * candidates(found, "obrs expected").tv_after_correction
+    assert candidates(found, "is").effective < 0.1  # the weights of a tail eat the batch
 
 
 def test_a_tail_without_top_k_lists_is_not_taken_for_wrong_log_probs_alone(tmp_path):
     """Without the lists a tail that was not sampled looks like log-probs that do not fit: both are named."""
     found = of(tmp_path, discovered(share=0.1, lift=8.0), lists=False)
-    assert found.answer.verdict == "cannot tell" and found.answer.correction is None
-    assert "must be 1" in found.answer.sentence and "hardly ever writes" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and found.answer.correction is None
+    assert "must be 1" in found.answer.sentence and "hardly ever samples" in found.answer.sentence
 
 
 def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
     found = of(tmp_path, noise(0.3), responses=10, length=600)
     assert found.answer.settings["name"] == "tis"
-    assert "Nothing that weighs whole responses: over 600 tokens" in found.answer.sentence
+    assert "Do not weigh whole responses: over 600 tokens" in found.answer.sentence
     short = of(tmp_path, noise(0.3), responses=1000, length=1)
     assert "whole responses" not in short.answer.sentence
 
@@ -72,7 +72,7 @@ def test_stale_text_needs_a_correction_towards_the_policy_that_is_updated(tmp_pa
     assert found.answer.settings == {"name": "tis_adjusted"}
     heavy = of(tmp_path, discovered(share=0.1, lift=8.0), stale=True)
     assert heavy.answer.settings == {"name": "obrs", "mask": "expected", "target": "new", "proximal": "new"}
-    assert judged(found, "none").misplaced > 0.05  # by PPO's clip, for its ratio is p_new / p_old already
+    assert candidates(found, "none").tv_after_correction > 0.05  # by PPO's clip, for its ratio is p_new / p_old already
 
 
 def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
@@ -83,12 +83,12 @@ def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
 def test_no_correction_is_advised_for_models_that_have_little_in_common(tmp_path):
     found = of(tmp_path, noise(5.0))
     assert (found.answer.verdict, found.answer.correction) == ("too far", None)
-    assert "closer writer" in found.answer.sentence
+    assert "closer rollout model" in found.answer.sentence
 
 
 def test_too_few_tokens_give_no_answer(tmp_path):
     found = of(tmp_path, noise(0.3), responses=10)
-    assert found.answer.verdict == "cannot tell" and "200 sampled tokens and 1,000" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and "200 sampled tokens and 1,000" in found.answer.sentence
 
 
 def truncated(lines, lists: bool):
@@ -104,12 +104,12 @@ def truncated(lines, lists: bool):
 
 def test_log_probs_of_truncated_sampling_are_found_out(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=False)))
-    assert found.answer.verdict == "cannot tell" and "top-p" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and "top-p" in found.answer.sentence
 
 
 def test_lists_that_do_not_fit_the_sampled_tokens_are_found_out(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=True)))
-    assert found.answer.verdict == "cannot tell" and "than the top-k lists allow" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and "than the top-k lists allow" in found.answer.sentence
 
 
 def cut(lines):
@@ -123,8 +123,8 @@ def cut(lines):
 
 def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", cut(records(discovered(share=1.0, lift=6.0)))))
-    assert found.answer.verdict == "cannot tell" and "could not sample" in found.answer.sentence
-    assert 0.01 < judged(found, "is").misplaced < 1.0  # what cannot be written no weight brings back
+    assert found.answer.verdict == "cannot warn" and "could not sample" in found.answer.sentence
+    assert 0.01 < candidates(found, "is").tv_after_correction < 1.0  # what cannot be written no weight brings back
 
 
 def test_halves_that_disagree_are_told(tmp_path):
@@ -134,7 +134,7 @@ def test_halves_that_disagree_are_told(tmp_path):
             yield pair[number % 2]
 
     found = replay(write(tmp_path / "a.jsonl", mixed()))
-    assert not found.answer.halves_agree
+    assert not found.answer.split_halves_agree
     assert "Not sure: of the two halves" in found.answer.sentence and "none" in found.answer.sentence
 
 
@@ -151,7 +151,7 @@ def test_every_correction_is_replayed_and_what_needs_lists_is_left_out_without_t
 def test_sums_over_the_vocabulary_and_over_the_sampled_tokens_agree(tmp_path):
     found = of(tmp_path, noise(0.3), responses=400)
     for one in found.corrections:
-        if one.setting.is_of_whole_responses:
+        if one.setting.weighs_whole_responses:
             continue
         sums, states = one.whole.sums, one.whole.states
         assert float(sums["factor"].value) == pytest.approx(float(states.mean.value), abs=0.015), one.setting.label
@@ -159,13 +159,13 @@ def test_sums_over_the_vocabulary_and_over_the_sampled_tokens_agree(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0])
-def test_what_is_misplaced_by_the_sampled_tokens_is_never_far_too_small(tmp_path, size):
+def test_the_variation_estimated_from_sampled_tokens_is_never_far_too_small(tmp_path, size):
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
     found = of(tmp_path, noise(size), responses=600)
     for one in found.corrections:
-        if one.setting.is_of_whole_responses or one.setting.name in ("ppo_is", "reweight_only"):  # never advised
+        if one.setting.weighs_whole_responses or one.setting.name in ("ppo_is", "reweight_only"):  # never advised
             continue
-        exact, sampled = one.whole.states.misplaced_share, one.whole.apart
+        exact, sampled = one.whole.states.tv_after_correction, one.whole.sampled_tv_after_correction
         assert 0.9 * exact - 0.002 <= sampled <= 1.8 * exact + 0.005, one.setting.label
         if one.setting.name in ("none", "z_only", "mask_only", "is"):
             assert sampled == pytest.approx(exact, rel=0.05, abs=0.001), one.setting.label
@@ -203,9 +203,9 @@ def test_tokens_whose_lists_hold_little_count_as_much_as_the_others(tmp_path):
     lines = list(partly_known(0.6))
     found = replay(write(tmp_path / "a.jsonl", (line for line, _ in lines)))
     gap = sum(apart for _, apart in lines) / len(lines)
-    none = judged(found, "none")
+    none = candidates(found, "none")
     assert 0.5 < none.known < 0.7
-    assert gap > 0.1 and none.misplaced == pytest.approx(gap, rel=0.08)
+    assert gap > 0.1 and none.tv_after_correction == pytest.approx(gap, rel=0.08)
     assert found.answer.verdict == "correct" and "and sampled at the others" in found.answer.sentence
 
 
@@ -216,7 +216,7 @@ def test_wrong_log_probs_are_found_out_where_the_lists_hold_most_of_the_other_to
         pairs = zip(line["rollout_log_probs"], wide, strict=True)
         line["rollout_log_probs"] = [value / 1.5 if is_wide else value for value, is_wide in pairs]
     found = replay(write(tmp_path / "a.jsonl", iter(lines)))
-    assert found.answer.verdict == "cannot tell" and "must be 1" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and "must be 1" in found.answer.sentence
 
 
 def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, monkeypatch):
@@ -228,25 +228,28 @@ def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, mon
         line["uid"] += " stale"
         line["old_log_probs"] = [value - 0.05 for value in line["log_probs"]]
     found = replay(write(tmp_path / "a.jsonl", iter(fresh + stale)))
-    labels = {one.setting.label for one in found.answer.judged}
+    labels = {one.setting.label for one in found.answer.candidates}
     assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
-    assert judged(found, "tis").known == pytest.approx(0.5) and judged(found, "tis_adjusted").known == 1.0
+    assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis_adjusted").known == 1.0
     assert any("obrs expected" in text and "2,000 of 4,000 tokens" in text for text in found.left_out)
 
 
 def test_a_correction_that_halves_little_is_not_advised_because_another_one_is_worse():
     settings = {one.label: one for one in settings_of(None, ())}
 
-    def chosen(**misplaced: float):
-        found = [Judged(setting=settings[name], misplaced=m, effective=0.9, known=1.0) for name, m in misplaced.items()]
-        return choose(found, misplaced["none"])
+    def chosen(**tv_after_correction: float):
+        found = [
+            CorrectionCandidate(setting=settings[name], tv_after_correction=m, effective=0.9, known=1.0)
+            for name, m in tv_after_correction.items()
+        ]
+        return choose(found, tv_after_correction["none"])
 
     assert chosen(none=0.04, tis=0.039, icepop=0.09) is None
     assert chosen(none=0.10, tis=0.05, icepop=0.19).setting.name == "tis"
     assert chosen(none=0.04, icepop=0.019).setting.name == "icepop"
 
 
-def test_what_is_apart_between_the_old_policy_and_the_new_one_is_a_total_variation(tmp_path):
+def test_the_stale_total_variation_is_that_of_the_old_policy_and_the_new_one(tmp_path):
     """Of three distributions: text of the first, and |p_old - p_new| / 2 summed over the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     apart, lines = [], []
@@ -262,16 +265,16 @@ def test_what_is_apart_between_the_old_policy_and_the_new_one_is_a_total_variati
         lines.append({"uid": str(number), "token_ids": ids[:, 0].tolist(), **columns})
         apart.append((old.exp() - new.exp()).abs().sum(-1).mean() / 2.0)
     found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
-    assert float(found.run["apart_stale"].value) == pytest.approx(float(torch.stack(apart).mean()), rel=0.06)
+    assert float(found.run["total_variation_stale"].value) == pytest.approx(float(torch.stack(apart).mean()), rel=0.06)
 
 
 def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypatch):
-    path = write(tmp_path / "made_up.jsonl", records(noise(0.3)))
+    path = write(tmp_path / "synthetic.jsonl", records(noise(0.3)))
     whole = replay(path, names=["tis", "icepop", "is"])
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     small = replay(path, names=["tis", "icepop", "is"])
-    for one, other in zip(whole.answer.judged, small.answer.judged, strict=True):
-        assert other.misplaced == pytest.approx(one.misplaced, abs=1e-9)
+    for one, other in zip(whole.answer.candidates, small.answer.candidates, strict=True):
+        assert other.tv_after_correction == pytest.approx(one.tv_after_correction, abs=1e-9)
         assert other.effective == pytest.approx(one.effective)
 
 
@@ -280,12 +283,12 @@ def test_the_gap_of_the_first_and_of_the_last_file_stand_beside_each_other(tmp_p
         write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step))
     found = dict(replay(tmp_path, names=["none"]).ends)
     alone = replay(tmp_path / "10.jsonl", names=["none"])
-    assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["apart"].value))}
+    assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["total_variation"].value))}
     assert len(alone.ends) == 1
 
 
-def replayed(tmp_path: Path, lines, **settings) -> Replay:
-    return replay(write(tmp_path / "made_up.jsonl", iter(lines)), **settings)
+def replayed(tmp_path: Path, lines, **settings) -> ReplayResult:
+    return replay(write(tmp_path / "synthetic.jsonl", iter(lines)), **settings)
 
 
 def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
@@ -294,7 +297,7 @@ def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
         del line["log_probs"]
         line["old_log_probs"] = list(line["rollout_log_probs"])
     found = replayed(tmp_path, lines)
-    assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and "copy of the engine's" in found.answer.sentence
     lines[7]["old_log_probs"][3] -= 1e-6
     assert replayed(tmp_path, lines).answer.verdict == "none needed"
 
@@ -319,14 +322,14 @@ def test_numbers_that_overflow_give_no_answer(tmp_path):
     lines = list(records(noise(0.3), lists=False))
     lines[3]["rollout_log_probs"][5] = -720.0
     found = replayed(tmp_path, lines)
-    assert found.answer.verdict == "cannot tell" and "not a finite number" in found.answer.sentence
+    assert found.answer.verdict == "cannot warn" and "not a finite number" in found.answer.sentence
 
 
 def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path):
     lines = list(records(noise(0.3)))
     for line in lines[:70]:
         line["sampled_mask"] = [False] * 20
-    path = write(tmp_path / "made_up.jsonl", iter(lines))
+    path = write(tmp_path / "synthetic.jsonl", iter(lines))
     path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
     found = replay(path)
     assert float(found.run["responses"].value) == 130 and any("70 responses" in text for text in found.left_out)
@@ -341,12 +344,12 @@ def test_halves_are_every_other_response_however_long_they_are(tmp_path, monkeyp
     assert [int(half["responses"].value) for half in found.run_halves] == [3, 2]
     assert "Not checked" not in found.answer.sentence
     one = of(tmp_path, noise(0.3), responses=1, length=1500)
-    assert one.answer.halves_agree is None and "Not checked on two halves" in one.answer.sentence
+    assert one.answer.split_halves_agree is None and "Not checked on two halves" in one.answer.sentence
 
 
 def test_corrections_that_cannot_be_replayed_leave_the_tables_of_the_run(tmp_path):
     found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
-    assert found.answer.verdict == "cannot tell" and found.corrections == ()
+    assert found.answer.verdict == "cannot warn" and found.corrections == ()
     assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and replay_sections(found)
 
 
@@ -367,7 +370,7 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
     for name in [name for name in lines[0] if "top" in name]:
         del lines[0][name]
     found = replayed(tmp_path, lines)
-    assert judged(found, "tis").known == pytest.approx(199 / 200) and found.answer.correction == "tis"
+    assert candidates(found, "tis").known == pytest.approx(199 / 200) and found.answer.correction == "tis"
     assert any("obrs" in text and "3,980 of 4,000 tokens" in text for text in found.left_out)
 
 
@@ -379,7 +382,7 @@ def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
 
 
 def test_names_that_do_not_exist_are_refused(tmp_path):
-    path = write(tmp_path / "made_up.jsonl", records(noise(0.3), responses=1))
+    path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=1))
     with pytest.raises(ConfigError, match="unknown correction 'tiss'; did you mean 'tis'"):
         replay(path, names=["tiss"])
     with pytest.raises(ConfigError, match="unknown format 'verll'"):

@@ -1,8 +1,8 @@
-"""One long response against several short ones to the same prompts.
+"""Compares the gap of one long response with that of several short ones to the same prompt.
 
-The post's control: several short responses together have as many tokens as a long one, and so as many chances of a
-large gap. What a long one has beyond theirs comes from its length. Its beginning, as long as a short one, shows whether
-it comes from its last tokens alone.
+This is the control of the TIS post: several short responses together have as many tokens as a long one, and so as many
+chances of a large gap. A larger gap of the long one comes from its length. The beginning of the long one, of a short
+one's length, shows whether the difference comes from the last tokens only.
 """
 
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from jackpot.analysis.mismatch.measure import HIGH_GAP, Estimate, mean_of
+from jackpot.analysis.mismatch.measure import HIGH_GAP, MeanEstimate, mean_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthRow:
-    """One kind of text to every prompt. Means and errors over prompts."""
+    """The gaps of one kind of response to every prompt; means and errors over prompts."""
 
     name: str
-    tokens: float  # to a prompt, mean
-    max_gap: Estimate  # largest |p - q| to a prompt
-    mean_gap: Estimate
+    tokens: float  # mean number of tokens per prompt
+    max_gap: MeanEstimate  # largest |p - q| per prompt
+    mean_gap: MeanEstimate  # mean |p - q| per prompt
     high: int  # prompts whose largest gap is above HIGH_GAP
     each: tuple[float, ...]  # the largest gap to every prompt, largest first
 
 
-def long_against_short(long: Sequence[Tensor], short: Sequence[Sequence[Tensor]], limit: int) -> tuple[LengthRow, ...]:
-    """The rows: the long response, its beginning, the first of the short ones, all of them.
+def compare_lengths(long: Sequence[Tensor], short: Sequence[Sequence[Tensor]], limit: int) -> tuple[LengthRow, ...]:
+    """Return a row each for the long response, its beginning, the first short one and all short ones.
 
     Args:
         long: |p - q| of the long response to each prompt, [N] each.
-        short: of the short ones to the same prompts, in the same order; as many to each.
-        limit: tokens of a short one, and of the beginning.
+        short: |p - q| of the short responses to the same prompts, in the same order; equally many to each.
+        limit: most tokens of a short response, and of the beginning.
 
-    Prompts with an empty response, of which nothing can be said, are left out.
+    Prompts with an empty response are left out.
     """
     pairs = [(one, several) for one, several in zip(long, short, strict=True) if len(one) and all(map(len, several))]
     if not pairs:

@@ -1,7 +1,7 @@
-"""From responses, one at a time, to everything that is told of two sides.
+"""Sums the gaps between sampler and learner over responses, and turns the sums into the numbers of a comparison.
 
-What is kept of a token is its log-ratio and its two probabilities (16 bytes), for quantiles and the picture; everything
-else is sums, and a few numbers of each response.
+Of each token its log-ratio and its two probabilities are kept (16 bytes), for quantiles and the picture; the rest are
+sums, and a few numbers of each response.
 """
 
 import math
@@ -13,27 +13,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jackpot.analysis.mismatch.tokens import TokenNumbers
+from jackpot.analysis.mismatch.tokens import TokenMismatch
 from jackpot.core.bands import POSITIONS, band_masks, band_names
 from jackpot.core.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class MeanEstimate:
     """A mean and its standard error; None where there is only one response."""
 
     value: float
     error: float | None
 
 
-def mean_of(values: Sequence[float]) -> Estimate:
-    """The mean of independent numbers, one at least."""
+def mean_of(values: Sequence[float]) -> MeanEstimate:
+    """Average one or more independent numbers."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Estimate(value=statistics.fmean(values), error=error)
+    return MeanEstimate(value=statistics.fmean(values), error=error)
 
 
-class Clustered(NamedTuple):
-    """A mean over tokens, as sums over responses; float64."""
+class ClusteredMean(NamedTuple):
+    """Sums for a mean over tokens whose standard error is clustered by response; float64."""
 
     total: float = 0.0  # sum y
     count: float = 0.0  # sum n
@@ -43,115 +43,115 @@ class Clustered(NamedTuple):
     responses: int = 0
 
     @classmethod
-    def of(cls, values: Tensor) -> "Clustered":
-        """The tokens of one response, [N]; nothing where N is 0."""
+    def of(cls, values: Tensor) -> "ClusteredMean":
+        """Sum the values of one response's tokens, [N]; all sums are 0 where N is 0."""
         if not (n := len(values)):
             return cls()
         total = float(values.double().sum())
         return cls(total, n, total * total, total * n, n * n, 1)
 
-    def __add__(self, other: "Clustered") -> "Clustered":
-        return Clustered(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def __add__(self, other: "ClusteredMean") -> "ClusteredMean":
+        return ClusteredMean(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     @property
-    def estimate(self) -> Estimate | None:
-        """None where nothing was counted."""
+    def estimate(self) -> MeanEstimate | None:
+        """Return the mean with its clustered standard error; None where no token was counted."""
         if not self.count:
             return None
         mean = self.total / self.count
         if self.responses < 2:
-            return Estimate(value=mean, error=None)
+            return MeanEstimate(value=mean, error=None)
         spread = max(0.0, self.squares - 2.0 * mean * self.products + mean * mean * self.counts)
         scale = self.responses / (self.responses - 1)
-        return Estimate(value=mean, error=math.sqrt(scale * spread) / self.count)
+        return MeanEstimate(value=mean, error=math.sqrt(scale * spread) / self.count)
 
 
 ENTROPIES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
-HIGH_GAP = 0.5  # the post counts responses whose largest gap is above it
-FAR = 2.0  # a ratio beyond it, either way
-DRAWN_TOKENS = 2_000  # kept of all, for the picture
+HIGH_GAP = 0.5  # gap above which the TIS post counts a response
+FAR = 2.0  # ratio above which, or below whose inverse, a token is counted
+DRAWN_TOKENS = 2_000  # tokens kept for the picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
-    """One response."""
+class ResponseGap:
+    """The gaps of one response."""
 
     uid: str
-    tokens: int  # sampled ones
-    max_gap: float  # |p - q|
-    mean_gap: float
+    tokens: int  # number of sampled tokens
+    max_gap: float  # largest |p - q|
+    mean_gap: float  # mean |p - q|
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
-    """The tokens of one band of positions or entropies."""
+class TokenBand:
+    """The numbers of tokens in one band of positions or entropies."""
 
     name: str
     tokens: int
-    gap: Estimate
+    gap: MeanEstimate
     max_gap: float
-    k1: Estimate
-    k3: Estimate
-    kl: tuple[Estimate, Estimate] | None
+    k1: MeanEstimate
+    k3: MeanEstimate
+    kl: tuple[MeanEstimate, MeanEstimate] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBand:
-    """The responses of one band of lengths; means and errors over responses."""
+    """The numbers of responses in one band of lengths; means and errors over responses."""
 
     name: str
     responses: int
-    max_gap: Estimate
-    mean_gap: Estimate
+    max_gap: MeanEstimate
+    mean_gap: MeanEstimate
     high: int  # responses whose largest gap is above HIGH_GAP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numbers:
-    """How far the learner is from the sampler. Means are over sampled tokens, with errors clustered by response, unless
-    something else is said."""
+class MismatchNumbers:
+    """The mismatch between sampler and learner. Means are over sampled tokens unless noted, with errors clustered by
+    response."""
 
     responses: int
     tokens: int
-    max_gap: float  # of all tokens
-    gap: Estimate  # |p - q|
-    response_max_gap: Estimate  # mean over responses of their largest gap
-    response_mean_gap: Estimate  # mean over responses of their mean gap
+    max_gap: float  # largest |p - q| of all tokens
+    gap: MeanEstimate  # mean |p - q|
+    response_max_gap: MeanEstimate  # mean over responses of their largest gap
+    response_mean_gap: MeanEstimate  # mean over responses of their mean gap
     high: int  # responses whose largest gap is above HIGH_GAP
-    k1: Estimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
-    k3: Estimate  # mean of q/p - 1 - log q/p: the same, never below 0
-    kl: tuple[Estimate, Estimate] | None  # exact, or its two bounds; None where no distribution is at hand
+    k1: MeanEstimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
+    k3: MeanEstimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
+    kl: tuple[MeanEstimate, MeanEstimate] | None  # KL of whole distributions between two bounds; None if unknown
     kl_is_exact: bool
-    variation: tuple[Estimate, Estimate] | None  # total variation; what OBRS rejects at lam = 1
-    ratio: Estimate  # mean q/p: the learner's mass on what the sampler can draw; 1 where it can draw everything
+    variation: tuple[MeanEstimate, MeanEstimate] | None  # total variation, which is the share OBRS rejects at lam = 1
+    ratio: MeanEstimate  # mean q/p: the learner's mass on tokens that the sampler can draw; 1 where it can draw all
     quantiles: dict[str, float]  # of q/p
-    above: float  # share of tokens with q/p above FAR: so much of the sampler's mass is there
-    below: float  # and below 1 / FAR
-    support: Estimate | None  # the learner's mass on the support of a truncated sampler; None where it is all
+    above: float  # share of tokens with q/p above FAR
+    below: float  # share of tokens with q/p below 1 / FAR
+    support: MeanEstimate | None  # the learner's mass on a truncated sampler's support; None without truncation
     by_length: tuple[LengthBand, ...]
-    by_position: tuple[Band, ...]
-    by_entropy: tuple[Band, ...]  # of the learner's distribution; empty where it is not known
-    each: tuple[Response, ...]
+    by_position: tuple[TokenBand, ...]
+    by_entropy: tuple[TokenBand, ...]  # by the entropy of the learner's distribution; empty where it is unknown
+    each: tuple[ResponseGap, ...]
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
 
 class _BandSums:
-    """What adds up of one band."""
+    """The sums of one band of tokens."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, Clustered] = {}
+        self.columns: dict[str, ClusteredMean] = {}
         self.largest = -math.inf
 
     def add(self, columns: dict[str, Tensor], here: Tensor) -> None:
         if bool(here.any()):
             for name, values in columns.items():
-                self.columns[name] = self.columns.get(name, Clustered()) + Clustered.of(values[here])
+                self.columns[name] = self.columns.get(name, ClusteredMean()) + ClusteredMean.of(values[here])
             self.largest = max(self.largest, float(columns["gap"][here].max()))
 
-    def band(self, name: str) -> Band:
+    def band(self, name: str) -> TokenBand:
         means = {key: sums.estimate for key, sums in self.columns.items()}
-        return Band(
+        return TokenBand(
             name=name,
             tokens=int(self.columns["gap"].count),
             gap=means["gap"],
@@ -162,20 +162,20 @@ class _BandSums:
         )
 
 
-class Measure:
-    """Takes responses in any order."""
+class MismatchSums:
+    """Sums the gaps of responses, in any order, and returns the numbers of all."""
 
     def __init__(self) -> None:
         self._all = _BandSums()
         self._positions = [_BandSums() for _ in POSITIONS]
         self._entropies = [_BandSums() for _ in ENTROPIES]
-        self._responses: list[Response] = []
+        self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []
         self._pairs: list[Tensor] = []
         self._is_exact = True
 
-    def add(self, uid: str, tokens: TokenNumbers) -> None:
-        """One response; one without a sampled token says nothing."""
+    def add(self, uid: str, tokens: TokenMismatch) -> None:
+        """Add one response; a response without a sampled token is ignored."""
         if not len(tokens.gap):
             return
         columns = _columns(tokens)
@@ -183,26 +183,28 @@ class Measure:
         for sums, here in zip(self._positions, band_masks(tokens.position, POSITIONS).values(), strict=True):
             sums.add(columns, here)
         if tokens.entropy is not None:
-            entropy = tokens.entropy.clamp(min=0.0)  # of a certain token rounding can leave a little less
+            entropy = tokens.entropy.clamp(min=0.0)  # rounding can leave a little less than 0
             for sums, here in zip(self._entropies, band_masks(entropy, ENTROPIES).values(), strict=True):
                 sums.add(columns, here)
         gap = tokens.gap
-        self._responses.append(Response(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean())))
+        self._responses.append(
+            ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
+        )
         self._log_ratios.append(tokens.log_ratio)
         self._pairs.append(torch.stack([tokens.sampler, tokens.learner], dim=-1).float())
         self._is_exact &= tokens.is_exact
 
-    def numbers(self) -> Numbers:
-        """Of everything that was added.
+    def numbers(self) -> MismatchNumbers:
+        """Return the numbers of all responses that were added.
 
         Raises:
-            DataError: there was no sampled token.
+            DataError: no response had a sampled token.
         """
         if not self._responses:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
         means = {name: sums.estimate for name, sums in self._all.columns.items()}
         ratios = torch.cat(self._log_ratios)
-        return Numbers(
+        return MismatchNumbers(
             responses=len(self._responses),
             tokens=len(ratios),
             max_gap=self._all.largest,
@@ -228,8 +230,8 @@ class Measure:
         )
 
 
-def _columns(tokens: TokenNumbers) -> dict[str, Tensor]:
-    """What is averaged, [N] each."""
+def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
+    """Return the columns to average, [N] each."""
     ratio = tokens.log_ratio.exp()
     columns = {
         "gap": tokens.gap,
@@ -243,17 +245,17 @@ def _columns(tokens: TokenNumbers) -> dict[str, Tensor]:
     return columns if tokens.support is None else columns | {"support": tokens.support}
 
 
-def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[Band, ...]:
-    """Those in which a token is."""
+def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[TokenBand, ...]:
+    """Return the bands that have a token."""
     return tuple(one.band(name) for one, name in zip(sums, names, strict=True) if one.columns)
 
 
-def over_responses(responses: Sequence[Response], read: Callable[[Response], float]) -> Estimate:
-    """The mean over responses, each counting once."""
+def over_responses(responses: Sequence[ResponseGap], read: Callable[[ResponseGap], float]) -> MeanEstimate:
+    """Average a number over responses, each counting once."""
     return mean_of([read(one) for one in responses])
 
 
-def _by_length(responses: Sequence[Response]) -> tuple[LengthBand, ...]:
+def _by_length(responses: Sequence[ResponseGap]) -> tuple[LengthBand, ...]:
     lengths = torch.tensor([one.tokens for one in responses])
     bands = []
     for name, here in band_masks(lengths, POSITIONS).items():
@@ -271,14 +273,14 @@ def _by_length(responses: Sequence[Response]) -> tuple[LengthBand, ...]:
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """Of the ratio: the smallest value that at least this share of the tokens does not exceed."""
+    """Return quantiles of the ratio: the smallest value that at least this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
     places = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
     return {f"{share:g}": math.exp(float(ordered[place])) for share, place in zip(QUANTILES, places, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
-    """At most DRAWN_TOKENS rows of [N, 2], at equal distances, the row with the largest gap always among them."""
+    """Pick at most DRAWN_TOKENS rows of [N, 2] at equal distances, and always the row with the largest gap."""
     step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})

@@ -1,4 +1,4 @@
-"""The two sides from what a person says of them."""
+"""Builds the two sides of a comparison from a model or run and the user's changes, names them, and rates the gap."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,43 +12,43 @@ from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.guards import LARGEST_GAPS
 from jackpot.training.run.models import config_of_run, resolve_model_path
 
-_OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is of its engine
+_OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
 Changes = Sequence[Mapping[str, Any]]
 
 
 def mismatch_config(
     model: str, samplers: Sequence[Changes], learners: Sequence[Changes], changes: Changes
 ) -> MismatchConfig:
-    """The settings of a measurement.
+    """Build the settings of a comparison.
 
-    Both sides have the weights of `model`. Of a run they have what the run has: its engine writes with the best or else
-    newest rollout model, and in the precision of training that model reads (the engine's own gap) and the policy (all
-    of the mismatch); where the policy writes for itself they are one. Prompts are held-out problems of its task,
-    sampled as in training.
+    Both sides have the weights of `model`. For a run the sampler is its engine with the best or else newest rollout
+    model. The learners are that model in the precision of training (the engine's own gap) and the policy (the whole
+    mismatch); where the policy generates its own rollouts they are one. Prompts are held-out problems of its task, and
+    are sampled as in training.
 
     Args:
-        samplers, learners: of each side, the settings that differ (in a run, from its policy); none: no difference.
-        changes: of everything else.
+        samplers, learners: for each side, the settings that differ from `model` (for a run, from its policy).
+        changes: all other settings that differ from the defaults.
 
     Raises:
         ConfigError: settings that do not exist or do not fit, or two sides that are the same.
         CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
     """
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
-    readers, settings = [sampler], {}
+    defaults, settings = [sampler], {}
     if run := config_of_run(model):
         policy = resolve_model_path(model)
-        writer = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
-        sampler = {"path": writer, "engine": run.engine.model_dump()}
+        rollout_model = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
+        sampler = {"path": rollout_model, "engine": run.engine.model_dump()}
         how = {"engine": {"name": "transformers"}, "autocast": "bf16" if run.precision == "bf16" else None}
-        readers = [{"path": path} | how for path in dict.fromkeys((policy, writer))]
+        defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
     for change in changes:
         settings = merge(settings, change)
     settings["samplers"] = tuple(_side("sampler", sampler, given) for given in samplers or [()])
     settings["learners"] = tuple(
-        [_side("learner", readers[0], given) for given in learners] or [_side("learner", one, ()) for one in readers]
+        [_side("learner", defaults[0], given) for given in learners] or [_side("learner", one, ()) for one in defaults]
     )
     config = validated(MismatchConfig, settings)
     if config.benchmarks:
@@ -66,7 +66,7 @@ def mismatch_config(
 
 
 def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
-    """A side with its differences, the engine's keys one level up."""
+    """Apply the user's changes to a side; keys of its engine are given without the prefix `engine`."""
     side = dict(base)
     for change in given:
         own = {key: value for key, value in change.items() if key in _OF_THE_SIDE}
@@ -79,13 +79,12 @@ def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
 
 
 def side_name(side: SideConfig) -> str:
-    """What tells a side from others, in a few words."""
+    """Name a side by its path and the settings of its engine."""
     return f"{side.path} {_settings_name(side)}"
 
 
 def short_names(sides: Sequence[SideConfig]) -> list[str]:
-    """As `side_name`, without the path where all sides have the same, and of folders only the last part where that
-    tells them apart."""
+    """Name the sides as `side_name` does, without a path that all share, and by a folder's last part if it suffices."""
     paths = list(dict.fromkeys(side.path for side in sides))
     lasts = [Path(path).name if Path(path).is_dir() else path for path in paths]
     if len(paths) == 1:
@@ -108,7 +107,7 @@ def _settings_name(side: SideConfig) -> str:
 
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str:
-    """A sentence on the mean |p - q|, by what training's own check allows."""
+    """Rate the mean |p - q| in a sentence, by the largest gap that training's own check allows."""
     kinds = [_precision(sampler), _precision(learner)]
     allowed = max(LARGEST_GAPS[kind] for kind in kinds)
     coarsest = next(kind for kind in kinds if LARGEST_GAPS[kind] == allowed)
@@ -116,7 +115,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str
     if mean_gap == 0.0:
         return f"{fact}: the two sides are equal bit for bit"
     if sampler.path != learner.path:
-        return f"{fact}, between two models; what OBRS makes of such a gap, jackpot simulate tells"
+        return f"{fact}, between two models; jackpot simulate shows the effect of OBRS on it"
     if mean_gap > allowed:
         return (
             f"{fact}, more than the {allowed:g} that training's own check allows ({coarsest}): training would stop. "
@@ -126,7 +125,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str
 
 
 def _precision(side: SideConfig) -> str:
-    """A key of `LARGEST_GAPS`."""
+    """Return the side's key in `LARGEST_GAPS`."""
     if is_quantized(side.engine):
         return "quantized"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

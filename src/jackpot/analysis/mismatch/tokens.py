@@ -1,7 +1,7 @@
-"""What two sides say of the same response, token by token.
+"""Compares the sampler's and the learner's probabilities of the same response, token by token.
 
-The sampler wrote the response; p is its probability. The learner read it; q is its probability. The comparison is at
-the tokens that the sampler drew, so a mean over them is a mean under p.
+p is the probability of the sampler, which generated the response; q is that of the learner, which scores it. The tokens
+are those that the sampler drew, so a mean over them is a mean under p.
 
 Shapes: `T` response tokens, `K` tokens whose p is known, `V` vocabulary, `N` sampled tokens. Log-probs are in nats.
 """
@@ -15,50 +15,50 @@ from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 
-_SMALLEST_MASS = 1e-6  # below, what float32 leaves of 1 - sum p is rounding
+_SMALLEST_MASS = 1e-6  # below it, 1 - sum p is rounding of float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """The sampler's side of one response."""
+class SamplerScores:
+    """The sampler's log-probs of one response."""
 
     uid: str
-    sampled: Tensor  # [T] bool, False where a tool wrote
+    sampled: Tensor  # [T] bool, False at a tool's tokens
     log_probs: Tensor  # [T] log p of the sampled tokens
     top_ids: Tensor  # [T, K] int64
     top_log_probs: Tensor  # [T, K] log p there, -inf outside the support of a truncated distribution
     vocabulary: int  # V
-    truncated: bool  # p is renormalised after top-p or top-k
+    truncated: bool  # p is renormalized after top-p or top-k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenNumbers:
-    """Of the N sampled tokens of one response. All [N] float64; None where it is not known.
+class TokenMismatch:
+    """The mismatch at the N sampled tokens of one response. All [N] float64; None where a number is unknown.
 
     `kl` is KL(p || q) of the whole distributions at that token and `variation` their total variation, each between two
-    bounds, which are equal where the whole of p is known. `support` is the learner's mass on what the sampler could
-    draw at all.
+    bounds, which are equal where the whole of p is known. `support` is the learner's mass on the tokens that the
+    sampler can draw.
     """
 
     position: Tensor  # int64, counted in all tokens of the response
     sampler: Tensor  # p
-    learner: Tensor  # q; of a truncated sampler renormalised on its support
+    learner: Tensor  # q; of a truncated sampler renormalized on its support
     log_ratio: Tensor  # log q/p
     kl: tuple[Tensor, Tensor] | None
     variation: tuple[Tensor, Tensor] | None
     is_exact: bool  # whether the bounds are equal
     support: Tensor | None  # None where nothing was truncated
-    entropy: Tensor | None  # of the learner, or of the sampler where only that is known
+    entropy: Tensor | None  # entropy of the learner, or of the sampler where only that is known
 
     @property
     def gap(self) -> Tensor:
-        """|p - q|."""
+        """Return |p - q|, [N]."""
         return (self.sampler - self.learner).abs()
 
 
-def written(rollout: Rollout, vocabulary: int, truncated: bool) -> Written:
-    """A response as its sampler's own numbers have it."""
-    return Written(
+def sampler_scores(rollout: Rollout, vocabulary: int, truncated: bool) -> SamplerScores:
+    """Take the sampler's scores from a rollout."""
+    return SamplerScores(
         uid=rollout.uid,
         sampled=rollout.sampled_mask,
         log_probs=rollout.rollout_log_probs.double(),
@@ -69,14 +69,14 @@ def written(rollout: Rollout, vocabulary: int, truncated: bool) -> Written:
     )
 
 
-def token_numbers(by: Written, reading: LearnerScores) -> TokenNumbers:
-    """All numbers of one response.
+def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
+    """Compute the mismatch at every sampled token of one response.
 
-    Of a truncated sampler q is renormalised on the support of p, where corrections compare the two as well.
+    Where the sampler is truncated, q is renormalized on the support of p, as corrections do.
 
     Raises:
-        EngineError: a log-prob that is NaN; or a truncated sampler whose support the learner cannot be asked for, or is
-            larger than K.
+        EngineError: a log-prob is NaN; or the sampler is truncated, and its support is larger than K or the learner
+            scores single tokens only.
     """
     here = by.sampled
     position = here.nonzero()[:, 0]
@@ -94,7 +94,7 @@ def token_numbers(by: Written, reading: LearnerScores) -> TokenNumbers:
     if top_q is not None and top_p.shape[1]:
         lowest = None if is_whole else reading.lowest[here].double()
         kl, variation = _divergences(top_p, top_q, lowest)
-    return TokenNumbers(
+    return TokenMismatch(
         position=position,
         sampler=log_p.exp(),
         learner=log_q.exp(),
@@ -107,8 +107,8 @@ def token_numbers(by: Written, reading: LearnerScores) -> TokenNumbers:
     )
 
 
-def _on_support(by: Written, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log q renormalised where p > 0, [N, K] with -inf elsewhere, and log q's mass there, [N]."""
+def _on_support(by: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return log q renormalized where p > 0, [N, K] with -inf elsewhere, and the log of q's mass there, [N]."""
     if top_q is None:
         raise EngineError(
             "the sampler leaves out tokens (top_p, top_k), and this learner gives the probability of single tokens "
@@ -127,17 +127,17 @@ def _on_support(by: Written, top_p: Tensor, top_q: Tensor | None) -> tuple[Tenso
 
 
 def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Bounds on KL(p || q) and on the total variation, [N] each.
+    """Bound KL(p || q) and the total variation, [N] each.
 
     KL is summed as p log(p/q) - p + q, which is the same for whole distributions. Each term is at least 0, and rounding
     of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
 
-    Of the tail, of mass m_p and m_q, log-sum gives at least m_p log(m_p/m_q) - m_p + m_q, and p <= p_K, q >= lowest
-    give at most m_p log(p_K / lowest) - m_p + m_q. The upper bound is loose.
+    For the tail, of mass m_p and m_q, the log-sum inequality gives at least m_p log(m_p/m_q) - m_p + m_q. Since
+    p <= p_K and q >= lowest there, it is at most m_p log(p_K / lowest) - m_p + m_q, which is loose.
 
     Args:
         log_p, log_q: [N, K].
-        lowest: [N] as in `LearnerScores`; None where the K are all there is.
+        lowest: [N] as in `LearnerScores`; None where the K tokens are the whole support.
     """
     p, q = log_p.exp(), log_q.exp()
     terms = torch.where(p > 0, p * (log_p - log_q), 0.0) - p + q
@@ -153,7 +153,7 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     return (kl + least, kl + most), (variation + 0.5 * (p_rest - q_rest).abs(), variation + wide)
 
 
-def _entropy(by: Written, reading: LearnerScores, here: Tensor, top_p: Tensor) -> Tensor | None:
+def _entropy(by: SamplerScores, reading: LearnerScores, here: Tensor, top_p: Tensor) -> Tensor | None:
     if reading.entropy is not None:
         return reading.entropy[here].double()
     if top_p.shape[1] < by.vocabulary:

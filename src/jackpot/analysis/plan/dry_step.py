@@ -33,7 +33,7 @@ from jackpot.models.forward import (
     output_layer,
     predicting_hidden,
 )
-from jackpot.models.load import DTYPES, load_outline
+from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
@@ -164,7 +164,7 @@ def rehearse(config: Config, shape: Shape) -> Rehearsed | None:
     """None for a model whose shapes depend on values, such as which experts a token goes to.
 
     Raises:
-        ModelError: as `load_outline`, or a model whose activations cannot be checkpointed.
+        ModelError: as `load_meta_model`, or a model whose activations cannot be checkpointed.
     """
     rig = _Rig(
         config=config,
@@ -197,7 +197,7 @@ def _iteration(rig: _Rig, tally: Tally) -> Rehearsed:
 
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     """The model as training has it, on the meta device."""
-    settings, model = getattr(config, role), load_outline(path).eval()
+    settings, model = getattr(config, role), load_meta_model(path).eval()
     if settings.optimizer is None:
         return model.requires_grad_(False)
     if settings.lora is not None:
@@ -209,7 +209,9 @@ def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
 
 def _reference(config: Config) -> PreTrainedModel | None:
     settings = config.objective.reference
-    return None if settings is None else load_outline(settings.path or config.policy.path).eval().requires_grad_(False)
+    return (
+        None if settings is None else load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
+    )
 
 
 def _critic(config: Config) -> PreTrainedModel | None:

@@ -39,7 +39,7 @@ from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
-from jackpot.models.load import DTYPES, load_outline
+from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 LARGE = 100_000_000  # parameters from which on somebody thinks of GPUs
@@ -97,7 +97,9 @@ class _Plan:
         self._blocks, self._needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=mean_response(limit), limit=limit)
-        self._costs = {role: _cost(load_outline(path), sizes[role]) for role, path in model_paths(config, None).items()}
+        self._costs = {
+            role: _cost(load_meta_model(path), sizes[role]) for role, path in model_paths(config, None).items()
+        }
         self._others = _others(config, self.lengths, self._costs["policy"])
 
     def shard(self, kind: str, count: int) -> Shard:

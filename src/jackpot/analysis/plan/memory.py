@@ -18,7 +18,7 @@ from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths, pick_device
 from jackpot.models.forward import keeps_plain_keys
-from jackpot.models.load import DTYPES, load_config, load_outline
+from jackpot.models.load import DTYPES, load_config, load_meta_model
 from jackpot.models.lora import target_layers
 from jackpot.models.quantization.convert import weight_bytes
 from jackpot.models.quantization.quantizer import SCHEMES
@@ -104,7 +104,7 @@ def _held(settings: TransformersEngineConfig, path: str, parameters: int) -> int
     dtype = DTYPES[settings.dtype]
     if settings.quantization is None:
         return parameters * dtype.itemsize
-    return weight_bytes(load_outline(path), SCHEMES[settings.quantization], dtype)
+    return weight_bytes(load_meta_model(path), SCHEMES[settings.quantization], dtype)
 
 
 def _merged_weights(config: Config) -> int:
@@ -114,7 +114,7 @@ def _merged_weights(config: Config) -> int:
     if config.rollout_model is None:
         engines["policy"] = config.engine
     return max(
-        4 * sum(layer.weight.numel() for layer in target_layers(load_outline(path), lora.target_modules).values())
+        4 * sum(layer.weight.numel() for layer in target_layers(load_meta_model(path), lora.target_modules).values())
         if (lora := getattr(config, role).lora) and isinstance(engines[role], TransformersEngineConfig)
         else 0
         for role, path in model_paths(config, None).items()

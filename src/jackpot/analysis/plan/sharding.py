@@ -22,7 +22,7 @@ from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
-from jackpot.models.load import DTYPES, load_outline
+from jackpot.models.load import DTYPES, load_meta_model
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried
 TENSOR_PARALLEL = (1, 2, 4, 8)  # GPUs of one engine, within a machine
@@ -86,8 +86,8 @@ def sharded() -> Iterator[None]:
 
 
 def blocks(config: Config) -> Blocks:
-    """Raises ModelError as `load_outline`."""
-    models = {role: load_outline(path) for role, path in model_paths(config, None).items()}
+    """Raises ModelError as `load_meta_model`."""
+    models = {role: load_meta_model(path) for role, path in model_paths(config, None).items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
     return Blocks(
         layer=max(_layer(model) for model in models.values()),
@@ -123,7 +123,7 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
     """Of an engine with `settings` that holds the model of `role`."""
-    model, size = load_outline(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
+    model, size = load_meta_model(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
     weights = size * sum(parameter.numel() for parameter in model.parameters())
     return EngineNeeds(
         role, settings, weights, cached_numbers(model) * size, prompt_tokens + config.sampling.max_new_tokens

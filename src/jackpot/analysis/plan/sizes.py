@@ -13,7 +13,7 @@ from jackpot.config.tasks import MathConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Role
 from jackpot.launch.local import load_tokenizers, model_paths
-from jackpot.models.load import hub_answers, load_config, load_outline, resolve_path
+from jackpot.models.load import hub_answers, load_config, load_meta_model, resolve_path
 from jackpot.models.lora import adapter_size
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import find_source
@@ -47,7 +47,7 @@ def critic_outline(config: Config) -> PreTrainedModel:
 
 
 def _size(config: Config, role: Role, path: str) -> Size:
-    model = load_outline(path)
+    model = load_meta_model(path)
     settings, parameters = getattr(config, role), sum(parameter.numel() for parameter in model.parameters())
     if settings.optimizer is None:
         return Size(parameters, 0)

@@ -36,7 +36,7 @@ from jackpot.config.tasks import DataConfig, MathConfig
 from jackpot.core.files import checkpoint_error_in, write_whole
 from jackpot.core.prng import fold_in
 from jackpot.models.families import FAMILIES, Known, known_model
-from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
+from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source
@@ -221,7 +221,7 @@ def _known(path: str) -> Known | None:
         return None
     if not Path(path).expanduser().is_dir():
         return known_model(path)
-    if sum(parameter.numel() for parameter in load_outline(path).parameters()) <= SMALL_ENOUGH:
+    if sum(parameter.numel() for parameter in load_meta_model(path).parameters()) <= SMALL_ENOUGH:
         return None
     settings = load_config(path)
     like = next((one for one in FAMILIES if one.config.model_type == settings.model_type), None)

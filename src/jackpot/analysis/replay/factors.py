@@ -1,11 +1,11 @@
-"""What a correction multiplies a token's gradient by, coins averaged.
+"""Computes the factor by which a correction multiplies a token's gradient, averaged over its Bernoulli mask.
 
 The gradient of a token's loss at the policy that is updated, p_new, is F A grad log p_new(x) with
 
     F = accept * w * r * [PPO's clip lets it through]       r = p_new / p_proximal
 
-and F would be rho = p_new / p_inf where nothing is lost. The corrections themselves are those of `objectives`: this
-calls them and adds nothing but the mean over their coins.
+and F is rho = p_new / p_inf where nothing is capped or rejected. The corrections are those of `objectives`; this module
+calls them and averages over their masks.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jackpot.analysis.replay.settings import Setting
+from jackpot.analysis.replay.settings import CorrectionSetting
 from jackpot.core.metrics import Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
@@ -24,23 +24,23 @@ from jackpot.objectives.losses import clip_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Factors:
-    """Of tokens, any one shape. Means are over the coins of OBRS, given the token."""
+class GradientFactors:
+    """A correction's factors of tokens, of one shape. Means are over the Bernoulli mask of OBRS, given the token."""
 
     mean: Tensor  # E F
-    either: Tensor  # the same with both signs of the advantage counting half, as the tokens of a state do
+    either: Tensor  # E F, averaged over both signs of the advantage, as over the tokens of a state
     square: Tensor  # E F^2
     weight: Tensor  # E (accept w), before PPO's ratio and clip
     accepted: Tensor  # E accept
-    capped: Tensor  # a cap took something from the weight
-    clipped: Tensor  # share that PPO's clip takes
-    scale: Tensor  # of p_new, what a state trains on where nothing is capped: kappa Z with OBRS, else 1
+    capped: Tensor  # whether a cap lowered the weight
+    clipped: Tensor  # share of the gradient that PPO's clip removes
+    scale: Tensor  # F_s of a state where nothing is capped: kappa Z with OBRS, else 1
 
 
 def inputs_of(
-    setting: Setting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
+    setting: CorrectionSetting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """What the correction sees of tokens [B, T]. Coins are set by `factors`, which averages over them."""
+    """Build the correction's inputs for tokens [B, T]; `factors` sets the uniforms, as it averages over the mask."""
     named = references(old, new, rollout)
     return CorrectionInputs(
         rollout_log_probs=rollout,
@@ -53,16 +53,16 @@ def inputs_of(
 
 
 def factors(
-    setting: Setting, inputs: CorrectionInputs, new: Tensor, advantages: Tensor | None, totals: Sums
-) -> Factors:
-    """The correction's factors on tokens [B, T].
+    setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, advantages: Tensor | None, totals: Sums
+) -> GradientFactors:
+    """Compute the correction's factors on tokens [B, T].
 
     Args:
-        advantages: their sign decides which side PPO clips; None where it is not known, and both sides count half.
-        totals: the sums that kappa is made of.
+        advantages: [B, T]; their sign decides which side PPO clips; None averages over both sides.
+        totals: the step's sums, for kappa.
     """
     objective = setting.objective
-    found = _without_coin(setting, inputs, totals)
+    found = _averaged_over_mask(setting, inputs, totals)
     ratio = torch.where(inputs.response_mask, new - inputs.proximal_log_probs, 0.0).exp()
     clips = (objective.clip_low, objective.clip_high)
     ones = torch.ones_like(ratio)
@@ -73,7 +73,7 @@ def factors(
         of_sign = clip_share(new, inputs.proximal_log_probs, advantages, *clips).double()
         clipped = torch.where(inputs.response_mask, of_sign, 0.0)
     kept = found.value * ratio * (1.0 - clipped)
-    return Factors(
+    return GradientFactors(
         mean=found.chance * kept,
         either=found.chance * found.value * ratio * (1.0 - either),
         square=found.chance * kept * found.value * ratio,
@@ -85,19 +85,19 @@ def factors(
     )
 
 
-def needs_z(setting: Setting) -> bool:
-    """Whether the correction weighs by Z."""
+def needs_z(setting: CorrectionSetting) -> bool:
+    """Tell whether the correction weighs by Z."""
     return isinstance(setting.objective.correction, Obrs | ReweightOnly | ZOnly)
 
 
-def _scale(setting: Setting, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-    if needs_z(setting) or isinstance(setting.objective.correction, MaskOnly):  # which keeps Z of a state
+def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
+    if needs_z(setting) or isinstance(setting.objective.correction, MaskOnly):  # accepts Z of a state
         return kappa * inputs.z.value
     return torch.ones_like(inputs.z.value)
 
 
-class _Coinless(NamedTuple):
-    """[B, T] each: with probability `chance` the factor is `value`, else 0."""
+class _MaskAveraged(NamedTuple):
+    """A correction averaged over its mask, [B, T] each: the factor is `value` with probability `chance`, else 0."""
 
     value: Tensor
     chance: Tensor
@@ -105,22 +105,22 @@ class _Coinless(NamedTuple):
     correction: Correction
 
 
-def _without_coin(setting: Setting, inputs: CorrectionInputs, totals: Sums) -> _Coinless:
-    """The correction with its coin taken out.
+def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, totals: Sums) -> _MaskAveraged:
+    """Average the correction over its Bernoulli mask.
 
-    Where the luckiest and the unluckiest coin agree there is none; elsewhere a(x) decides. An expected mask has no
-    coin: its factor is a w for sure, where the coin's is w with probability a.
+    Where the smallest and the largest uniform give the same mask, the mask is deterministic; elsewhere it accepts with
+    probability a(x). An expected mask is deterministic: its factor is a w, where a sampled one is w with probability a.
     """
     correction = setting.objective.correction
-    lucky = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)
-    unlucky = correction.apply(replace(inputs, uniforms=torch.full_like(inputs.uniforms, _ALMOST_ONE)), totals)
-    has_coin = lucky.accept_mask != unlucky.accept_mask
-    if not has_coin.any():
-        value = lucky.weights * lucky.accept_mask
-        return _Coinless(value, torch.ones_like(value), lucky.accept_mask, lucky)
+    lowest = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)
+    highest = correction.apply(replace(inputs, uniforms=torch.full_like(inputs.uniforms, _LARGEST_UNIFORM)), totals)
+    is_random = lowest.accept_mask != highest.accept_mask
+    if not is_random.any():
+        value = lowest.weights * lowest.accept_mask
+        return _MaskAveraged(value, torch.ones_like(value), lowest.accept_mask, lowest)
     acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, correction.lam)
-    chance = torch.where(has_coin, acceptance, lucky.accept_mask)
-    return _Coinless(lucky.weights, chance, chance, lucky)
+    chance = torch.where(is_random, acceptance, lowest.accept_mask)
+    return _MaskAveraged(lowest.weights, chance, chance, lowest)
 
 
-_ALMOST_ONE = 1.0 - 2.0**-53
+_LARGEST_UNIFORM = 1.0 - 2.0**-53

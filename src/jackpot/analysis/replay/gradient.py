@@ -1,4 +1,4 @@
-"""Bias and variance of a token's gradient against the exact one, summed over all tokens of its state.
+"""Computes bias and variance of a token's gradient against the exact one, summed over all tokens of its state.
 
 With respect to the logits of a state s (docs/replay.md), with the advantage's square A_s^2 of the response that was
 sampled, n_x = |e_x - p_new|^2, f(x) = p_inf(x) E F(x), and c the factor that fits best:
@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jackpot.analysis.replay.factors import Factors
-from jackpot.analysis.replay.states import States
+from jackpot.analysis.replay.distributions import StateDistributions
+from jackpot.analysis.replay.factors import GradientFactors
 from jackpot.core.metrics import Mean
 
 
 class GradientSums(NamedTuple):
-    """Sums over states; every entry adds up. Scalars, float64."""
+    """Sums over states that add up over batches. Scalars, float64."""
 
     estimator: Tensor  # S_ff
     both: Tensor  # S_ft
@@ -34,56 +34,56 @@ class GradientSums(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """c: what the estimator's mean is of the exact gradient, at best; a learning rate makes up for it."""
+        """Return c, the multiple of the exact gradient that fits the mean best; a learning rate offsets it."""
         return float(self.both / self.exact)
 
     @property
     def bias(self) -> float:
-        """Of the direction, relative: 0 for the exact direction, 1 for one that has nothing to do with it."""
+        """Return the relative bias of the direction: 0 for the exact direction, 1 for an orthogonal one."""
         return float((1.0 - self.both.square() / (self.estimator * self.exact)).clamp(min=0.0).sqrt())
 
     @property
     def variance(self) -> float:
-        """Times that of text that the policy itself had just written."""
+        """Return the variance, as a multiple of that of responses which the updated policy itself has sampled."""
         return float(self.noise / (self.both / self.exact).square() / self.ideal_noise)
 
     @property
     def drift_size(self) -> float:
-        """The push that has nothing to do with which token was right, over the exact gradient's size."""
+        """Return the size of the part that does not depend on the tokens' rewards, over the exact gradient's size."""
         return float((self.drift * self.exact).sqrt() / self.both)
 
 
 class StateSums(NamedTuple):
-    """What is known of a correction from whole distributions; every entry adds up."""
+    """Sums over states of one correction, from whole distributions, that add up over batches."""
 
     gradient: GradientSums
     mean: Mean  # F_s over states
     square: Mean  # sum_x p_inf E F^2 over states
-    misplaced: Mean  # F_s times the total variation between f / F_s and p_new, over states
+    variation: Mean  # F_s times the total variation between f / F_s and p_new, over states
 
     def __add__(self, other: "StateSums") -> "StateSums":
         return StateSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     @property
-    def misplaced_share(self) -> float:
-        """Of what is trained on, the probability that lies on other tokens than the policy's."""
-        return float(self.misplaced.total / self.mean.total)
+    def tv_after_correction(self) -> float:
+        """Return the total variation between the corrected distribution and the policy, states weighted by F_s."""
+        return float(self.variation.total / self.mean.total)
 
     @property
     def effective(self) -> float:
-        """Of tokens, (E F)^2 / E F^2."""
+        """Return the effective share of tokens, (E F)^2 / E F^2."""
         return float(self.mean.value.square() / self.square.value)
 
     @property
     def state_spread(self) -> float:
-        """Standard deviation over mean of F_s: how unevenly states count."""
+        """Return the standard deviation of F_s over its mean: how unevenly states count."""
         return float(self.mean.variance.sqrt() / self.mean.value)
 
 
-def state_sums(found: Factors, states: States) -> StateSums:
-    """Of one correction whose factors [N, M] are those of every token of every state."""
+def state_sums(found: GradientFactors, states: StateDistributions) -> StateSums:
+    """Sum one correction over states, from its factors [N, M] on every token of every state."""
     rollout, target = states.rollout.exp(), states.new.exp()
-    can_be_sampled = rollout > 0.0  # else the ratio is infinite, of a token that top-p or top-k forbids
+    can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
     trained = torch.where(can_be_sampled, rollout * found.mean, 0.0)  # f
     second = torch.where(can_be_sampled, rollout * found.square, 0.0)
     of_state = trained.sum(-1)  # F_s
@@ -93,7 +93,7 @@ def state_sums(found: Factors, states: States) -> StateSums:
     def total(values: Tensor) -> Tensor:
         return (squares * values.sum(-1)).sum()
 
-    apart = (trained - of_state.unsqueeze(-1) * target).abs().sum(-1) / 2.0
+    variation = (trained - of_state.unsqueeze(-1) * target).abs().sum(-1) / 2.0
     gradient = GradientSums(
         estimator=total(trained.square() * norms),
         both=total(trained * target * norms),
@@ -107,5 +107,5 @@ def state_sums(found: Factors, states: States) -> StateSums:
         gradient=gradient,
         mean=Mean.of(of_state, everywhere),
         square=Mean.of(second.sum(-1), everywhere),
-        misplaced=Mean.of(apart, everywhere),
+        variation=Mean.of(variation, everywhere),
     )

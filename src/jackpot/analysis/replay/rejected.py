@@ -1,4 +1,4 @@
-"""Which tokens a correction takes most from: by token, and the worst places with their context."""
+"""Collects the tokens that a correction rejects most, and the examples whose gradient it changes most."""
 
 import heapq
 from collections import Counter
@@ -7,53 +7,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.analysis.replay.factors import Factors
-from jackpot.analysis.replay.responses import Batch, Response
+from jackpot.analysis.replay.factors import GradientFactors
+from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse
 
-MOST = 5
-_CONTEXT = 12  # tokens before it
-_CANDIDATES = 4_096  # tokens that are counted by name; the rarest are forgotten beyond that
+MOST = 5  # tokens and examples that are kept
+_CONTEXT = 12  # tokens shown before an example
+_COUNTED = 4_096  # distinct tokens that are counted; beyond twice as many the rarest are dropped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Place:
-    """A token whose gradient the correction changes much."""
+class TokenExample:
+    """A sampled token whose gradient the correction changes much."""
 
     change: float  # |A| |F - rho|
     text: str  # the token
-    context: str  # what stands before it
+    context: str  # the tokens before it
     position: int
     ratio: float  # rho
     factor: float  # E F
     accepted: float
 
 
-class MostChanged:
-    """Over all batches, of one correction."""
+class TopRejected:
+    """Collects over all batches the tokens that one correction rejects or changes most."""
 
     def __init__(self) -> None:
         self._rejected: Counter[str] = Counter()
-        self._worst: list[Place] = []
+        self._worst: list[TokenExample] = []
 
-    def add(self, batch: Batch, found: Factors, ratio: Tensor) -> None:
+    def add(self, batch: ResponseBatch, found: GradientFactors, ratio: Tensor) -> None:
+        """Add a batch with the correction's factors and rho, [B, T] each."""
         self._count(batch, found)
         change = torch.where(batch.mask, batch.advantages.abs() * (found.mean - ratio).abs(), 0.0)
         for flat in change.flatten().topk(min(MOST, change.numel())).indices.tolist():
             row, column = divmod(flat, change.shape[1])
             if (size := float(change[row, column])) > 0.0:
-                self._worst.append(_place(batch.responses[row], row, column, size, found, ratio))
+                self._worst.append(_example(batch.responses[row], row, column, size, found, ratio))
         self._worst = heapq.nlargest(MOST, self._worst)
 
     @property
     def rejected(self) -> tuple[tuple[str, float], ...]:
-        """The tokens of which most were rejected, and how many; coins as their expectation."""
+        """Return the tokens rejected most often, and the expected number of rejections."""
         return tuple((text, count) for text, count in self._rejected.most_common(MOST) if count > 0.0)
 
     @property
-    def worst(self) -> tuple[Place, ...]:
+    def worst(self) -> tuple[TokenExample, ...]:
+        """Return the tokens whose gradient the correction changes most, largest change first."""
         return tuple(self._worst)
 
-    def _count(self, batch: Batch, found: Factors) -> None:
+    def _count(self, batch: ResponseBatch, found: GradientFactors) -> None:
         rows, columns = ((found.accepted < 1.0) & batch.mask).nonzero(as_tuple=True)
         lost = (1.0 - found.accepted)[rows, columns]
         ids, place = batch.token_ids[rows, columns].unique(return_inverse=True)
@@ -61,12 +63,14 @@ class MostChanged:
         examples = torch.zeros(len(ids), dtype=torch.int64).scatter(0, place, torch.arange(len(place)))
         for count, example in zip(sums.tolist(), examples.tolist(), strict=True):
             self._rejected[_text(batch.responses[int(rows[example])], int(columns[example]))] += count
-        if len(self._rejected) > 2 * _CANDIDATES:
-            self._rejected = Counter(dict(self._rejected.most_common(_CANDIDATES)))
+        if len(self._rejected) > 2 * _COUNTED:
+            self._rejected = Counter(dict(self._rejected.most_common(_COUNTED)))
 
 
-def _place(response: Response, row: int, column: int, change: float, found: Factors, ratio: Tensor) -> Place:
-    return Place(
+def _example(
+    response: SavedResponse, row: int, column: int, change: float, found: GradientFactors, ratio: Tensor
+) -> TokenExample:
+    return TokenExample(
         change=change,
         text=_text(response, column),
         context="".join(_text(response, place) for place in range(max(0, column - _CONTEXT), column)),
@@ -77,5 +81,5 @@ def _place(response: Response, row: int, column: int, change: float, found: Fact
     )
 
 
-def _text(response: Response, place: int) -> str:
+def _text(response: SavedResponse, place: int) -> str:
     return response.tokens[place] if response.tokens else f"<{int(response.token_ids[place])}>"

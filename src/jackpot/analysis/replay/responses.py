@@ -1,4 +1,4 @@
-"""Saved responses in one shape, whoever wrote the file, and batches of them."""
+"""Saved responses in one form for all file formats, and batches of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from torch.nn.utils.rnn import pad_sequence
 from jackpot.core.errors import DataError
 from jackpot.models.packing import pack
 
-BATCH_TOKENS = 8_192  # response tokens with padding that are held at once
+BATCH_TOKENS = 8_192  # response tokens of one batch, padding included
 NEEDED = ("token_ids", "rollout_log_probs")
 _FLOATS = ("rollout_log_probs", "old_log_probs", "log_probs", "advantages")
 _LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
 
 
 class DamagedRecord(DataError):
-    """One response that is not what a writer of this format writes; it is left out, named and counted."""
+    """A response whose columns do not fit each other; the replay leaves it out, names it and counts it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
-    """One response of `T` tokens, on the CPU. What a file does not have is None. Log-probs in nats."""
+class SavedResponse:
+    """One response of `T` tokens, on the CPU; None for columns that the file lacks. Log-probs in nats."""
 
     uid: str
-    where: str  # the file, and the step where it is known
-    prompt_ids: Tensor | None  # [P]; only a model that scores needs it
+    where: str  # file of the response, and its step where that is known
+    prompt_ids: Tensor | None  # [P]; needed where a model scores the response
     token_ids: Tensor  # [T]
     tokens: tuple[str, ...] | None  # [T] as text
     sampled_mask: Tensor  # [T] bool
@@ -42,18 +42,19 @@ class Response:
 
     @property
     def has_lists(self) -> bool:
-        """Of both models."""
+        """Whether there are top-k lists of both models."""
         return self.rollout_top_ids is not None and self.policy_top_ids is not None
 
 
-def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
-    """A response from named columns, lists or tensors; `advantages` may be one number for all tokens.
+def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResponse:
+    """Make a response from named columns, lists or tensors; `advantages` may be one number for all tokens.
 
     Args:
-        number: of the response in its file, for a uid where the record has none.
+        where: file of the response, for messages.
+        number: number of the response in its file, for a uid where the record has none.
 
     Raises:
-        DamagedRecord: a column that is no numbers, not as long as `token_ids`, or not finite at a sampled token.
+        DamagedRecord: a column that is not numeric, not as long as `token_ids`, or not finite at a sampled token.
     """
     try:
         ids = torch.as_tensor(record["token_ids"]).long()
@@ -68,7 +69,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> Response:
     texts = record.get("tokens")
     _check_lengths({"sampled_mask": mask, "tokens": texts, **columns, **lists}, len(ids), f"{where}, response {number}")
     _check_values(columns, lists, mask, f"{where}, response {number}")
-    return Response(
+    return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{number}"),
         where=where,
         prompt_ids=prompt_ids,
@@ -103,7 +104,7 @@ def _check_lengths(columns: Mapping[str, Sized | None], length: int, where: str)
 def _check_values(
     columns: Mapping[str, Tensor | None], lists: Mapping[str, Tensor | None], mask: Tensor, where: str
 ) -> None:
-    """One number that is not finite would be the mean of all. A list may have -inf where the engine cannot sample."""
+    """Refuse numbers that are not finite, as one would spoil every mean; lists may have -inf for excluded tokens."""
     for name, column in (columns | lists).items():
         if column is None or name.endswith("ids"):
             continue
@@ -124,11 +125,11 @@ _MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Some responses, padded on the right. All [B, T] float64 but for the mask; 0 where masked."""
+class ResponseBatch:
+    """Some responses, padded on the right: [B, T] float64 each unless noted, 0 where masked."""
 
-    responses: tuple[Response, ...]
-    mask: Tensor  # bool, the tokens that the model sampled
+    responses: tuple[SavedResponse, ...]
+    mask: Tensor  # bool, True at tokens that the model sampled
     rollout: Tensor
     old: Tensor
     new: Tensor
@@ -136,28 +137,28 @@ class Batch:
     token_ids: Tensor  # int64
 
 
-def response_batches(responses: Iterable[Response], with_prompts: bool = False) -> Iterator[list[Response]]:
+def response_batches(responses: Iterable[SavedResponse], with_prompts: bool = False) -> Iterator[list[SavedResponse]]:
     """Yield the responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, one at least.
 
     Args:
         with_prompts: count the tokens of prompts too, as a model that runs over them holds both.
     """
 
-    def lengths(response: Response) -> tuple[int, int]:
+    def lengths(response: SavedResponse) -> tuple[int, int]:
         has_prompt = with_prompts and response.prompt_ids is not None
         return len(response.prompt_ids) if has_prompt else 0, len(response.token_ids)
 
     return pack(responses, BATCH_TOKENS, lengths)
 
 
-def collate(responses: Sequence[Response]) -> Batch:
-    """Tensors of responses that have log-probs of a policy; where one of old and new is missing the other is both."""
+def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
+    """Stack responses that have log-probs of a policy; where old or new ones are missing the others stand for both."""
     mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
 
     def pad(rows: list[Tensor]) -> Tensor:
         return torch.where(mask, pad_sequence(rows, batch_first=True), 0.0)
 
-    return Batch(
+    return ResponseBatch(
         responses=tuple(responses),
         mask=mask,
         rollout=pad([one.rollout_log_probs for one in responses]),
@@ -168,7 +169,7 @@ def collate(responses: Sequence[Response]) -> Batch:
     )
 
 
-def _advantages(response: Response) -> Tensor:
+def _advantages(response: SavedResponse) -> Tensor:
     return (
         torch.ones(len(response.token_ids), dtype=torch.float64)
         if response.advantages is None

@@ -1,58 +1,90 @@
-"""A replay as plain numbers, for JSON and tables."""
+"""The results of a replay, and their plain numbers for JSON and tables."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.replay.recommend import Judged
-from jackpot.analysis.replay.replay import Replay, Replayed
-from jackpot.analysis.replay.sums import Tally
+from jackpot.analysis.replay.recommend import CorrectionCandidate, Recommendation
+from jackpot.analysis.replay.rejected import TopRejected
+from jackpot.analysis.replay.settings import CorrectionSetting
+from jackpot.analysis.replay.stats import CorrectionStats
 from jackpot.core.metrics import Histogram, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """One correction. Shares are of sampled tokens; what is None could not be computed."""
+class ReplayedCorrection:
+    """The sums of one correction over all responses and over each half of them."""
+
+    setting: CorrectionSetting
+    whole: CorrectionStats
+    halves: tuple[CorrectionStats, ...]
+    changed: TopRejected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayResult:
+    """The result of one pass over all files."""
+
+    path: Path
+    format: str
+    files: int
+    policy: str  # source of the policy's log-probs
+    run: Sums  # before any correction
+    run_halves: tuple[Sums, ...]
+    ends: tuple[tuple[str, float], ...]  # the first and the last file or iteration, each with its total variation
+    corrections: tuple[ReplayedCorrection, ...]
+    left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
+    unreadable: int  # records and files that could not be read
+    problems: tuple[str, ...]  # the first MOST_WARNINGS reasons why records could not be read
+    answer: Recommendation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionResult:
+    """The numbers of one correction. Shares are of sampled tokens; None where a number could not be computed."""
 
     label: str
     is_own: bool
     accepted: float
     capped: float
     clipped: float
-    dropped_responses: float  # share of responses of which no token is left
+    dropped_responses: float  # share of responses whose tokens are all rejected
     weight_mean: float
     weight_p1: float
     weight_p50: float
     weight_p99: float
     weight_max: float
-    effective: float  # (E F)^2 / E F^2 of the sampled tokens
-    apart: float  # what is misplaced, of the sampled tokens
-    states: int  # whose whole distributions are known
+    effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2
+    sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
+    states: int  # tokens whose whole distributions are known; the next numbers are exact sums over these
     exact_effective: float | None
-    misplaced: float | None
+    tv_after_correction: float | None
     bias: float | None
     variance: float | None
     drift: float | None
     state_spread: float | None
     rejected_by_band: dict[str, float]  # share rejected, by position and by entropy
-    rejected_tokens: tuple[tuple[str, float], ...]  # the most, and how many
+    rejected_tokens: tuple[tuple[str, float], ...]  # tokens rejected most often, with the expected number
     most_changed: tuple[dict[str, Any], ...]
 
     @property
     def same(self) -> tuple[float | None, ...]:
-        """What two corrections that do the same on this data have in common."""
-        found = (self.accepted, self.capped, self.clipped, self.weight_max, self.effective, self.apart, self.misplaced)
+        """Return the rounded numbers by which corrections with the same effect on this data are grouped."""
+        found = (self.accepted, self.capped, self.clipped, self.weight_max, self.effective)
+        found += (self.sampled_tv_after_correction, self.tv_after_correction)
         return tuple(None if value is None else round(value, 9) for value in found)
 
 
-def measured(one: Replayed) -> Measured:
-    tally = one.whole
-    sums = tally.sums
+def correction_result(one: ReplayedCorrection) -> CorrectionResult:
+    """Compute the numbers of a replayed correction from its sums."""
+    stats = one.whole
+    sums = stats.sums
     low, middle, high = (_weight(float(sums["log_weight"].quantile(share).exp())) for share in QUANTILES)
     tokens = sums["accepted"].count
     responses = sums["responses"].total
-    return Measured(
+    return CorrectionResult(
         label=one.setting.label,
         is_own=one.setting.is_own,
         accepted=float(sums["accepted"].value),
@@ -65,16 +97,16 @@ def measured(one: Replayed) -> Measured:
         weight_p99=high,
         weight_max=float(sums["weight_max"].value),
         effective=float(sums["factor"].total.square() / (sums["square"].total * tokens)),
-        apart=tally.apart,
+        sampled_tv_after_correction=stats.sampled_tv_after_correction,
         rejected_by_band=_bands(sums),
         rejected_tokens=one.changed.rejected,
         most_changed=tuple(asdict(place) for place in one.changed.worst),
-        **_exact(tally),
+        **_exact(stats),
     )
 
 
-def as_numbers(found: Replay) -> dict[str, Any]:
-    """Everything, as JSON can have it once what is not finite is null."""
+def result_numbers(found: ReplayResult) -> dict[str, Any]:
+    """Return all numbers of a replay as plain values; those that are not finite must become null in JSON."""
     run = found.run
     return {
         "path": str(found.path),
@@ -87,50 +119,50 @@ def as_numbers(found: Replay) -> dict[str, Any]:
         "left_out": list(found.left_out),
         "run": {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
         | {f"ratio_p{share * 100:g}": float(run["mismatch/log_ratio"].quantile(share).exp()) for share in QUANTILES}
-        | {"tokens": int(run["apart"].count)},
-        "corrections": [asdict(measured(one)) for one in found.corrections],
+        | {"tokens": int(run["total_variation"].count)},
+        "corrections": [asdict(correction_result(one)) for one in found.corrections],
         "answer": {
             "verdict": found.answer.verdict,
             "correction": found.answer.correction,
             "settings": found.answer.settings,
             "sentence": found.answer.sentence,
-            "halves_agree": found.answer.halves_agree,
-            "judged": [_judged(one) for one in found.answer.judged],
+            "split_halves_agree": found.answer.split_halves_agree,
+            "candidates": [_candidate_numbers(one) for one in found.answer.candidates],
         },
     }
 
 
-def _judged(one: Judged) -> dict[str, Any]:
+def _candidate_numbers(one: CorrectionCandidate) -> dict[str, Any]:
     return {
         "label": one.setting.label,
-        "misplaced": one.misplaced,
+        "tv_after_correction": one.tv_after_correction,
         "effective": one.effective,
         "known": one.known,
     }
 
 
 def _weight(quantile: float) -> float:
-    """Bins of the histogram near 0 are millionths wide; its lowest, e^-40, holds the weights that are 0."""
+    """Round a quantile of the histogram: bins near 0 are millionths wide, and the lowest, e^-40, stands for 0."""
     return round(quantile, 5)
 
 
 def _bands(sums: Sums) -> dict[str, float]:
     return {
-        name.removeprefix("lost "): float(entry.value)
+        name.removeprefix("rejected "): float(entry.value)
         for name, entry in sums.items()
-        if name.startswith("lost ") and entry.count > 0
+        if name.startswith("rejected ") and entry.count > 0
     }
 
 
-def _exact(tally: Tally) -> dict[str, Any]:
-    states = tally.states
+def _exact(stats: CorrectionStats) -> dict[str, Any]:
+    states = stats.states
     if states is None:
-        names = ("exact_effective", "misplaced", "bias", "variance", "drift", "state_spread")
+        names = ("exact_effective", "tv_after_correction", "bias", "variance", "drift", "state_spread")
         return {"states": 0} | dict.fromkeys(names)
     return {
         "states": int(states.mean.count),
         "exact_effective": states.effective,
-        "misplaced": states.misplaced_share,
+        "tv_after_correction": states.tv_after_correction,
         "bias": states.gradient.bias,
         "variance": states.gradient.variance,
         "drift": states.gradient.drift_size,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from jackpot.analysis.replay.responses import Response, response_batches
+from jackpot.analysis.replay.responses import SavedResponse, response_batches
 from jackpot.core.errors import DataError
 from jackpot.models.forward import output_layer
 from jackpot.models.load import load_model, load_tokenizer
@@ -34,7 +34,7 @@ class PolicyScorer:
         self._tokenizer = load_tokenizer(path)
         self._temperature = temperature
 
-    def score(self, responses: Sequence[Response]) -> list[Response]:
+    def score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
         """Return the responses with this model as old and new policy, at their tokens and at the engine's top-k lists.
 
         Raises:
@@ -45,7 +45,7 @@ class PolicyScorer:
         return [scored for part in response_batches(responses, with_prompts=True) for scored in self._score(part)]
 
     @torch.no_grad()
-    def _score(self, responses: Sequence[Response]) -> list[Response]:
+    def _score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
         """Score the responses of one forward pass."""
         prompts = [one.prompt_ids.tolist() for one in responses]
         hidden, _, mask = forward_responses(self._model, prompts, [one.token_ids.tolist() for one in responses])
@@ -58,7 +58,7 @@ class PolicyScorer:
         lengths = [len(one.token_ids) for one in responses]
         return [self._scored(one, row) for one, row in zip(responses, found.split(lengths), strict=True)]
 
-    def _scored(self, response: Response, found: Tensor) -> Response:
+    def _scored(self, response: SavedResponse, found: Tensor) -> SavedResponse:
         """Put the log-probs `found` [T, 1 + K] into the response; columns beyond its own K are padding."""
         lists = None if response.rollout_top_ids is None else found[:, 1 : 1 + response.rollout_top_ids.shape[1]]
         return replace(
@@ -70,17 +70,17 @@ class PolicyScorer:
             tokens=response.tokens or tuple(self._tokenizer.decode([token]) for token in response.token_ids.tolist()),
         )
 
-    def _wanted(self, response: Response) -> Tensor:
+    def _wanted(self, response: SavedResponse) -> Tensor:
         """Return the ids that are scored, [T, 1 + K]: the sampled token and the engine's top-k list."""
         sampled = response.token_ids[:, None]
         if response.rollout_top_ids is None:
             return sampled
         return torch.cat([sampled, response.rollout_top_ids], dim=1)
 
-    def _check(self, response: Response) -> None:
+    def _check(self, response: SavedResponse) -> None:
         if response.prompt_ids is None or not len(response.prompt_ids):
             raise DataError(
-                f"{response.where} has no prompt_ids, without which a model cannot read the response {response.uid}; "
+                f"{response.where} has no prompt_ids, which a model needs to score the response {response.uid}; "
                 f"write them too, or write old_log_probs and leave out --model"
             )
         lists = [] if response.rollout_top_ids is None else [response.rollout_top_ids.flatten()]

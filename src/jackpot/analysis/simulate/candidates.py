@@ -23,7 +23,7 @@ from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.launch.checks import check_lengths, check_vocabulary
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_tokenizers, pick_device
-from jackpot.models.load import load_model, load_outline
+from jackpot.models.load import load_meta_model, load_model
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.objectives.metrics import mismatch
@@ -87,7 +87,7 @@ class PairBench:
         self._config, self._seed = config, seed
         paths = {"policy": policy} | {f"rollout model {path}": path for path in candidates}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
-        outlines = {role: load_outline(path) for role, path in paths.items()}
+        outlines = {role: load_meta_model(path) for role, path in paths.items()}
         check_vocabulary(outlines, self._tokenizer)
         self._task: Task = make_task(config.task, self._tokenizer)
         check_lengths(config, outlines, self._task)

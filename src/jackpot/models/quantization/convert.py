@@ -1,8 +1,8 @@
-"""A model whose linear layers compute with quantized weights. Torch only.
+"""Converts a model so that its linear layers compute with quantized weights. Torch only.
 
-Quantized are the linear layers inside the model. What stays are embeddings and the output layer, whose rounding reaches
-every token at once, norms, biases, and the routers of experts, which choose by small differences. A weight of no linear
-layer stays too, such as that of all experts in one tensor; the report names everything that stays.
+The linear layers inside the model are quantized. Embeddings and the output layer are kept, as their rounding reaches
+every token at once; so are norms, biases, and the routers of experts, which choose by small differences. A weight that
+belongs to no linear layer, such as one tensor of all experts, is kept too; the report names everything that is kept.
 """
 
 import re
@@ -21,14 +21,14 @@ _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """The names of parameters, in the order of the model."""
+    """The names of converted and of kept parameters, in the order of the model."""
 
     converted: tuple[str, ...]
-    kept: dict[str, str]  # name: why
+    kept: dict[str, str]  # name -> reason
 
 
 def quantized_names(model: nn.Module) -> Conversion:
-    """What `quantize_linears` would convert; nothing is changed."""
+    """Return what `quantize_linears` would convert, without changing the model."""
     modules = dict(model.named_modules())
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     heads = {id(head) for head in [_output_layer(model)] if head is not None}
@@ -57,10 +57,10 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
-    """Put a `QuantizedLinear` in the place of every linear layer inside a model, in place; what was done.
+    """Replace every linear layer inside a model by a `QuantizedLinear`, in place, and return the names.
 
     Raises:
-        ValueError: no linear layer was found.
+        ValueError: the model has no linear layer to quantize.
     """
     conversion = quantized_names(model)
     if not conversion.converted:
@@ -77,10 +77,10 @@ def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
 def quantize_named(
     named_tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights on their way to somebody who computes with codes: those named become two tensors, the others pass.
+    """Yield weights for an engine that computes with codes: each named one as two tensors, the others unchanged.
 
-    A weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with what they are
-    multiplied by. These are the names in files of Qwen3-FP8 and of compressed-tensors.
+    A named weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with the
+    scales. These are the names in files of Qwen3-FP8 and of compressed-tensors.
     """
     chosen = set(names)
     suffix = "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
@@ -94,8 +94,8 @@ def quantize_named(
 
 
 def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Bytes of a model's parameters in `dtype`, those that a scheme quantizes in codes and scales. The model may be one
-    without weights (on the meta device)."""
+    """Return the bytes of a model's parameters in `dtype`, of quantized ones in codes and scales; a model on the meta
+    device serves too."""
     chosen = set(quantized_names(model).converted) if scheme else set()
     return sum(
         _code_bytes(parameter.shape, scheme) if name in chosen else parameter.numel() * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is quantized. Torch only.
+"""A linear layer with a quantized weight, and the rounding of FP8 caches. Torch only.
 
 Shapes: `N` features out, `K` features in.
 """
@@ -11,14 +11,14 @@ from jackpot.models.quantization.quantizer import E4M3, Grid, Quantized, Scheme,
 
 
 def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
-    """A B^T: [M, N] float32.
+    """Multiply two quantized matrices, A B^T: [M, N] float32. The product of codes is exact in each part along K.
 
     Args:
-        a: [M, K], scales of single rows.
-        b: [N, K], the same codes and the same parts along K.
+        a: [M, K], with a scale for every row and part.
+        b: [N, K], with the same codes and the same parts along K.
 
     Raises:
-        ValueError: matrices that do not fit.
+        ValueError: the matrices have different codes, K or parts, or `a` shares scales between rows.
     """
     (_, size), (_, other) = a.codes.shape, b.codes.shape
     part, b_part = a.grid.block(a.codes.shape)[1], b.grid.block(b.codes.shape)[1]
@@ -39,25 +39,25 @@ def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
 
 
 def _exact(a: Tensor, b: Tensor) -> Tensor:
-    """A B^T of codes, exact in float64, rounded once: [M, N] float32."""
+    """Return A B^T of codes, exact in float64 and rounded once, [M, N] float32."""
     return (a.double() @ b.double().T).float()
 
 
 class QuantizedLinear(nn.Module):
-    """Takes the place of an `nn.Linear`, without gradient. The bias stays as it was and is added last.
+    """Replaces an `nn.Linear`, without gradient. The bias is not quantized and is added last.
 
-    With quantized activations a token's result does not depend on the tokens beside it (`gemm_exact`). Without, it is
+    With quantized activations a token's result does not depend on the rest of the batch (`gemm_exact`). Without, it is
     torch's product with the weight in the dtype of the activations.
     """
 
     codes: Tensor  # [N, K]
-    scales: Tensor  # of `Quantized`
+    scales: Tensor  # as in `Quantized`
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
         """
         Args:
             weight: [N, K].
-            bias: [N] or None; shared with whoever holds it.
+            bias: [N] or None; not copied.
         """
         super().__init__()
         self.scheme, self.bias = scheme, bias
@@ -68,18 +68,18 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Quantize another weight [N, K] and hold that."""
+        """Replace the weight by another one, [N, K], which is quantized."""
         quantized = quantize(weight, self.scheme.weights)
         self.codes.copy_(quantized.codes)
         self.scales.copy_(quantized.scales)
 
     @property
     def quantized(self) -> Quantized:
-        """The weight as it is held."""
+        """Return the quantized weight."""
         return Quantized(self.codes, self.scales, self.scheme.weights)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., K] -> [..., N], in the dtype of the inputs."""
+        """Map [..., K] to [..., N], in the dtype of the inputs."""
         if self.scheme.activations is None:
             return linear(inputs, dequantize(self.quantized, inputs.dtype), self.bias)
         rows = quantize(inputs.reshape(-1, self.in_features), self.scheme.activations)
@@ -91,13 +91,13 @@ class QuantizedLinear(nn.Module):
 
 
 def round_to_fp8(states: Tensor) -> Tensor:
-    """Keys or values of any shape with the scale 1, beyond 448 cut off: what vLLM's `kv_cache_dtype="fp8"` stores where
-    a checkpoint brings no scales of its own."""
+    """Round keys or values of any shape to FP8 with the scale 1, clamped to 448, as vLLM's `kv_cache_dtype="fp8"` does
+    where a checkpoint has no scales."""
     return encode(states.float(), 1.0, E4M3).to(states.dtype)
 
 
 def round_by_token(states: Tensor) -> Tensor:
-    """Keys or values [..., D] with a power of two as the scale of each token and head."""
+    """Round keys or values [..., D] to FP8 with a power of two as the scale of each token and head."""
     rows = states.reshape(-1, states.shape[-1])
     grid = Grid(codes=E4M3, rows=1, scales="power_of_two")
     return dequantize(quantize(rows, grid), states.dtype).reshape(states.shape)

@@ -7,9 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from jackpot.analysis.replay.replay import Replay
-from jackpot.analysis.replay.replay import replay as replay_rollouts
-from jackpot.analysis.replay.results import as_numbers
+from jackpot.analysis.replay.results import ReplayResult, result_numbers
+from jackpot.analysis.replay.run import replay as replay_rollouts
 from jackpot.config.recipes import split_names
 from jackpot.ui.charts import Section
 from jackpot.ui.results import to_json
@@ -30,12 +29,12 @@ def replay(
 
         found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen)
     if as_json:
-        typer.echo(json.dumps(to_json(as_numbers(found)), indent=2, allow_nan=False))
+        typer.echo(json.dumps(to_json(result_numbers(found)), indent=2, allow_nan=False))
     else:
         _show(console, found)
 
 
-def _show(console: Console, found: Replay) -> None:
+def _show(console: Console, found: ReplayResult) -> None:
     """Print the facts of the run, every correction, what was left out, and last the recommendation."""
     show_tables(console, [Section(title="", intro="", items=(facts(found),)), *replay_sections(found).values()])
     for text in found.left_out:

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from jackpot.analysis.mismatch.lengths import LengthRow
-from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, Band, Estimate, Numbers
-from jackpot.analysis.mismatch.run import Found, Pair
+from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MeanEstimate, MismatchNumbers, TokenBand
+from jackpot.analysis.mismatch.run import MismatchPair, MismatchResult
 from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, finite, format_number
 
 _SMALLEST = 1e-16  # smallest value on a logarithmic axis
-_ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
+_ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
     ("responses", lambda one: f"{one.numbers.responses:,}"),
     ("tokens", lambda one: f"{one.numbers.tokens:,}"),
     ("cut at the limit", lambda one: f"{one.cut:.1%}"),
@@ -39,20 +39,20 @@ _ROWS: tuple[tuple[str, Callable[[Pair], str]], ...] = (
 )
 
 
-def estimated(value: Estimate | None) -> str:
+def estimated(value: MeanEstimate | None) -> str:
     """Format a mean with its standard error in brackets."""
     if value is None:
         return "-"
     return format_number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
 
 
-def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
+def _bounds(both: tuple[MeanEstimate, MeanEstimate] | None, is_exact: bool) -> str:
     if both is None:
         return "-"
     return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
 
 
-def mismatch_sections(found: Found) -> dict[str, Section]:
+def mismatch_sections(found: MismatchResult) -> dict[str, Section]:
     """Return the sections of the page by the names of their pictures."""
     sections = {
         "responses": _response_section(found.pairs),
@@ -62,7 +62,10 @@ def mismatch_sections(found: Found) -> dict[str, Section]:
 
 
 def _over_pairs(
-    pairs: Sequence[Pair], x: Callable[[Pair], Sequence[float]], y: Callable[[Pair], Sequence[float]], style: str
+    pairs: Sequence[MismatchPair],
+    x: Callable[[MismatchPair], Sequence[float]],
+    y: Callable[[MismatchPair], Sequence[float]],
+    style: str,
 ) -> tuple[Series, ...]:
     return tuple(
         Series(
@@ -76,7 +79,7 @@ def _over_pairs(
     )
 
 
-def _response_section(pairs: Sequence[Pair]) -> Section:
+def _response_section(pairs: Sequence[MismatchPair]) -> Section:
     table = Table(
         title=_what(pairs),
         columns=("p of the sampler, q of the learner", *(pair.name for pair in pairs)),
@@ -97,13 +100,13 @@ def _response_section(pairs: Sequence[Pair]) -> Section:
     )
 
 
-def _what(pairs: Sequence[Pair]) -> str:
+def _what(pairs: Sequence[MismatchPair]) -> str:
     """Name the sampler and the learner that all pairs share."""
     sides = {"sampler": {pair.sampler for pair in pairs}, "learner": {pair.learner for pair in pairs}}
     return ", ".join(f"{role}: {names.pop()}" for role, names in sides.items() if len(names) == 1) or "All pairs"
 
 
-def _known(pairs: Sequence[Pair]) -> str:
+def _known(pairs: Sequence[MismatchPair]) -> str:
     """Say whether the KL of whole distributions is exact, bounded or unknown."""
     if all(pair.numbers.kl is None for pair in pairs):
         return "The KL of whole distributions is not known: the learner reports single tokens only."
@@ -116,11 +119,11 @@ def _known(pairs: Sequence[Pair]) -> str:
     )
 
 
-def _response_charts(pairs: Sequence[Pair]) -> tuple[Chart, ...]:
-    def ranks(pair: Pair) -> list[float]:
+def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
+    def ranks(pair: MismatchPair) -> list[float]:
         return [(place + 1) / pair.numbers.responses for place in range(pair.numbers.responses)]
 
-    def ordered(read: Callable[[Numbers], list[float]]) -> Callable[[Pair], list[float]]:
+    def ordered(read: Callable[[MismatchNumbers], list[float]]) -> Callable[[MismatchPair], list[float]]:
         return lambda pair: sorted(read(pair.numbers), reverse=True)
 
     largest = ordered(lambda numbers: [one.max_gap for one in numbers.each])
@@ -159,7 +162,7 @@ def _response_charts(pairs: Sequence[Pair]) -> tuple[Chart, ...]:
     )
 
 
-def _token_section(pairs: Sequence[Pair]) -> Section:
+def _token_section(pairs: Sequence[MismatchPair]) -> Section:
     by_position = _band_charts(pairs, "position in the response", lambda numbers: numbers.by_position)
     by_entropy = _band_charts(pairs, "entropy, nats", lambda numbers: numbers.by_entropy)
     tables = tuple(table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if len(pairs) > 1 else ""))
@@ -171,7 +174,7 @@ def _token_section(pairs: Sequence[Pair]) -> Section:
     )
 
 
-def _scatter(pairs: Sequence[Pair]) -> Chart:
+def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
     clouds = tuple(
         Series(
             name=pair.name,
@@ -192,12 +195,14 @@ def _scatter(pairs: Sequence[Pair]) -> Chart:
     )
 
 
-def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Sequence[Band]]) -> tuple[Chart, ...]:
+def _band_charts(
+    pairs: Sequence[MismatchPair], label: str, read: Callable[[MismatchNumbers], Sequence[TokenBand]]
+) -> tuple[Chart, ...]:
     names = tuple(dict.fromkeys(band.name for pair in pairs for band in read(pair.numbers)))
     if not names:
         return ()
 
-    def line(place: int, pair: Pair, value: Callable[[Band], Estimate]) -> Series:
+    def line(place: int, pair: MismatchPair, value: Callable[[TokenBand], MeanEstimate]) -> Series:
         bands = {band.name: band for band in read(pair.numbers)}
         here = [value(bands[name]) if name in bands else None for name in names]
         wide = [(one.value - (one.error or 0.0), one.value + (one.error or 0.0)) if one else None for one in here]
@@ -213,7 +218,7 @@ def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Se
 
     is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
-    def chart(title: str, y_label: str, value: Callable[[Band], Estimate]) -> Chart:
+    def chart(title: str, y_label: str, value: Callable[[TokenBand], MeanEstimate]) -> Chart:
         return Chart(
             title=title,
             x_label=label,
@@ -235,10 +240,10 @@ def _band_charts(pairs: Sequence[Pair], label: str, read: Callable[[Numbers], Se
     )
 
 
-def _quantile_chart(pairs: Sequence[Pair]) -> Chart:
+def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
     names = tuple(pairs[0].numbers.quantiles)
 
-    def logs(pair: Pair) -> list[float]:
+    def logs(pair: MismatchPair) -> list[float]:
         return [math.log(ratio) if ratio > 0.0 else -math.inf for ratio in pair.numbers.quantiles.values()]
 
     return Chart(
@@ -255,7 +260,7 @@ def _quantile_chart(pairs: Sequence[Pair]) -> Chart:
     )
 
 
-def _band_tables(pair: Pair, of: str) -> tuple[Table, ...]:
+def _band_tables(pair: MismatchPair, of: str) -> tuple[Table, ...]:
     lengths = Table(
         title=f"By length of the response{of}",
         columns=("tokens", "responses", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
@@ -291,7 +296,7 @@ def _band_tables(pair: Pair, of: str) -> tuple[Table, ...]:
     )
 
 
-def _length_section(pairs: Sequence[Pair]) -> Section:
+def _length_section(pairs: Sequence[MismatchPair]) -> Section:
     table = Table(
         title="One long response against short ones",
         columns=("", "to every prompt", "tokens", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
@@ -317,7 +322,7 @@ def _length_section(pairs: Sequence[Pair]) -> Section:
     )
 
 
-def _length_chart(pair: Pair) -> Chart:
+def _length_chart(pair: MismatchPair) -> Chart:
     def series(place: int, row: LengthRow) -> Series:
         shares = tuple((number + 1) / len(row.each) for number in range(len(row.each)))
         return Series(name=row.name, x=shares, y=finite(row.each, _SMALLEST), number=place)

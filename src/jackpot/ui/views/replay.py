@@ -2,21 +2,20 @@
 
 from collections.abc import Callable, Sequence
 
-from jackpot.analysis.replay.replay import Replay
-from jackpot.analysis.replay.results import Measured, measured
+from jackpot.analysis.replay.results import CorrectionResult, ReplayResult, correction_result
 from jackpot.ui.charts import Section, Table, format_number
 
 OWN = " *"
 _NOTHING = 1e-4  # largest share of rejected tokens that counts as no rejection
 _NAMES_IN_ROW = 2  # names of corrections with equal results in one row; the others are counted
-_Columns = tuple[tuple[str, Callable[[Measured], str]], ...]
+_Columns = tuple[tuple[str, Callable[[CorrectionResult], str]], ...]
 _SAMPLED: _Columns = (
     ("rejected", lambda one: f"{1.0 - one.accepted:.1%}"),
     ("responses", lambda one: f"{one.dropped_responses:.1%}"),
     ("capped", lambda one: f"{one.capped:.2%}"),
     ("clipped", lambda one: f"{one.clipped:.1%}"),
     ("effective", lambda one: f"{one.effective:.1%}"),
-    ("apart", lambda one: f"{one.apart:.2%}"),
+    ("TV after", lambda one: f"{one.sampled_tv_after_correction:.2%}"),
 )
 _WEIGHTS: _Columns = (
     ("1 %", lambda one: format_number(one.weight_p1)),
@@ -26,7 +25,7 @@ _WEIGHTS: _Columns = (
     ("mean", lambda one: format_number(one.weight_mean, ".3f")),
 )
 _EXACT: _Columns = (
-    ("misplaced", lambda one: f"{one.misplaced:.2%}"),
+    ("TV after", lambda one: f"{one.tv_after_correction:.2%}"),
     ("effective", lambda one: f"{one.exact_effective:.1%}"),
     ("bias", lambda one: format_number(one.bias, ".3f")),
     ("drift", lambda one: format_number(one.drift, ".3f")),
@@ -35,10 +34,10 @@ _EXACT: _Columns = (
 )
 
 
-def replay_sections(found: Replay) -> dict[str, Section]:
+def replay_sections(found: ReplayResult) -> dict[str, Section]:
     """Return the section with all tables of the corrections, by its name."""
-    rows = _together([measured(one) for one in found.corrections])
-    exact = [(names, one) for names, one in rows if one.misplaced is not None]
+    rows = _together([correction_result(one) for one in found.corrections])
+    exact = [(names, one) for names, one in rows if one.tv_after_correction is not None]
     own = f" {OWN.strip()} is what the run trains with." if _own(rows) else ""
     items = [
         _table(
@@ -46,8 +45,8 @@ def replay_sections(found: Replay) -> dict[str, Section]:
             rows,
             _SAMPLED,
             "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: share without any token left; "
-            "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; apart: what is misplaced, from these "
-            f"tokens alone.{own}",
+            "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; TV after: total variation left after "
+            f"the correction, from these tokens alone.{own}",
         ),
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
@@ -57,7 +56,7 @@ def replay_sections(found: Replay) -> dict[str, Section]:
                 f"Summed over the vocabulary, in {exact[0][1].states:,} states",
                 exact,
                 _EXACT,
-                "misplaced: probability on other tokens than the policy's; effective: tokens, as above; bias: of the "
+                "TV after: total variation left after the correction; effective: tokens, as above; bias: of the "
                 "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives to all "
                 "tokens; variance: times that of the policy's own rollouts; states: sd / mean of their weights.",
             )
@@ -66,14 +65,16 @@ def replay_sections(found: Replay) -> dict[str, Section]:
     return {"replay": Section(title="Corrections", intro="", items=tuple(items))}
 
 
-def facts(found: Replay) -> Table:
+def facts(found: ReplayResult) -> Table:
     """Return a table of the run before any correction: sizes, total variations, KL, ratios."""
     run = found.run
-    engine, stale, both = (float(run[name].value) for name in ("apart_engine", "apart_stale", "apart"))
+    engine, stale, both = (
+        float(run[name].value) for name in ("total_variation_engine", "total_variation_stale", "total_variation")
+    )
     log_ratio = run["mismatch/log_ratio"]
     clips = [one.setting.objective for one in found.corrections[:1]]  # the same for all
     rows = [
-        ("responses, tokens", f"{int(run['responses'].value):,}, {int(run['apart'].count):,}"),
+        ("responses, tokens", f"{int(run['responses'].value):,}, {int(run['total_variation'].count):,}"),
         ("mean length", f"{float(run['length'].value):.1f}"),
         ("policy", found.policy),
         *(("PPO's clip", f"1 - {clip.clip_low:g} to 1 + {clip.clip_high:g}") for clip in clips),
@@ -94,7 +95,7 @@ def facts(found: Replay) -> Table:
         ("effective responses by their whole ratio", f"{float(run['mismatch/sequence_ess'].value):.1%}"),
     ]
     if "z" in run:
-        share = float(run["z"].count / run["apart"].count)
+        share = float(run["z"].count / run["total_variation"].count)
         rows.append(("tokens with both distributions known", f"{share:.1%}"))
         rows.append(("mean Z at lam = 1 there", f"{float(run['z'].value):.4f}"))
     return Table(title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows))
@@ -104,7 +105,7 @@ def _value(run: dict, name: str) -> str:
     return format_number(float(run[name].value), ".4f")
 
 
-def _table(title: str, rows: Sequence[tuple[str, Measured]], columns: _Columns, note: str) -> Table:
+def _table(title: str, rows: Sequence[tuple[str, CorrectionResult]], columns: _Columns, note: str) -> Table:
     return Table(
         title=title,
         columns=("correction", *(name for name, _ in columns)),
@@ -113,7 +114,7 @@ def _table(title: str, rows: Sequence[tuple[str, Measured]], columns: _Columns, 
     )
 
 
-def _masking(rows: Sequence[tuple[str, Measured]]) -> list[Table]:
+def _masking(rows: Sequence[tuple[str, CorrectionResult]]) -> list[Table]:
     """Return tables of where each correction rejects, and which tokens."""
     rejecting = _alike([(names, one) for names, one in rows if one.accepted < 1.0 - _NOTHING])
     if not rejecting:
@@ -137,7 +138,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _tokens(one: Measured) -> str:
+def _tokens(one: CorrectionResult) -> str:
     most = ", ".join(f"{text!r} x{count:.0f}" for text, count in one.rejected_tokens)
     if not one.most_changed:
         return most
@@ -148,9 +149,9 @@ def _tokens(one: Measured) -> str:
     )
 
 
-def _together(found: Sequence[Measured]) -> list[tuple[str, Measured]]:
+def _together(found: Sequence[CorrectionResult]) -> list[tuple[str, CorrectionResult]]:
     """Group corrections with equal results on this data into one row, in their order."""
-    groups: dict[tuple, list[Measured]] = {}
+    groups: dict[tuple, list[CorrectionResult]] = {}
     for one in found:
         groups.setdefault(one.same, []).append(one)
     rows = []
@@ -162,13 +163,13 @@ def _together(found: Sequence[Measured]) -> list[tuple[str, Measured]]:
     return rows
 
 
-def _alike(rows: Sequence[tuple[str, Measured]]) -> list[tuple[str, Measured]]:
+def _alike(rows: Sequence[tuple[str, CorrectionResult]]) -> list[tuple[str, CorrectionResult]]:
     """Return the first of each group of corrections that reject the same tokens."""
-    first: dict[tuple, tuple[str, Measured]] = {}
+    first: dict[tuple, tuple[str, CorrectionResult]] = {}
     for names, one in rows:
         first.setdefault(tuple(round(share, 6) for share in one.rejected_by_band.values()), (names, one))
     return list(first.values())
 
 
-def _own(rows: Sequence[tuple[str, Measured]]) -> bool:
+def _own(rows: Sequence[tuple[str, CorrectionResult]]) -> bool:
     return any(OWN in names for names, _ in rows)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
-from jackpot.analysis.mismatch.run import Pair, measure_mismatch
+from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
 
 pytestmark = pytest.mark.vllm
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 VLLM = {"name": "vllm", "kv_cache_memory_bytes": 2**28, "max_num_seqs": 32}
 
 
-def apart(samplers: list[dict[str, Any]], learners: list[dict[str, Any]], **sampling: Any) -> list[Pair]:
+def apart(samplers: list[dict[str, Any]], learners: list[dict[str, Any]], **sampling: Any) -> list[MismatchPair]:
     changes = [{"responses": 32, "threads": 1, "sampling": {"max_new_tokens": 16} | sampling}]
     config = mismatch_config("starter:policy", [[one] for one in samplers], [[one] for one in learners], changes)
     return list(measure_mismatch(config, lambda text: None).pairs)

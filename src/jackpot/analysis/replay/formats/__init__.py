@@ -1,23 +1,23 @@
-"""Every format of saved rollouts by name, and which one a path is."""
+"""Registers the formats of saved rollouts by name, and finds the format of a path."""
 
 from pathlib import Path
 
 from jackpot.analysis.replay.formats import jackpot as own
 from jackpot.analysis.replay.formats import jsonl, openrlhf, slime, trl, verl
-from jackpot.analysis.replay.formats.base import Format
+from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"
 FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, jsonl, openrlhf, slime)}  # cheap ones first
-LOOK_AT = 8  # files, for the columns of a format
+LOOK_AT = 8  # files whose columns are compared with those of a format
 
 
-def find_format(path: Path, name: str) -> tuple[Format, list[Path]]:
-    """The format and its files, those that are damaged too.
+def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
+    """Find the format of a path and its files, damaged ones included.
 
     Raises:
         ConfigError: no such format.
-        DataError: nothing there, no file of the format that was named, or none that any format recognises.
+        DataError: nothing there, no file of the format that was named, or none that any format recognizes.
     """
     if name != AUTO and name not in FORMATS:
         raise ConfigError(unknown_name("format", name, [AUTO, *FORMATS]))
@@ -32,9 +32,9 @@ def find_format(path: Path, name: str) -> tuple[Format, list[Path]]:
         raise DataError(f"{path} is a run that has saved no rollouts yet. {own.HOW}")
     for found in FORMATS.values():
         files = found.files(path)
-        if any(found.recognises(file) for file in files[:LOOK_AT]):
+        if any(found.recognizes(file) for file in files[:LOOK_AT]):
             return found, files
     raise DataError(
         f"{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of them, "
-        f"--format says what is missing.\nAny trainer can write bare JSONL. {jsonl.HOW}"
+        f"--format says what is missing.\nEvery trainer can write bare JSONL. {jsonl.HOW}"
     )

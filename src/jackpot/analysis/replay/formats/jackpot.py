@@ -1,10 +1,10 @@
-"""Reader of our own run folders."""
+"""Reads the rollouts of Jackpot's own run folders."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from jackpot.analysis.replay.formats.base import Format, Tell, parquet_rows, responses_of
-from jackpot.analysis.replay.responses import NEEDED, Response
+from jackpot.analysis.replay.formats.base import DumpFormat, Warn, parquet_rows, responses_of
+from jackpot.analysis.replay.responses import NEEDED, SavedResponse
 from jackpot.training.run.rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
@@ -19,19 +19,19 @@ def files(run: Path) -> list[Path]:
     return sorted((run / "rollouts").glob("iteration-*.parquet")) if run.is_dir() else []
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     return path.name.startswith("iteration-") and path.parent.name == "rollouts"
 
 
-def read(path: Path, tell: Tell) -> Iterator[Response]:
-    """A file is damaged where its footer is; then it is told, and so it is where the rest breaks off."""
+def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, and warn where its footer or its end is damaged."""
     try:
         saved = open_rollout_file(path)
     except UnreadableRollouts as error:
-        tell(str(error))
+        warn(str(error))
         return
     where = f"iteration {saved.iteration}"
-    yield from responses_of(parquet_rows(path, tell, _COLUMNS), where, tell, (*NEEDED, "old_log_probs"), HOW)
+    yield from responses_of(parquet_rows(path, warn, _COLUMNS), where, warn, (*NEEDED, "old_log_probs"), HOW)
 
 
-FORMAT = Format(name="jackpot", files=files, recognises=recognises, read=read, how=HOW)
+FORMAT = DumpFormat(name="jackpot", files=files, recognizes=recognizes, read=read, how=HOW)

@@ -1,10 +1,10 @@
-"""Reader of bare JSONL: one response a line, columns under our own names (docs/replay.md)."""
+"""Reads bare JSONL: one response a line, columns by Jackpot's names (docs/replay.md)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from jackpot.analysis.replay.formats.base import Format, Tell, first_keys, json_lines, matching, responses_of
-from jackpot.analysis.replay.responses import NEEDED, Response
+from jackpot.analysis.replay.formats.base import DumpFormat, Warn, first_keys, json_lines, matching, responses_of
+from jackpot.analysis.replay.responses import NEEDED, SavedResponse
 
 HOW = """Write one JSON object for each response and line, with
   token_ids            [T] of the response
@@ -18,12 +18,12 @@ def files(path: Path) -> list[Path]:
     return matching(path, "*.jsonl")
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     return path.suffix == ".jsonl" and bool(first_keys(path) & {"token_ids", "rollout_log_probs"})
 
 
-def read(path: Path, tell: Tell) -> Iterator[Response]:
-    yield from responses_of(json_lines(path, tell), path.name, tell, NEEDED, HOW)
+def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    yield from responses_of(json_lines(path, warn), path.name, warn, NEEDED, HOW)
 
 
-FORMAT = Format(name="jsonl", files=files, recognises=recognises, read=read, how=HOW)
+FORMAT = DumpFormat(name="jsonl", files=files, recognizes=recognizes, read=read, how=HOW)

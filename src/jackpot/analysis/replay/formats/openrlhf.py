@@ -1,7 +1,7 @@
-"""Reader of OpenRLHF's experience, saved with torch.save.
+"""Reads OpenRLHF's experience, saved with torch.save.
 
-OpenRLHF writes no rollouts down (read at 3c3be62, version 0.11.0), so a line must be added; what it would save is its
-own `Experience`: `sequences` [B, S] with prompt and response, and [B, A] columns that end where the sequences end.
+OpenRLHF saves no rollouts (read at 3c3be62, version 0.11.0), so its trainer needs an added line that saves its
+`Experience`: `sequences` [B, S] with prompt and response, and [B, A] columns that end where the sequences end.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from jackpot.analysis.replay.formats.base import Format, Record, Tell, matching, responses_of, torch_file
-from jackpot.analysis.replay.responses import Response
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, Warn, matching, responses_of, torch_file
+from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
 add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
@@ -27,36 +27,36 @@ def files(path: Path) -> list[Path]:
     return matching(path, "*.pt")
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
     return any("sequences" in one for one in _experiences(content))
 
 
-def read(path: Path, tell: Tell) -> Iterator[Response]:
-    content = torch_file(path, tell)
+def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    content = torch_file(path, warn)
     experiences = _experiences(content)
     if content is not None and not experiences:
-        tell(f"{path.name} has no experiences and is left out")
+        warn(f"{path.name} has no experiences and is left out")
     rows = (
         _row(experience, row) for experience in experiences for row in range(len(experience.get("sequences", ())) or 1)
     )
-    yield from responses_of(enumerate(rows), path.name, tell, _NEEDED, HOW, _renamed)
+    yield from responses_of(enumerate(rows), path.name, warn, _NEEDED, HOW, _renamed)
 
 
-def _row(experience: Record, row: int) -> dict[str, Any]:
-    """One response of a batch; what is not there stays away."""
+def _row(experience: DumpRecord, row: int) -> dict[str, Any]:
+    """Return one response of a batch with the columns that the batch has."""
     return {name: column[row] for name, column in experience.items() if isinstance(column, Tensor)}
 
 
-def _experiences(content: Any) -> list[Record]:
+def _experiences(content: Any) -> list[DumpRecord]:
     many = content if isinstance(content, list) else [content]
     return [one for one in many if isinstance(one, dict)]
 
 
-def _renamed(experience: Record) -> dict[str, Any]:
+def _renamed(experience: DumpRecord) -> dict[str, Any]:
     mask = experience["action_mask"].bool()
     sequence = experience["sequences"]
-    before = len(sequence) - len(mask)  # no column has an entry for these
+    before = len(sequence) - len(mask)  # tokens of the prompt that no other column covers
     places = mask.nonzero().flatten()
     first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
     part = slice(first, end)
@@ -76,4 +76,4 @@ def _renamed(experience: Record) -> dict[str, Any]:
     return renamed
 
 
-FORMAT = Format(name="openrlhf", files=files, recognises=recognises, read=read, how=HOW)
+FORMAT = DumpFormat(name="openrlhf", files=files, recognizes=recognizes, read=read, how=HOW)

@@ -1,7 +1,7 @@
-"""Reader of slime's debug dumps, of training or of rollouts.
+"""Reads slime's debug dumps, of training or of rollouts.
 
 `--save-debug-train-data` and `--save-debug-rollout-data` write {"rollout_id", "samples": [...]} with torch.save (read
-at 624b824, version 0.3.1). A sample's `tokens` are prompt and response, the other columns the response alone. Only the
+at 624b824, version 0.3.1). A sample's `tokens` are prompt and response, the other columns the response only. Only the
 dump of training has the policy's `log_probs` and `advantages`.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.replay.formats.base import Format, Record, Tell, matching, responses_of, torch_file
-from jackpot.analysis.replay.responses import Response
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, Warn, matching, responses_of, torch_file
+from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
 and advantages. --save-debug-rollout-data has the engine's alone: give --model, and the policy's are scored (at
@@ -22,20 +22,20 @@ def files(path: Path) -> list[Path]:
     return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
     return isinstance(content, dict) and "samples" in content
 
 
-def read(path: Path, tell: Tell) -> Iterator[Response]:
-    content = torch_file(path, tell)
+def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    content = torch_file(path, warn)
     samples = content.get("samples", ()) if isinstance(content, dict) else ()
     if content is not None and not samples:
-        tell(f"{path.name} has no samples and is left out")
-    yield from responses_of(enumerate(samples), path.name, tell, _NEEDED, HOW, _renamed)
+        warn(f"{path.name} has no samples and is left out")
+    yield from responses_of(enumerate(samples), path.name, warn, _NEEDED, HOW, _renamed)
 
 
-def _renamed(sample: Record) -> dict[str, Any]:
+def _renamed(sample: DumpRecord) -> dict[str, Any]:
     length = int(sample["response_lengths" if "response_lengths" in sample else "response_length"])
     start = len(sample["tokens"]) - length
     mask = sample.get("loss_masks", sample.get("loss_mask"))
@@ -50,8 +50,8 @@ def _renamed(sample: Record) -> dict[str, Any]:
     }
 
 
-def _uid(sample: Record) -> str:
+def _uid(sample: DumpRecord) -> str:
     return f"{sample.get('rollout_ids', sample.get('rollout_id'))}/{sample.get('sample_index', sample.get('index'))}"
 
 
-FORMAT = Format(name="slime", files=files, recognises=recognises, read=read, how=HOW)
+FORMAT = DumpFormat(name="slime", files=files, recognizes=recognizes, read=read, how=HOW)

@@ -1,4 +1,4 @@
-"""Reader of TRL's `log_completions`: OUTPUT_DIR/completions/completions_STEP.parquet.
+"""Reads TRL's `log_completions`: OUTPUT_DIR/completions/completions_STEP.parquet.
 
 GRPOTrainer writes `step, prompt, completion`, a column for each reward function, `advantage`, and what is in
 `_logs["extra"]` (read at f2cd577, version 1.10.0.dev). Log-probs and token ids are not among them, so a subclass must
@@ -14,8 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from jackpot.analysis.replay.formats.base import Format, Record, Tell, first_keys, matching, parquet_rows, responses_of
-from jackpot.analysis.replay.responses import Response
+from jackpot.analysis.replay.formats.base import (
+    DumpFormat,
+    DumpRecord,
+    Warn,
+    first_keys,
+    matching,
+    parquet_rows,
+    responses_of,
+)
+from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """TRL's completions have text and rewards alone. With log_completions=True, use_vllm=True and one process, train
 with
@@ -28,7 +36,7 @@ with
                     self._logs["extra"][name].extend(output[name].tolist())
             return output
 Without old_per_token_logps, give --model and it is scored (at --temperature)."""
-_OF_BATCH = ("prompt", "completion", "advantage", "sampling_per_token_logps")  # tell one batch from the next
+_OF_BATCH = ("prompt", "completion", "advantage", "sampling_per_token_logps")  # columns that differ between batches
 _NEEDED = ("completion_ids", "completion_mask", "sampling_per_token_logps")
 
 
@@ -36,33 +44,33 @@ def files(path: Path) -> list[Path]:
     return matching(path, "completions_*.parquet")
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     return path.suffix == ".parquet" and first_keys(path) >= {"step", "prompt", "completion"}
 
 
-def read(path: Path, tell: Tell) -> Iterator[Response]:
-    yield from responses_of(parquet_rows(path, tell), path.name, tell, _NEEDED, HOW, _renamed)
+def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    yield from responses_of(parquet_rows(path, warn), path.name, warn, _NEEDED, HOW, _renamed)
 
 
 def mark(path: Path) -> str | None:
-    """TRL writes the newest rollout batch at every logged step, so also where several steps train on one batch."""
+    """Digest a file's batch, as TRL saves a batch again at every logged step that trains on it."""
     try:
         there = pq.read_schema(path).names
         table = pq.read_table(path, columns=[name for name in _OF_BATCH if name in there])
     except (OSError, pa.ArrowException):
-        return None  # the reader says what is wrong
+        return None  # the reader warns of it
     digest = hashlib.sha256()
     for row in table.to_pylist():
         digest.update(repr(row).encode())
     return digest.hexdigest()
 
 
-def _renamed(row: Record) -> dict[str, Any]:
-    """`completion_mask` has every token that is there; `tool_mask`, padded with 1, is 0 where a tool wrote."""
+def _renamed(row: DumpRecord) -> dict[str, Any]:
+    """Rename the columns. `completion_mask` is 1 on all tokens; `tool_mask`, padded with 1, is 0 on a tool's tokens."""
     exists = row["completion_mask"]
     length = max((place + 1 for place, kept in enumerate(exists) if kept), default=0)
     of_model = row["tool_mask"] if row.get("tool_mask") is not None else exists
-    mask = [kept and written for kept, written in zip(exists, of_model, strict=True)]
+    mask = [kept and sampled for kept, sampled in zip(exists, of_model, strict=True)]
     renamed = {"token_ids": row["completion_ids"][:length], "sampled_mask": mask[:length]}
     renamed["advantages"] = row.get("advantage")
     if row.get("prompt_ids") is not None and row.get("prompt_mask") is not None:
@@ -72,4 +80,4 @@ def _renamed(row: Record) -> dict[str, Any]:
     return renamed
 
 
-FORMAT = Format(name="trl", files=files, recognises=recognises, read=read, how=HOW, mark=mark)
+FORMAT = DumpFormat(name="trl", files=files, recognizes=recognizes, read=read, how=HOW, mark=mark)

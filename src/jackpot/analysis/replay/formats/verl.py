@@ -1,8 +1,9 @@
-"""Reader of verl's `trainer.rollout_data_dir`: one STEP.jsonl for each step, a line for each response.
+"""Reads verl's `trainer.rollout_data_dir`: one STEP.jsonl for each step, a line for each response.
 
 verl writes `input, output, gts, score, step` and every list of `reward_extra_infos_dict` that has an entry for each
-response (`_write_generations`; read at 1dda039, version 0.10.0.dev). None of them has log-probs, so it must be told to.
-Its tensors are padded: prompts [P] on the left, responses [R] on the right, `attention_mask` [P + R].
+response (`_write_generations`; read at 1dda039, version 0.10.0.dev). None of them has log-probs, so verl's trainer
+needs added lines. Its tensors are padded: prompts [P] on the left, responses [R] on the right, `attention_mask` has
+[P + R] entries.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,16 @@ from typing import Any
 
 import torch
 
-from jackpot.analysis.replay.formats.base import Format, Record, Tell, first_keys, json_lines, matching, responses_of
-from jackpot.analysis.replay.responses import Response
+from jackpot.analysis.replay.formats.base import (
+    DumpFormat,
+    DumpRecord,
+    Warn,
+    first_keys,
+    json_lines,
+    matching,
+    responses_of,
+)
+from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and
 trainer.use_v1=False, whose trainer is verl/trainer/ppo/ray_trainer.py (the default, use_v1=True, logs in
@@ -29,15 +38,15 @@ def files(path: Path) -> list[Path]:
     return matching(path, "*.jsonl")
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     return path.suffix == ".jsonl" and first_keys(path) >= {"input", "output", "step"}
 
 
-def read(path: Path, tell: Tell) -> Iterator[Response]:
-    yield from responses_of(json_lines(path, tell), path.name, tell, _NEEDED, HOW, _renamed)
+def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    yield from responses_of(json_lines(path, warn), path.name, warn, _NEEDED, HOW, _renamed)
 
 
-def _renamed(line: Record) -> dict[str, Any]:
+def _renamed(line: DumpRecord) -> dict[str, Any]:
     exists = line.get("attention_mask")
     width = len(line["responses"])
     if exists is None:  # up to the last token that is trained on
@@ -58,4 +67,4 @@ def _renamed(line: Record) -> dict[str, Any]:
     return renamed
 
 
-FORMAT = Format(name="verl", files=files, recognises=recognises, read=read, how=HOW)
+FORMAT = DumpFormat(name="verl", files=files, recognizes=recognizes, read=read, how=HOW)

@@ -29,7 +29,7 @@ from jackpot.config.engines import VLLMEngineConfig, is_quantized
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Rollout, Version
-from jackpot.models.load import DTYPES, eos_token_ids, load_model, load_outline, resolve_path
+from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model, resolve_path
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
@@ -71,7 +71,7 @@ class VLLMEngine(ThreadEngine):
         self._settings, self._device = settings, device
         self._dtype = DTYPES[settings.dtype]
         # Only quantized weights are given to vLLM at its start; it reads others from the folder itself.
-        model = load_model(path, self._dtype) if settings.quantization else load_outline(path)
+        model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, folder = tuple(eos_token_ids(model)), resolve_path(path)
         self._weight_format = WeightFormat.of_model(model, settings.quantization)

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from jackpot.analysis.replay.responses import Batch, collate, response_of
-from jackpot.analysis.replay.states import lists_of, z_of
+from jackpot.analysis.replay.distributions import saved_distributions, z_of
+from jackpot.analysis.replay.responses import ResponseBatch, collate, response_of
 
 P_INF, P_NEW = [0.5, 0.3, 0.1, 0.1], [0.2, 0.3, 0.1, 0.4]
 
 
-def batch(rollout_ids, policy_ids, p_inf=P_INF, p_new=P_NEW, old=None) -> Batch:
+def batch(rollout_ids, policy_ids, p_inf=P_INF, p_new=P_NEW, old=None) -> ResponseBatch:
     """One response of one token, the first of the vocabulary."""
     record = {
         "token_ids": [0],
@@ -31,35 +31,35 @@ def probabilities(log_probs: torch.Tensor) -> list[float]:
 
 
 def test_tokens_in_both_lists_stay_and_all_others_are_one(monkeypatch):
-    monkeypatch.setattr("jackpot.analysis.replay.states.CAPTURED", 0.3)
-    known = lists_of(batch([0, 1, 2], [3, 1, 0])).known
+    monkeypatch.setattr("jackpot.analysis.replay.distributions.CAPTURED", 0.3)
+    known = saved_distributions(batch([0, 1, 2], [3, 1, 0])).known
     assert probabilities(known.rollout) == pytest.approx([0.5, 0.3, 0.2])  # token 2 is in one list alone
     assert probabilities(known.new) == pytest.approx([0.2, 0.3, 0.5])
 
 
 def test_lists_that_hold_too_little_of_one_of_them_give_z_and_no_sums():
-    found = lists_of(batch([0, 1, 2], [3, 1, 0]))
+    found = saved_distributions(batch([0, 1, 2], [3, 1, 0]))
     assert found.known is None
     z = z_of(found, batch([0, 1, 2], [3, 1, 0]), 1.0, "new")
     assert z.value.tolist() == [[pytest.approx(0.2 + 0.3 + 0.2)]]  # the rest is 0.2 and 0.5
-    assert lists_of(batch([0, 1, 2, 3], [3, 2, 1, 0])).known is not None
+    assert saved_distributions(batch([0, 1, 2, 3], [3, 2, 1, 0])).known is not None
     sure = [0.5, 0.5, 1e-9, 1e-9]  # the writer's two tokens are all of it, and half of the policy's
-    assert lists_of(batch([0, 1], [1, 0], p_inf=sure)).known is None
+    assert saved_distributions(batch([0, 1], [1, 0], p_inf=sure)).known is None
 
 
 def test_the_old_policys_distribution_is_the_new_one_or_the_writers_or_not_known():
     every = [0, 1, 2, 3]
-    first_step = lists_of(batch(every, every)).known
+    first_step = saved_distributions(batch(every, every)).known
     assert torch.equal(first_step.old, first_step.new)
-    stale = lists_of(batch(every, every, old=P_INF[0])).known
+    stale = saved_distributions(batch(every, every, old=P_INF[0])).known
     assert torch.equal(stale.old, stale.rollout)
     neither = batch(every, every, old=0.4)
-    assert lists_of(neither).known.old is None
-    assert z_of(lists_of(neither), neither, 1.0, "old") is None
-    assert z_of(lists_of(neither), neither, 1.0, "new").value.item() == pytest.approx(0.7)
+    assert saved_distributions(neither).known.old is None
+    assert z_of(saved_distributions(neither), neither, 1.0, "old") is None
+    assert z_of(saved_distributions(neither), neither, 1.0, "new").value.item() == pytest.approx(0.7)
 
 
 def test_a_file_without_lists_has_neither():
     record = {"token_ids": [0], "rollout_log_probs": [-1.0], "old_log_probs": [-1.0]}
     bare = collate([response_of(record, "here", 0)])
-    assert lists_of(bare) is None and z_of(None, bare, 1.0, "new") is None
+    assert saved_distributions(bare) is None and z_of(None, bare, 1.0, "new") is None

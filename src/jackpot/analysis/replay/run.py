@@ -1,26 +1,23 @@
-"""`jackpot replay`: saved rollouts through every correction.
-
-One pass over the files, a few thousand tokens in memory at a time.
-"""
+"""`jackpot replay`: applies every correction to saved rollouts, in one pass with a few thousand tokens in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from jackpot.analysis.replay.factors import Factors, factors, inputs_of, needs_z
+from jackpot.analysis.replay.distributions import SavedDistributions, StateDistributions, saved_distributions, z_of
+from jackpot.analysis.replay.factors import GradientFactors, factors, inputs_of, needs_z
 from jackpot.analysis.replay.formats import AUTO, find_format
-from jackpot.analysis.replay.formats.base import Format, read_files
+from jackpot.analysis.replay.formats.base import DumpFormat, read_files
 from jackpot.analysis.replay.gradient import StateSums, state_sums
-from jackpot.analysis.replay.recommend import Answer, answer
-from jackpot.analysis.replay.rejected import MostChanged
-from jackpot.analysis.replay.responses import Batch, Response, collate, response_batches
+from jackpot.analysis.replay.recommend import recommend
+from jackpot.analysis.replay.rejected import TopRejected
+from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse, collate, response_batches
+from jackpot.analysis.replay.results import ReplayedCorrection, ReplayResult
 from jackpot.analysis.replay.scoring import PolicyScorer
-from jackpot.analysis.replay.settings import Setting, settings_of
-from jackpot.analysis.replay.states import Lists, States, lists_of, z_of
-from jackpot.analysis.replay.sums import Ends, Tally, bands_of, correction_sums, run_sums
+from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
+from jackpot.analysis.replay.stats import CorrectionStats, EndGaps, bands_of, correction_sums, run_sums
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.core.metrics import Sums, add_sums
@@ -28,36 +25,8 @@ from jackpot.objectives.obrs import known_z
 from jackpot.training.run.folder import run_config
 from jackpot.training.run.models import resolve_model_path
 
-MOST_PROBLEMS = 20  # that are named; all are counted
-HALVES = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replayed:
-    """One correction over all responses."""
-
-    setting: Setting
-    whole: Tally
-    halves: tuple[Tally, ...]
-    changed: MostChanged
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """Everything that was found."""
-
-    path: Path
-    format: str
-    files: int
-    policy: str  # whose log-probs are the target
-    run: Sums
-    run_halves: tuple[Sums, ...]
-    ends: tuple[tuple[str, float], ...]  # the first and the last file or iteration, and the gap there
-    corrections: tuple[Replayed, ...]
-    left_out: tuple[str, ...]  # what could not be said, and why
-    unreadable: int
-    problems: tuple[str, ...]  # the first MOST_PROBLEMS of what could not be read
-    answer: Answer
+MOST_WARNINGS = 20  # warnings that are kept as text; all are counted
+SPLIT_HALVES = 2  # parts of the responses on which the recommendation is checked
 
 
 def replay(
@@ -68,17 +37,16 @@ def replay(
     temperature: float | None = None,
     every: int = 1,
     listen: Callable[[int], None] = lambda _: None,
-) -> Replay:
-    """Read all rollouts once.
+) -> ReplayResult:
+    """Read all saved rollouts once, apply every correction to them and recommend one.
 
     Args:
         name: of a format, or `auto`.
-        names: of corrections; all where there are none.
-        model: scores the policy's log-probs: a model, or a run, whose best policy it is; None takes those that were
-            saved.
+        names: of corrections; empty for all.
+        model: computes the policy's log-probs: a model, or a run with its best policy; None takes the saved ones.
         temperature: of the sampling, for `model`; None: the run's, or 1.
-        every: of so many responses one is replayed; a run with too many tokens says no more with all of them.
-        listen: told the responses read so far.
+        every: one of so many responses is replayed, which suffices for a run with many tokens.
+        listen: called with the number of responses read so far.
 
     Raises:
         ConfigError: an unknown format or correction.
@@ -91,38 +59,38 @@ def replay(
     own = config.sampling.temperature if config else 1.0
     place = resolve_model_path(model) if model else None
     scorer = PolicyScorer(place, own if temperature is None else temperature) if place else None
-    reading = _Reading(found, files, scorer, settings, every, listen)
+    reading = _Pass(found, files, scorer, settings, every, listen)
     reading.read()
     return reading.result(path, _policy(config, place, own if temperature is None else temperature))
 
 
-class _Reading:
-    """The pass over the files."""
+class _Pass:
+    """One pass over the files: sums of the run and of every correction, and warnings."""
 
     def __init__(
         self,
-        found: Format,
+        found: DumpFormat,
         files: Sequence[Path],
         scorer: PolicyScorer | None,
-        settings: Sequence[Setting],
+        settings: Sequence[CorrectionSetting],
         every: int,
         listen: Callable[[int], None],
     ) -> None:
         self._format, self._files, self._scorer, self._listen = found, files, scorer, listen
         self._settings, self._every = settings, every
-        self._whole = [Tally() for _ in settings]
-        self._halves = [[Tally() for _ in range(HALVES)] for _ in settings]
-        self._changed = [MostChanged() for _ in settings]
+        self._whole = [CorrectionStats() for _ in settings]
+        self._halves = [[CorrectionStats() for _ in range(SPLIT_HALVES)] for _ in settings]
+        self._changed = [TopRejected() for _ in settings]
         self._run: Sums = {}
-        self._ends = Ends()
-        self._run_halves: list[Sums] = [{} for _ in range(HALVES)]
-        self._left_out: dict[str, dict[str, None]] = {}  # why: what
+        self._ends = EndGaps()
+        self._run_halves: list[Sums] = [{} for _ in range(SPLIT_HALVES)]
+        self._left_out: dict[str, dict[str, None]] = {}  # reason -> what is left out for it
         self._problems: list[str] = []
         self._unreadable = self._responses = self._fully_masked = self._dealt = 0
         self._without_policy: str | None = None
 
     def read(self) -> None:
-        """Raises DataError where there is no response in any file."""
+        """Read all files. Raises DataError where no file has a response."""
         for read in response_batches(self._responses_read()):
             part = self._scorer.score(read) if self._scorer else read
             self._ends.add(part)
@@ -136,15 +104,15 @@ class _Reading:
             why = "; ".join([*self._problems, *self._masked()]) or "its files are empty"
             raise DataError(f"there is no response to replay in {len(self._files)} files: {why}")
 
-    def result(self, path: Path, policy: str) -> Replay:
+    def result(self, path: Path, policy: str) -> ReplayResult:
         corrections = tuple(
-            Replayed(setting=setting, whole=whole, halves=tuple(halves), changed=changed)
+            ReplayedCorrection(setting=setting, whole=whole, halves=tuple(halves), changed=changed)
             for setting, whole, halves, changed in zip(
                 self._settings, self._whole, self._halves, self._changed, strict=True
             )
             if whole.sums
         )
-        return Replay(
+        return ReplayResult(
             path=path,
             format=self._format.name,
             files=len(self._files),
@@ -153,10 +121,10 @@ class _Reading:
             run_halves=tuple(self._run_halves),
             ends=self._ends.gaps,
             corrections=corrections,
-            left_out=(*self._told_left_out(), *self._partly(), *self._masked()),
+            left_out=(*self._left_out_texts(), *self._partly(), *self._masked()),
             unreadable=self._unreadable,
             problems=tuple(self._problems),
-            answer=answer(
+            answer=recommend(
                 self._run,
                 self._run_halves,
                 [(one.setting, one.whole, one.halves) for one in corrections],
@@ -164,14 +132,14 @@ class _Reading:
             ),
         )
 
-    def _responses_read(self) -> Iterator[Response]:
-        """Those with a policy's log-probs and a token that was sampled."""
-        for response in islice(read_files(self._format, self._files, self._tell), 0, None, self._every):
+    def _responses_read(self) -> Iterator[SavedResponse]:
+        """Yield the responses that have log-probs of the policy and at least one sampled token."""
+        for response in islice(read_files(self._format, self._files, self._warn), 0, None, self._every):
             if not response.sampled_mask.any():
                 self._fully_masked += 1
             elif not self._scorer and response.old_log_probs is None and response.log_probs is None:
                 lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
-                self._tell(f"{lack} for response {response.uid}; left out")
+                self._warn(f"{lack} for response {response.uid}; left out")
                 self._without_policy = self._without_policy or (
                     f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._format.how}"
                 )
@@ -179,67 +147,69 @@ class _Reading:
                 self._responses += 1
                 yield response
 
-    def _halved(self, part: Sequence[Response]) -> list[list[Response]]:
-        """Every other response of the whole run, however few stand in a batch."""
-        halves: list[list[Response]] = [[] for _ in range(HALVES)]
+    def _halved(self, part: Sequence[SavedResponse]) -> list[list[SavedResponse]]:
+        """Deal the responses to the halves in turn, over batches too."""
+        halves: list[list[SavedResponse]] = [[] for _ in range(SPLIT_HALVES)]
         for response in part:
-            halves[self._dealt % HALVES].append(response)
+            halves[self._dealt % SPLIT_HALVES].append(response)
             self._dealt += 1
         return halves
 
     def _masked(self) -> Iterator[str]:
         if self._fully_masked:
-            yield f"{self._fully_masked:,} responses: no token of them was sampled (their masks are false throughout)"
+            yield f"{self._fully_masked:,} responses: they have no sampled token (sampled_mask is false throughout)"
 
     def _copied(self) -> str | None:
-        """Another library's file may have the engine's log-probs in the policy's column; training's own saves both."""
+        """Return a warning where another library saved the engine's log-probs as the policy's, else None."""
         is_ours = self._format.name == "jackpot" or self._scorer is not None
         return None if is_ours or float(self._run["policy_max"].value) > 0.0 else _COPIED
 
-    def _tell(self, problem: str) -> None:
+    def _warn(self, problem: str) -> None:
         self._unreadable += 1
-        if len(self._problems) < MOST_PROBLEMS:
+        if len(self._problems) < MOST_WARNINGS:
             self._problems.append(problem)
 
     def _leave_out(self, what: str, why: str) -> None:
         self._left_out.setdefault(why, {})[what] = None
 
-    def _told_left_out(self) -> Iterator[str]:
+    def _left_out_texts(self) -> Iterator[str]:
         for why, names in self._left_out.items():
             yield f"{', '.join(names)}: {why}"
 
     def _partly(self) -> Iterator[str]:
-        """Corrections that could be replayed on some tokens alone; the rule does not judge them."""
-        every = int(self._run["apart"].count)
+        """Name the corrections that could be replayed on some tokens only; they are no candidates for the rule."""
+        every = int(self._run["total_variation"].count)
         names: dict[int, list[str]] = {}
         for setting, whole in zip(self._settings, self._whole, strict=True):
             if 0 < whole.tokens < every:
                 names.setdefault(whole.tokens, []).append(setting.label)
         for tokens, some in names.items():
-            yield f"{', '.join(some)}: replayed on {tokens:,} of {every:,} tokens alone, so the rule leaves them out"
+            yield f"{', '.join(some)}: replayed on only {tokens:,} of {every:,} tokens, so the rule leaves them out"
 
-    def _add(self, batch: Batch, half: int) -> None:
+    def _add(self, batch: ResponseBatch, half: int) -> None:
         if any(one.advantages is None for one in batch.responses):
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
-        lists = lists_of(batch)
+        lists = saved_distributions(batch)
         states = lists.known if lists else None
         sums = run_sums(batch, states)
         self._run = add_sums(self._run, sums)
         self._run_halves[half] = add_sums(self._run_halves[half], sums)
         bands, ratio = bands_of(batch, states), torch.where(batch.mask, batch.new - batch.rollout, 0.0).exp()
         for number, setting in enumerate(self._settings):
-            measured = self._measured(setting, batch, lists)
-            if measured is None:
+            correction_result = self._measured(setting, batch, lists)
+            if correction_result is None:
                 continue
-            found, of_states = measured
-            alone = batch.mask & ~states.at if states and of_states else batch.mask
-            sums = correction_sums(found, found.scale * ratio, batch.mask, alone, bands)
+            found, of_states = correction_result
+            sampled_only = batch.mask & ~states.at if states and of_states else batch.mask
+            sums = correction_sums(found, found.scale * ratio, batch.mask, sampled_only, bands)
             self._whole[number].add(sums, of_states)
             self._halves[number][half].add(sums, of_states)
             self._changed[number].add(batch, found, ratio)
 
-    def _measured(self, setting: Setting, batch: Batch, lists: Lists | None) -> tuple[Factors, StateSums | None] | None:
-        """On the sampled tokens and, where they are known, on all tokens of their states."""
+    def _measured(
+        self, setting: CorrectionSetting, batch: ResponseBatch, lists: SavedDistributions | None
+    ) -> tuple[GradientFactors, StateSums | None] | None:
+        """Compute the factors on the sampled tokens, and the sums over whole distributions where those are known."""
         objective = setting.objective
         z = z_of(lists, batch, objective.correction.lam, objective.target)
         if z is None and needs_z(setting):
@@ -251,17 +221,17 @@ class _Reading:
         totals = objective.correction.measure(inputs)
         found = factors(setting, inputs, batch.new, batch.advantages, totals)
         states, of_states = lists.known if lists else None, None
-        if states and not setting.is_of_whole_responses and (states.old is not None or not _reads_old(setting)):
+        if states and not setting.weighs_whole_responses and (states.old is not None or not _reads_old(setting)):
             of_states = state_sums(_of_states(setting, states, totals), states)
         return found, of_states
 
 
-def _reads_old(setting: Setting) -> bool:
+def _reads_old(setting: CorrectionSetting) -> bool:
     return "old" in (setting.objective.target, setting.objective.proximal)
 
 
-def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
-    """The factors of every token of every state, [N, M]."""
+def _of_states(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> GradientFactors:
+    """Compute the factors of every token of every state, [N, M]."""
     objective = setting.objective
     z = states.z(objective.correction.lam, objective.target)
     value = (torch.ones_like(states.new[:, 0]) if z is None else z).unsqueeze(-1).expand_as(states.new)
@@ -271,8 +241,8 @@ def _of_states(setting: Setting, states: States, totals: Sums) -> Factors:
     return factors(setting, inputs, states.new, None, totals)
 
 
-def _by_lists(responses: Sequence[Response]) -> list[list[Response]]:
-    """Those with top-k lists of both models and those without, as one without would hide the lists of its batch."""
+def _by_lists(responses: Sequence[SavedResponse]) -> list[list[SavedResponse]]:
+    """Separate responses with top-k lists of both models from those without, as a batch needs the lists of all."""
     parts = ([one for one in responses if one.has_lists == have] for have in (True, False))
     return [part for part in parts if part]
 
