@@ -1,4 +1,4 @@
-"""The learner's side of a comparison: what a model of transformers says of responses that another engine sampled.
+"""The learner's side of a comparison: the scores that a model of transformers gives to an engine's responses.
 
 The model runs over whole responses in one forward pass, as training does. Any settings of the transformers engine
 serve: dtype, attention, quantized linear layers, an FP8 cache. Log-probs are taken in float64 from float32 logits.

@@ -144,12 +144,14 @@ class _BandSums:
         self.largest = -math.inf
 
     def add(self, columns: dict[str, Tensor], here: Tensor) -> None:
+        """Add the tokens of one response that lie in the band, where `here` [N] is True."""
         if bool(here.any()):
             for name, values in columns.items():
                 self.columns[name] = self.columns.get(name, ClusteredMean()) + ClusteredMean.of(values[here])
             self.largest = max(self.largest, float(columns["gap"][here].max()))
 
     def band(self, name: str) -> TokenBand:
+        """Return the means of the band."""
         means = {key: sums.estimate for key, sums in self.columns.items()}
         return TokenBand(
             name=name,

@@ -152,7 +152,7 @@ def response_batches(responses: Iterable[SavedResponse], with_prompts: bool = Fa
 
 
 def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
-    """Stack responses that have log-probs of a policy; where old or new ones are missing the others stand for both."""
+    """Stack responses that have log-probs of a policy; where old or new ones are missing the others are both."""
     mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
 
     def pad(rows: list[Tensor]) -> Tensor:

@@ -105,6 +105,7 @@ class _Pass:
             raise DataError(f"there is no response to replay in {len(self._files)} files: {why}")
 
     def result(self, path: Path, policy: str) -> ReplayResult:
+        """Return the sums of everything read, with the recommendation."""
         corrections = tuple(
             ReplayedCorrection(setting=setting, whole=whole, halves=tuple(halves), changed=changed)
             for setting, whole, halves, changed in zip(

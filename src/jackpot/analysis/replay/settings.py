@@ -39,10 +39,12 @@ class CorrectionSetting:
 
     @property
     def weighs_whole_responses(self) -> bool:
+        """Whether a token's weight depends on its whole response."""
         return self.name in WHOLE_RESPONSE
 
     @property
     def aligns_to_new(self) -> bool:
+        """Whether PPO's ratio is taken from the policy that is updated."""
         return self.objective.proximal == "new"
 
 
@@ -102,7 +104,7 @@ def _short(key: str, value: object) -> str:
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
 
 
-_DEFAULTS = Config(  # stands for the run where a dump of another library is replayed
+_DEFAULTS = Config(  # settings of the run where a dump of another library is replayed
     iterations=1,
     policy=PolicyConfig(path="starter:policy", optimizer=OptimizerConfig(learning_rate=1e-6)),
     rollout_model=None,

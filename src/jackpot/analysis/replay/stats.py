@@ -32,13 +32,14 @@ class CorrectionStats:
     states: StateSums | None = None
 
     def add(self, sums: Sums, states: StateSums | None) -> None:
+        """Add the sums of a batch, and those over its known distributions if there are any."""
         self.sums = add_sums(self.sums, sums)
         if states:
             self.states = states if self.states is None else self.states + states
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """Estimate the total variation after the correction from sampled tokens alone; 1 where F is 0 everywhere."""
+        """Estimate the total variation after the correction from sampled tokens only; 1 where F is 0 everywhere."""
         return self._variation("")
 
     @property

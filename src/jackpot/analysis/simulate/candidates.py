@@ -1,4 +1,4 @@
-"""Measures a candidate rollout model beside a policy: the candidate answers prompts, and both models score its tokens.
+"""Compares a candidate rollout model with a policy: the candidate answers prompts, and both models score its tokens.
 
 Nothing is trained. Every number is one that a run would begin with, so several rollout models can be compared before a
 run trains with one of them.
@@ -41,7 +41,7 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Numbers of a rollout model beside the policy, before training: means over response tokens unless noted."""
+    """Numbers of a rollout model and a policy before training: means over response tokens unless noted."""
 
     name: str
     parameters: int
@@ -98,14 +98,16 @@ class PairBench:
         """Measure the models in two folders on the responses of the second one."""
         sampled = self._answers(rollout_model)
         with closing(self._engine(policy)) as engine:
-            alone = evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
+            of_policy = evaluate(
+                engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1
+            )
             scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
         chosen = _first(sampled.rollouts, MOST_STATES)
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
         found = measure_pair(name, pair_states(*models, chosen, self._config.sampling.temperature), total)
         parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
-        return _candidate(found, sampled, alone, scores, parameters), found
+        return _candidate(found, sampled, of_policy, scores, parameters), found
 
     def _answers(self, path: str) -> Evaluation:
         with closing(self._engine(path)) as engine:
@@ -143,7 +145,11 @@ def _first(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 
 
 def _candidate(
-    found: PairMeasurement, sampled: Evaluation, alone: Evaluation, scores: Sequence[Tensor], parameters: Sequence[int]
+    found: PairMeasurement,
+    sampled: Evaluation,
+    of_policy: Evaluation,
+    scores: Sequence[Tensor],
+    parameters: Sequence[int],
 ) -> Candidate:
     log_ratios = [
         torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
@@ -161,7 +167,7 @@ def _candidate(
         mean_tokens=sampled.mean_tokens,
         states=means.states,
         accuracy=sampled.accuracy,
-        policy_accuracy=alone.accuracy,
+        policy_accuracy=of_policy.accuracy,
         kl_policy_rollout=means.kl,
         kl_rollout_policy=means.reverse_kl,
         kl_after=after,

@@ -43,7 +43,7 @@ class GapPoint:
     acceptance_low: float  # quantiles of 10 and 90 % over the states, at lam = 1
     acceptance_high: float
     kl_after: tuple[float, ...]  # at LAMS
-    log_acceptance: float  # mean of -log Z at lam = 1: the KL falls by no more than that, whatever the rule
+    log_acceptance: float  # mean of -log Z at lam = 1: no rule lowers the KL by more
 
     @property
     def factor(self) -> float:

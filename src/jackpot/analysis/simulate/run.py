@@ -1,6 +1,6 @@
 """`jackpot simulate`: what OBRS does to the gap between two models, without training.
 
-The pairs are synthetic families, candidates for the rollout model beside a recipe's policy, or a run's checkpoints.
+The pairs are synthetic families, a recipe's policy with candidates for its rollout model, or a run's checkpoints.
 """
 
 import logging

@@ -16,10 +16,12 @@ _COLUMNS = (
 
 
 def files(run: Path) -> list[Path]:
+    """Find the saved iterations of a run folder of a path, in their order."""
     return sorted((run / "rollouts").glob("iteration-*.parquet")) if run.is_dir() else []
 
 
 def recognizes(path: Path) -> bool:
+    """Tell whether a file is of this format."""
     return path.name.startswith("iteration-") and path.parent.name == "rollouts"
 
 

@@ -15,14 +15,17 @@ rollout_top_log_probs, policy_top_ids, policy_top_log_probs ([T, K]); docs/repla
 
 
 def files(path: Path) -> list[Path]:
+    """Find the JSONL files of a path, in their order."""
     return matching(path, "*.jsonl")
 
 
 def recognizes(path: Path) -> bool:
+    """Tell whether a file is of this format."""
     return path.suffix == ".jsonl" and bool(first_keys(path) & {"token_ids", "rollout_log_probs"})
 
 
 def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, and warn of those that cannot be read."""
     yield from responses_of(json_lines(path, warn), path.name, warn, NEEDED, HOW)
 
 

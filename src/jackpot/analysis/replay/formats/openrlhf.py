@@ -24,15 +24,18 @@ _NEEDED = ("sequences", "action_mask", "rollout_log_probs")
 
 
 def files(path: Path) -> list[Path]:
+    """Find the saved experiences of a path, in their order."""
     return matching(path, "*.pt")
 
 
 def recognizes(path: Path) -> bool:
+    """Tell whether a file is of this format."""
     content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
     return any("sequences" in one for one in _experiences(content))
 
 
 def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, and warn of those that cannot be read."""
     content = torch_file(path, warn)
     experiences = _experiences(content)
     if content is not None and not experiences:

@@ -13,21 +13,24 @@ from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, Warn, m
 from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
-and advantages. --save-debug-rollout-data has the engine's alone: give --model, and the policy's are scored (at
+and advantages. --save-debug-rollout-data has only the engine's: give --model, and the policy's are scored (at
 --temperature)."""
 _NEEDED = ("tokens", "rollout_log_probs")
 
 
 def files(path: Path) -> list[Path]:
+    """Find the dumps of training or rollouts, without those of evaluations of a path, in their order."""
     return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
 
 
 def recognizes(path: Path) -> bool:
+    """Tell whether a file is of this format."""
     content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
     return isinstance(content, dict) and "samples" in content
 
 
 def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, and warn of those that cannot be read."""
     content = torch_file(path, warn)
     samples = content.get("samples", ()) if isinstance(content, dict) else ()
     if content is not None and not samples:

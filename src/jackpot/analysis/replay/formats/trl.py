@@ -25,7 +25,7 @@ from jackpot.analysis.replay.formats.base import (
 )
 from jackpot.analysis.replay.responses import SavedResponse
 
-HOW = """TRL's completions have text and rewards alone. With log_completions=True, use_vllm=True and one process, train
+HOW = """TRL's completions have only text and rewards. With log_completions=True, use_vllm=True and one process, train
 with
     class Logged(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -41,14 +41,17 @@ _NEEDED = ("completion_ids", "completion_mask", "sampling_per_token_logps")
 
 
 def files(path: Path) -> list[Path]:
+    """Find the completion files of a path, in their order."""
     return matching(path, "completions_*.parquet")
 
 
 def recognizes(path: Path) -> bool:
+    """Tell whether a file is of this format."""
     return path.suffix == ".parquet" and first_keys(path) >= {"step", "prompt", "completion"}
 
 
 def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, and warn of those that cannot be read."""
     yield from responses_of(parquet_rows(path, warn), path.name, warn, _NEEDED, HOW, _renamed)
 
 

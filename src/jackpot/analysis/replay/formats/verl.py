@@ -23,7 +23,7 @@ from jackpot.analysis.replay.formats.base import (
 )
 from jackpot.analysis.replay.responses import SavedResponse
 
-HOW = """verl's rollout_data_dir has text and scores alone. Set actor_rollout_ref.rollout.calculate_log_probs=True and
+HOW = """verl's rollout_data_dir has only text and scores. Set actor_rollout_ref.rollout.calculate_log_probs=True and
 trainer.use_v1=False, whose trainer is verl/trainer/ppo/ray_trainer.py (the default, use_v1=True, logs in
 verl/trainer/ppo/v1/trainer_base.py, where a batch is kept in another form), and add to _log_rollout_data there, before
 self._dump_generations( ... ):
@@ -35,14 +35,17 @@ _NEEDED = ("responses", "response_mask", "rollout_log_probs")
 
 
 def files(path: Path) -> list[Path]:
+    """Find the step files of a path, in their order."""
     return matching(path, "*.jsonl")
 
 
 def recognizes(path: Path) -> bool:
+    """Tell whether a file is of this format."""
     return path.suffix == ".jsonl" and first_keys(path) >= {"input", "output", "step"}
 
 
 def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, and warn of those that cannot be read."""
     yield from responses_of(json_lines(path, warn), path.name, warn, _NEEDED, HOW, _renamed)
 
 
