@@ -1,4 +1,4 @@
-"""Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot warn."""
+"""Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot tell."""
 
 import math
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_heavy_tail_needs_obrs_without_its_coin(tmp_path):
 def test_a_tail_without_top_k_lists_is_not_taken_for_wrong_log_probs_alone(tmp_path):
     """Without the lists a tail that was not sampled looks like log-probs that do not fit: both are named."""
     found = of(tmp_path, discovered(share=0.1, lift=8.0), lists=False)
-    assert found.answer.verdict == "cannot warn" and found.answer.correction is None
+    assert found.answer.verdict == "cannot tell" and found.answer.correction is None
     assert "must be 1" in found.answer.sentence and "hardly ever samples" in found.answer.sentence
 
 
@@ -88,7 +88,7 @@ def test_no_correction_is_advised_for_models_that_have_little_in_common(tmp_path
 
 def test_too_few_tokens_give_no_answer(tmp_path):
     found = of(tmp_path, noise(0.3), responses=10)
-    assert found.answer.verdict == "cannot warn" and "200 sampled tokens and 1,000" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "200 sampled tokens and 1,000" in found.answer.sentence
 
 
 def truncated(lines, lists: bool):
@@ -104,12 +104,12 @@ def truncated(lines, lists: bool):
 
 def test_log_probs_of_truncated_sampling_are_found_out(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=False)))
-    assert found.answer.verdict == "cannot warn" and "top-p" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "top-p" in found.answer.sentence
 
 
 def test_lists_that_do_not_fit_the_sampled_tokens_are_found_out(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=True)))
-    assert found.answer.verdict == "cannot warn" and "than the top-k lists allow" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "than the top-k lists allow" in found.answer.sentence
 
 
 def cut(lines):
@@ -123,7 +123,7 @@ def cut(lines):
 
 def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
     found = replay(write(tmp_path / "a.jsonl", cut(records(discovered(share=1.0, lift=6.0)))))
-    assert found.answer.verdict == "cannot warn" and "could not sample" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "could not sample" in found.answer.sentence
     assert 0.01 < candidates(found, "is").tv_after_correction < 1.0  # what cannot be written no weight brings back
 
 
@@ -216,7 +216,7 @@ def test_wrong_log_probs_are_found_out_where_the_lists_hold_most_of_the_other_to
         pairs = zip(line["rollout_log_probs"], wide, strict=True)
         line["rollout_log_probs"] = [value / 1.5 if is_wide else value for value, is_wide in pairs]
     found = replay(write(tmp_path / "a.jsonl", iter(lines)))
-    assert found.answer.verdict == "cannot warn" and "must be 1" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "must be 1" in found.answer.sentence
 
 
 def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, monkeypatch):
@@ -297,7 +297,7 @@ def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
         del line["log_probs"]
         line["old_log_probs"] = list(line["rollout_log_probs"])
     found = replayed(tmp_path, lines)
-    assert found.answer.verdict == "cannot warn" and "copy of the engine's" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
     lines[7]["old_log_probs"][3] -= 1e-6
     assert replayed(tmp_path, lines).answer.verdict == "none needed"
 
@@ -322,7 +322,7 @@ def test_numbers_that_overflow_give_no_answer(tmp_path):
     lines = list(records(noise(0.3), lists=False))
     lines[3]["rollout_log_probs"][5] = -720.0
     found = replayed(tmp_path, lines)
-    assert found.answer.verdict == "cannot warn" and "not a finite number" in found.answer.sentence
+    assert found.answer.verdict == "cannot tell" and "not a finite number" in found.answer.sentence
 
 
 def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path):
@@ -334,7 +334,7 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path)
     found = replay(path)
     assert float(found.run["responses"].value) == 130 and any("70 responses" in text for text in found.left_out)
     assert found.unreadable == 31 and "line 201 is no JSON object" in found.problems[0]
-    with pytest.raises(DataError, match="70 responses: no token of them was sampled"):
+    with pytest.raises(DataError, match="70 responses: they have no sampled token"):
         replayed(tmp_path, lines[:70])
 
 
@@ -349,7 +349,7 @@ def test_halves_are_every_other_response_however_long_they_are(tmp_path, monkeyp
 
 def test_corrections_that_cannot_be_replayed_leave_the_tables_of_the_run(tmp_path):
     found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
-    assert found.answer.verdict == "cannot warn" and found.corrections == ()
+    assert found.answer.verdict == "cannot tell" and found.corrections == ()
     assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and replay_sections(found)
 
 
@@ -378,7 +378,7 @@ def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
     lines = list(records(noise(0.8), lists=False))
     lines[0]["tokens"] = lines[0]["tokens"][:3]
     found = replayed(tmp_path, lines)
-    assert found.problems == ("made_up.jsonl, response 1: tokens has 3 entries, there are 20 token_ids; left out",)
+    assert found.problems == ("synthetic.jsonl, response 1: tokens has 3 entries, there are 20 token_ids; left out",)
 
 
 def test_names_that_do_not_exist_are_refused(tmp_path):
