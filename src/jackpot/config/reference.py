@@ -26,7 +26,7 @@ _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """One place where a class of settings has a key."""
+    """Describes a key in one class of settings, of one command."""
 
     command: str  # train, eval or mismatch
     variant: str  # the choice that the key belongs to, such as vllm; empty: none
@@ -41,7 +41,7 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One key of the settings, with all classes that have it."""
+    """Describes a key of the settings by its uses in all classes that have it."""
 
     key: str
     uses: tuple[Use, ...]
@@ -49,7 +49,7 @@ class Setting:
     def summary(self, of: str) -> str:
         """Join what the uses have in one of their fields; where they differ, each with its variants or commands.
 
-        What most of them have stands first and without names.
+        The text of more than half of the uses stands first, without names.
         """
         named: dict[str, list[str]] = {}
         for use in self.uses:
@@ -75,7 +75,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A key with settings below it."""
+    """Describes a key with settings below it."""
 
     key: str
     command: str  # train, eval or mismatch
@@ -156,7 +156,7 @@ def _near(key: str, known: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a use says of the place where its class stands."""
+    """Holds what every use of a class has in common: the command, and the choice that the class is of."""
 
     command: str
     variant: str = ""
