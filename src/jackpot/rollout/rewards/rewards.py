@@ -26,8 +26,8 @@ class RewardFn:
     Args:
         rewards: names and weights. `Score.correct` is the verifier's result and does not depend on them.
         workers: number of worker processes, at least 1.
-        timeout: seconds for one comparison or one call of a reward function; a response that takes longer is wrong, and
-            `Score.reward_error` says so.
+        timeout: seconds for one comparison or one call of a reward function. After that the answer is wrong, or the
+            function's value 0, and `Score.reward_error` says so.
 
     Raises:
         ConfigError: a reward that does not exist or cannot be imported.
