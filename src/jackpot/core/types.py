@@ -82,7 +82,7 @@ class Score:
 
     reward: float  # what training maximizes
     correct: bool  # whether the answer is right; accuracies count this
-    reward_error: RewardError | None = None  # why scoring failed: the answer then counts as wrong, or the reward function as 0
+    reward_error: RewardError | None = None  # why scoring failed: the answer counts as wrong, or the function as 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

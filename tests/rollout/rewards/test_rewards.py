@@ -208,9 +208,9 @@ def test_a_reward_that_is_no_finite_number_is_a_crash(function, capfd):
         ("corect", "unknown reward 'corect'; did you mean 'correct'.* Valid: correct, format, package.module:function"),
         ("a b:c", "unknown reward 'a b:c'"),
         ("os.path", "unknown reward 'os.path'"),
-        ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError.* importable from the folder"),
+        ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError.* must lie in the current"),
         ("helpers.reward_functions:none", "'helpers.reward_functions:none' cannot be imported: AttributeError"),
-        ("helpers.reward_functions:number", "number is a int and not a function"),
+        ("helpers.reward_functions:number", "reward_functions:number' is a int; name a class or a function"),
     ],
 )
 def test_a_reward_that_does_not_exist_is_refused_at_the_start(name, message):

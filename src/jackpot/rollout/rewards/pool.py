@@ -180,10 +180,7 @@ class RewardWorkerPool:
     def _handle_message(self, worker: _Worker, message: dict[str, Any], results: dict[int, RewardResult]) -> None:
         """Record that a worker is ready, or the result of its job; raise where it cannot import a function."""
         if "refused" in message:
-            raise ConfigError(
-                f"the reward {message['refused']!r} cannot be imported: {message['why']}. A reward function is named "
-                f"package.module:function and must be importable from the folder {os.getcwd()} or an installed package"
-            )
+            raise ConfigError(message["refused"])
         if "ready" in message:
             worker.is_ready = True
             return

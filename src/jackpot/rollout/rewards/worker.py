@@ -13,7 +13,6 @@ and only that job fails. A process that has grown by more than `WORN` asks to be
 later job pays for it. Without /proc, as on macOS, whose kernel does not enforce the limit, there is no limit.
 """
 
-import importlib
 import json
 import math
 import os
@@ -25,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jackpot.core.errors import ConfigError
+from jackpot.core.imports import import_object
 from jackpot.rollout.rewards.verifier.compare import VERIFY, compare
 from jackpot.rollout.rewards.verifier.expressions import equal_expressions
 
@@ -46,9 +47,12 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, setup["start_timeout"] + GRACE)
     for path in setup["functions"]:
         try:
-            functions[path] = load(path)
-        except BaseException as error:  # the module may do anything, even exit
-            _send(results, {"refused": path, "why": f"{type(error).__name__}: {error}"})
+            functions[path] = import_object(path, "reward")
+        except ConfigError as error:
+            _send(results, {"refused": str(error)})
+            return
+        except BaseException as error:  # such as SystemExit
+            _send(results, {"refused": f"the reward {path!r} ends the process that imports it: {error!r}"})
             return
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     start = _memory()
@@ -83,19 +87,6 @@ def serve(results: BinaryIO, functions: dict[str, Function], timeout: float, sta
         _send(results, result | {"worn": worn})
         if worn:
             return
-
-
-def load(path: str) -> Function:
-    """Import and return the function named `package.module:function`.
-
-    Raises:
-        ImportError, AttributeError, TypeError: there is no such module or function, or it cannot be called.
-    """
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{name} is a {type(function).__name__} and not a function")
-    return function
 
 
 def _verify(answer: str, reference: str) -> float:

@@ -14,6 +14,8 @@ r"""Turns a problem into the prompt text that the model continues.
     Please reason step by step, and put your final answer within \boxed{}.
 
     Answer:
+
+`plain`: problem and instruction without any frame, below the system prompt if there is one.
 """
 
 from collections.abc import Callable
