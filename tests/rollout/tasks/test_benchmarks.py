@@ -7,7 +7,7 @@ import yaml
 
 from helpers.paths import ROOT
 from jackpot.config.build import build_config
-from jackpot.config.tasks import DataConfig, MathConfig
+from jackpot.config.tasks import CustomTaskConfig, DataConfig, MathConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import find_source
 
@@ -22,7 +22,9 @@ REST = {
 
 @pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 def test_every_example_of_the_page_is_accepted(example):
-    assert isinstance(build_config(REST | yaml.safe_load(example)).task, MathConfig)
+    settings = yaml.safe_load(example)
+    kind = CustomTaskConfig if settings["task"]["name"] == "custom" else MathConfig
+    assert isinstance(build_config(REST | settings).task, kind)
 
 
 def test_the_page_lists_every_benchmark_with_its_sizes_its_place_on_the_hub_and_its_files():
