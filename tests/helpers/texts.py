@@ -21,7 +21,7 @@ def text_tokenizer(*, chat: str | None = CHAT, begins: bool = False) -> PreTrain
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = ["<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    text = [(ROOT / "ARCHITECTURE.md").read_text()]
+    text = [(ROOT / "LICENSE").read_text()]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
