@@ -1,4 +1,4 @@
-"""The digest of weights against the same formula in plain Python, and every accident that it must notice."""
+"""The digest of weights against the same formula in plain Python, and the changes that it must detect."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def plain_digest(named_tensors: list[tuple[str, Tensor]]) -> str:
-    """The formula with Python's integers, for tensors that need no cast."""
+    """Compute the digest with Python's integers, for tensors that need no cast."""
     hashes = []
     for name, tensor in named_tensors:
         data = raw(tensor)
@@ -60,7 +60,7 @@ def test_it_is_the_formula_for_many_tensors_in_any_order():
 
 
 def test_digests_in_files_stay_valid():
-    """Written down once: a change of the formula must be one that still knows this."""
+    """Saved digests must stay valid, so the formula must keep giving this value."""
     named = [("a", torch.arange(10_000, dtype=FLOAT).view(100, 100)), ("b", torch.tensor(-0.5))]
     assert weights_digest(named, BRAIN) == "10462d5ed6fb48b9553df06ecdbf83270c9598bc0ca33e27ba16b271987bd4a1"
 
@@ -122,7 +122,7 @@ def test_every_flipped_bit_is_noticed(dtype):
 
 
 def accidents(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What can happen to a matrix [N, M] without a change of its shape."""
+    """Return changes of a matrix [N, M] that leave its shape as it is."""
     flat, shape = tensor.reshape(-1), tensor.shape
     last = len(flat) - 1
     for first, second in [(0, 1), (0, last), (1, 2), (5, 4101), (0, 8192)]:
@@ -218,7 +218,7 @@ def test_watching_hands_every_tensor_on_and_adds_those_that_were_taken():
 
 
 class LargestCopy(TorchDispatchMode):
-    """Bytes of the largest tensor that was made, other than by looking at one that was there."""
+    """Records the bytes of the largest new tensor; views of existing ones do not count."""
 
     def __init__(self) -> None:
         super().__init__()

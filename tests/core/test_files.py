@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk cannot tear, and the lock."""
+"""File writes that a kill or a full disk cannot leave half done, and the lock of a run folder."""
 
 import fcntl
 import os

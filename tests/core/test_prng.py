@@ -12,7 +12,7 @@ KEYS = [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
 
 
 def splitmix64(state: int, count: int) -> list[int]:
-    """The published generator, with Python's integers: the first `count` outputs, 64 bits each."""
+    """Compute the first `count` outputs of the published generator, 64 bits each, with Python's integers."""
     outputs = []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & MASK
@@ -83,7 +83,7 @@ def test_different_parts_give_different_keys():
 
 
 def test_a_key_never_changes():
-    """A run that is resumed years later must draw the same coins."""
+    """A run that is resumed years later must draw the same random numbers."""
     assert fold_in(0, "uid", "obrs", 3) == 1529939121031431176
 
 

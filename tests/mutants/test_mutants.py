@@ -30,8 +30,8 @@ FORMULAS = {  # "file::function": test files
     "objectives/losses.py::clipped_value_error": ("objectives/test_losses.py", "training/test_critic.py"),
     "objectives/losses.py::_seq_mean_token_mean": ("objectives/test_losses.py",),
     "objectives/losses.py::_seq_mean_token_sum_norm": ("objectives/test_losses.py",),
-    "objectives/losses.py::k2": ("objectives/test_regularisers.py",),
-    "objectives/losses.py::k3": ("objectives/test_regularisers.py",),
+    "objectives/losses.py::k2": ("objectives/test_regularizers.py",),
+    "objectives/losses.py::k3": ("objectives/test_regularizers.py",),
     **dict.fromkeys(
         [f"objectives/advantages.py::{name}" for name in ("grpo", "dr_grpo", "rloo", "gae")],
         ("objectives/test_advantages.py",),
@@ -46,7 +46,7 @@ FORMULAS = {  # "file::function": test files
     **dict.fromkeys(
         [f"objectives/corrections/budgeted.py::{name}" for name in ("_capped", "ZWeighted._kappa_value")], CORRECTIONS
     ),
-    "objectives/joint.py::joint_loss": ("objectives/test_joint.py", "objectives/test_regularisers.py"),
+    "objectives/joint.py::joint_loss": ("objectives/test_joint.py", "objectives/test_regularizers.py"),
     "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),
 }
 EQUIVALENT = {  # the name of a mutant: why it computes the same

@@ -74,7 +74,7 @@ def test_rewards_and_groups_of_other_shapes_are_refused():
 
 
 def by_numpy(name, rewards, groups, lengths):
-    """RLOO and REINFORCE++ of every response; tokens are written out one by one."""
+    """Compute RLOO and REINFORCE++ of every response with numpy, over a list of its tokens."""
     rewards, advantages = np.array(rewards), np.zeros(len(rewards))
     for number, group in enumerate(groups):
         others = [reward for n, reward in enumerate(rewards) if groups[n] == group and n != number]
@@ -154,7 +154,7 @@ def test_whitening_looks_only_at_what_counts():
 
 
 def gae_by_recursion(rewards, values, mask, gamma, lam):
-    """Of one row, over the list of its sampled tokens."""
+    """Compute GAE of one row by recursion over the list of its sampled tokens."""
     places = [t for t, is_sampled in enumerate(mask) if is_sampled]
 
     def advantage(n):
@@ -177,7 +177,7 @@ MASKS = torch.tensor(
 
 
 def random_states():
-    """Rewards, and values; what is masked is there too, and large."""
+    """Draw rewards and values; masked entries are large numbers, which must not be read."""
     draw = torch.Generator().manual_seed(2)
     rewards, values = (torch.randn(MASKS.shape, generator=draw, dtype=torch.float64) for _ in range(2))
     return torch.where(MASKS, rewards, 1e3), torch.where(MASKS, values, -1e3)

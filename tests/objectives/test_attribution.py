@@ -1,7 +1,7 @@
-"""Why OBRS works, taken apart: the arms that separate Z, target and coin, by exact enumeration over a vocabulary.
+"""The arms that isolate Z, target and Bernoulli mask of OBRS, by exact enumeration over a vocabulary.
 
-One batch holds every token of a small vocabulary once, in every state; a mean over what p_inf would write is then a sum
-over the batch with p_inf as weights, and a mean over coins is a(x).
+One batch holds every token of a small vocabulary once, in every state; a mean over tokens sampled from p_inf is then a
+sum over the batch with p_inf as weights, and the mean of the Bernoulli mask is a(x).
 """
 
 import math
@@ -54,7 +54,7 @@ def factor(correction, inputs, totals=None):
 
 
 def mean_factor(correction, inputs, acceptance, totals=None):
-    """The mean over the coin of every token: it shows heads with probability a(x), and then tails."""
+    """Average the factor over the Bernoulli mask of every token: accepted with probability a(x), else rejected."""
     kept, rejected = (torch.from_numpy(u) for u in (acceptance / 2, (1 + acceptance) / 2))
     heads = factor(correction, replace(inputs, uniforms=kept), totals)
     tails = factor(correction, replace(inputs, uniforms=rejected), totals)
@@ -125,7 +125,7 @@ def test_kappa_stands_inside_the_cap_in_expectation_too(lam):
     close(found, table(lambda rho, z, r2: min(kappa * z * rho, c1) * min(r2, c2), *tables, lam))
 
 
-def test_at_equal_models_every_arm_but_the_coins_is_one_and_z_is_one():
+def test_at_equal_models_every_factor_is_one_and_z_is_one():
     p_inf, *_ = world()
     inputs = inputs_of(p_inf, p_inf, p_inf, 1.0, uniforms=0.999)
     numbers = dict(lam=1.0, c1=3.0, c2=3.0)
@@ -144,8 +144,8 @@ def test_at_equal_models_every_arm_but_the_coins_is_one_and_z_is_one():
 
 @pytest.mark.parametrize("lam", LAMS)
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_mask_only_keeps_z_of_what_the_writer_wrote_distributed_as_the_post_rejection_model(lam, mask):
-    """E over x ~ p_inf of the kept share is Z, and of any f it is Z E over p~ of f."""
+def test_mask_only_keeps_z_of_the_rollouts_distributed_as_the_post_rejection_model(lam, mask):
+    """E over x ~ p_inf of accept is Z, and E of accept * f is Z times the mean of f over p~, for any f."""
     p_inf, p_target, p_proximal = world()
     inputs = inputs_of(p_inf, p_target, p_proximal, lam)
     acceptance = np.minimum(1.0, p_target / p_inf / lam)
@@ -159,8 +159,8 @@ def test_mask_only_keeps_z_of_what_the_writer_wrote_distributed_as_the_post_reje
 
 
 @pytest.mark.parametrize("lam", LAMS)
-def test_expectations_over_the_writer_are_those_that_the_docstrings_claim(lam):
-    """Sum over p_inf: target_only 1, coin_only 1, obrs Z, mask_only Z, z_only Z, reweight_only Z E[max(lam, rho)]."""
+def test_expectations_over_p_inf_are_those_that_the_docstrings_state(lam):
+    """Means over p_inf: target_only 1, coin_only 1, obrs Z, mask_only Z, z_only Z, reweight_only Z E[max(lam, rho)]."""
     tables = world()
     p_inf, p_target, _ = tables
     inputs, free = inputs_of(p_inf, p_target, p_target, lam), dict(c1=math.inf, c2=math.inf)

@@ -1,4 +1,4 @@
-"""Corrections against loops over tokens, and the coin against all the ways it can fall."""
+"""Corrections against loops over tokens, and the Bernoulli mask against the enumeration of all masks."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ EVERY = [
 
 
 def random_inputs(seed=0, shape=(4, 6), spread=1.0):
-    """Log-probs whose three distributions differ by `spread` nats; a quarter of the tokens is masked."""
+    """Draw log-probs whose three distributions differ by `spread` nats; a quarter of the tokens is masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal():
@@ -61,7 +61,7 @@ def random_inputs(seed=0, shape=(4, 6), spread=1.0):
 
 
 def tokens(inputs):
-    """(index, p_inf, p_target, p_proximal, uniform, Z) of every unmasked token as Python floats."""
+    """Yield (index, p_inf, p_target, p_proximal, uniform, Z) of every unmasked token as Python floats."""
     for index in inputs.response_mask.nonzero().tolist():
         at = tuple(index)
         log_probs = inputs.rollout_log_probs, inputs.target_log_probs, inputs.proximal_log_probs
@@ -70,7 +70,7 @@ def tokens(inputs):
 
 
 def hand_obrs(inputs, *, lam, c1, c2, mask, kappa):
-    """{token: (weight, accept)} after the equations of corrections.py."""
+    """Return {token: (weight, accept)} by the equations of OBRS, computed in Python floats."""
     result = {}
     for at, p_inf, p_target, p_proximal, u, z in tokens(inputs):
         rho = p_target / p_inf
@@ -81,7 +81,7 @@ def hand_obrs(inputs, *, lam, c1, c2, mask, kappa):
 
 
 def assert_is(correction, expected):
-    """Weights and mask are as expected, and exactly 0 wherever nothing is expected."""
+    """Check that weights and mask are as expected, and exactly 0 at tokens without an expectation."""
     for name, values, column in (("weights", correction.weights, 0), ("mask", correction.accept_mask, 1)):
         wanted = torch.zeros_like(values)
         for at, pair in expected.items():
@@ -149,7 +149,7 @@ def test_the_weight_moves_from_the_target_to_the_proximal_point():
 
 
 def hand_kappa(*parts, lam):
-    """Sum of a over sum of Z over the tokens of all parts."""
+    """Return the sum of a over the sum of Z over the tokens of all parts."""
     everything = [token for inputs in parts for token in tokens(inputs)]
     a = math.fsum(min(1.0, target / inf / lam) for _, inf, target, *_ in everything)
     return a / math.fsum(z for *_, z in everything)
@@ -203,11 +203,11 @@ def test_corrections_say_which_sums_they_want_first():
     assert make_correction("obrs", **OBRS | {"kappa": "previous"}).kappa == "previous"
 
 
-# The coin
+# The Bernoulli mask
 
 
-def coin_patterns(inputs, lam):
-    """(probability, uniforms that make the coins fall so) for all the ways n coins can fall."""
+def mask_patterns(inputs, lam):
+    """Yield (probability, uniforms that give this mask) for each of the 2^n acceptance masks of n tokens."""
     places = [(at, min(1.0, target / inf / lam)) for at, inf, target, *_ in tokens(inputs)]
     for pattern in itertools.product((True, False), repeat=len(places)):
         probability, uniforms = 1.0, inputs.uniforms.clone()
@@ -220,7 +220,7 @@ def coin_patterns(inputs, lam):
 
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 1000), st.sampled_from([0.3, 1.0, 3.0]))
-def test_the_expected_mask_is_the_mean_over_all_coins_with_no_variance_left(seed, lam):
+def test_the_expected_mask_is_the_mean_over_all_masks_with_no_variance_left(seed, lam):
     inputs = random_inputs(seed=seed, shape=(1, 6), spread=1.5)
     numbers = dict(lam=lam, c1=2.0, c2=3.0, kappa="none")
     factors = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).expand(1, 6)
@@ -230,7 +230,7 @@ def test_the_expected_mask_is_the_mean_over_all_coins_with_no_variance_left(seed
         result = correction.apply(replace(inputs, uniforms=uniforms), {})
         return (result.accept_mask * result.weights * factors).sum().item()
 
-    outcomes = [(p, loss(sampled, uniforms), loss(expected, uniforms)) for p, uniforms in coin_patterns(inputs, lam)]
+    outcomes = [(p, loss(sampled, uniforms), loss(expected, uniforms)) for p, uniforms in mask_patterns(inputs, lam)]
     assert math.fsum(p for p, *_ in outcomes) == pytest.approx(1.0, rel=RTOL)
     mean = math.fsum(p * coin for p, coin, _ in outcomes)
     assert all(exact == pytest.approx(mean, rel=1e-11, abs=1e-13) for *_, exact in outcomes)

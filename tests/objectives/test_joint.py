@@ -22,7 +22,7 @@ CLIPS = dict(clip_low=0.2, clip_high=0.3)
 
 
 class Case:
-    """Random heads, a batch whose third sequence is empty and whose second has a token that somebody else wrote."""
+    """Random heads, a batch whose third sequence is empty and whose second has a token that a tool inserted."""
 
     def __init__(self, seed=0, lam=0.8):
         self.generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ class Case:
         )
 
     def log_softmax(self, role):
-        """[N, V] by numpy."""
+        """Compute the log-probs [N, V] with numpy."""
         logits = (self.hidden[role] @ self.weight[role].detach().T).numpy()
         logits = logits - logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -451,7 +451,7 @@ def test_the_trace_holds_what_the_loss_used():
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
 @pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
 def test_what_the_engine_says_of_tokens_that_nobody_sampled_changes_nothing(garbage, proximal):
-    """Padding, and tokens that a tool wrote: of top-k lists, coins and Z alike."""
+    """Padding and tool tokens are ignored in top-k lists, uniforms and Z."""
     case, anchor = Case(seed=11), Case(seed=11).anchor()
 
     def run(batch):

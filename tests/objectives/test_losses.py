@@ -79,7 +79,7 @@ def test_the_clip_share_marks_where_the_clip_takes_the_gradient_away(ratio, adva
 
 
 def random_losses(seed=0):
-    """Losses that are 0 where nothing counts, a row without tokens, and what each token counts for."""
+    """Losses that are 0 where nothing counts, a row without tokens, and the weight of each token in the denominator."""
     generator = torch.Generator().manual_seed(seed)
     losses = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     counted = torch.rand(5, 7, generator=generator, dtype=torch.float64)

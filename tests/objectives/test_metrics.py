@@ -1,4 +1,4 @@
-"""What is measured of a micro-batch against loops over its tokens."""
+"""The metrics of a micro-batch against loops over its tokens."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def log_ratios(inputs):
 
 
 def groups_of(inputs, advantages):
-    """{end of the metric's name: [(row, position)]} by loops."""
+    """Return {end of the metric's name: [(row, position)]} by loops."""
     places = inputs.response_mask.nonzero().tolist()
     found = {"": places}
     found["_positive"] = [at for at in places if advantages[tuple(at)] > 0]
@@ -112,7 +112,7 @@ def test_the_largest_weight_and_advantage_and_kappa_are_over_the_right_tokens():
 
 
 def effective(log_weights):
-    """(sum w)^2 / (n sum w^2), in the plainest way."""
+    """Compute (sum w)^2 / (n sum w^2) directly."""
     weights = [math.exp(log_weight) for log_weight in log_weights]
     if not weights:
         return math.nan

@@ -1,6 +1,6 @@
-"""The expected gradient of the whole pipeline, with every sequence and every coin enumerated.
+"""The expected gradient of the whole pipeline, with every sequence and every acceptance mask enumerated.
 
-Text of the rollout model, corrected by OBRS with an infinite c1, gives in expectation
+Rollouts of the rollout model, corrected by OBRS with an infinite c1, gives in expectation
 
     sum_s d_inf(s) Z(s) sum_a p_target(a|s) A_inf(s, a) grad log p(a|s)
 
@@ -56,13 +56,13 @@ class Setting:
         return np.minimum(1.0, p_target / (lam * p_inf))
 
     def z(self, target, lam, num_top=VOCAB):
-        """Z(s), of the `num_top` tokens of largest p_inf: [S]."""
+        """Compute Z(s) from the `num_top` tokens of largest p_inf: [S]."""
         p_inf, p_target = tabular.probabilities(self.rollout), tabular.probabilities(target)
         kept = np.minimum(p_inf, p_target / lam)
         return np.array([row[np.argsort(q)[::-1][:num_top]].sum() for row, q in zip(kept, p_inf, strict=True)])
 
-    def coins(self, sequence, objective):
-        """(probability, uniforms [1, T]) of all the ways the coins of one sequence can fall."""
+    def masks(self, sequence, objective):
+        """Yield (probability, uniforms [1, T]) of all acceptance masks of one sequence."""
         if getattr(objective.correction.settings, "mask", "expected") == "expected":
             yield 1.0, torch.full((1, len(sequence)), 0.5, dtype=torch.float64)
             return
@@ -75,14 +75,14 @@ class Setting:
                 yield probability, torch.tensor([uniforms], dtype=torch.float64)
 
     def expected_gradient(self, objective, rollout_objective=None, num_top=VOCAB):
-        """The mean over sequences of p_inf and coins of the loss's gradient; denominators are averaged alike."""
+        """Average the loss's gradient over sequences of p_inf and acceptance masks; denominators are averaged alike."""
         policy, rollout = tabular.weight_of(self.policy), tabular.weight_of(self.rollout)
         old = tabular.weight_of(self.old)
         distill = rollout_objective.distill if rollout_objective else None
         mean_denominator = 0.0
         for sequence in self.world.sequences:
             drawn = tabular.sequence_probability(self.world, self.rollout, sequence)
-            for probability, uniforms in self.coins(sequence, objective):
+            for probability, uniforms in self.masks(sequence, objective):
                 rewards = [self.rewards[sequence]]
                 batch = tabular.batch_of(self.world, self.rollout, [sequence], rewards, uniforms, num_top)
                 sides = self.world, batch, [sequence]
@@ -108,7 +108,7 @@ def test_the_enumeration_itself_is_complete():
     assert total == pytest.approx(1.0, rel=1e-14)
     objective = make_objective()
     for sequence in setting.world.sequences:
-        assert math.fsum(p for p, _ in setting.coins(sequence, objective)) == pytest.approx(1.0, rel=1e-14)
+        assert math.fsum(p for p, _ in setting.masks(sequence, objective)) == pytest.approx(1.0, rel=1e-14)
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
@@ -256,7 +256,7 @@ def rollout_objective(name="tis", *, distill="forward", ppo_weight=1.0, distill_
 
 
 def test_the_rollout_model_follows_its_own_policy_gradient_over_all_tokens():
-    """Eq. 6 where the weights that wrote are the weights in training: REINFORCE, rejected tokens included."""
+    """Eq. 6 with rollouts of the very weights in training is REINFORCE, rejected tokens included."""
     setting = Setting(2, seed=8)
     _, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), rollout_objective(ppo_weight=0.7))
     table = torch.from_numpy(setting.rollout.copy()).requires_grad_()

@@ -1,4 +1,4 @@
-"""Corrections that look at the ratio alone, token by token and response by response, against Python loops."""
+"""Corrections that read the ratio alone, token by token and response by response, against Python loops."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ HUGE = [[400.0, -400.0, 400.0], [-400.0, -400.0, 0.5], [400.0, 400.0, -0.5]]
 
 
 def inputs_of(log_ratios, mask, dtype=torch.float64):
-    """Inputs with these log rho; what is masked holds numbers that would change every result if they were read."""
+    """Build inputs with these log rho; masked entries hold numbers that would change every result if they were read."""
     log_ratios = torch.where(mask, log_ratios, 7.0).to(dtype)
     rollout = torch.full_like(log_ratios, -1.5)
     target = rollout + log_ratios
@@ -40,7 +40,7 @@ def spread_inputs(spread=0.4):
 
 
 def rows_of(inputs):
-    """[(index, log rho) of its sampled tokens] of every response."""
+    """Return, for every response, [(index, log rho)] of its sampled tokens."""
     rows = []
     for row, mask in enumerate(inputs.response_mask.tolist()):
         pairs = inputs.rollout_log_probs[row].tolist(), inputs.target_log_probs[row].tolist()
@@ -54,12 +54,12 @@ def exp(number):
 
 
 def by_token(inputs, rule):
-    """{index: (weight, kept, capped)} by a rule on rho."""
+    """Return {index: (weight, kept, capped)} by a rule on rho."""
     return {at: rule(exp(log_ratio)) for row in rows_of(inputs) for at, log_ratio in row}
 
 
 def by_response(inputs, rule):
-    """{index: ...} by a rule on (log R, number of sampled tokens)."""
+    """Return {index: (weight, kept, capped)} by a rule on (log R, number of sampled tokens)."""
     found = {}
     for row in rows_of(inputs):
         outcome = rule(math.fsum(log_ratio for _, log_ratio in row), len(row)) if row else None

@@ -14,7 +14,7 @@ from jackpot.objectives import obrs
 
 @st.composite
 def adversarial_cases(draw):
-    """Two distributions, perhaps with p_inf truncated and renormalised, and what two top-k lists show of them."""
+    """Draw two distributions, perhaps with p_inf truncated and renormalized, and the top-k lists of both."""
     size = draw(st.integers(1, 8))
     log_inf, log_target = draw(log_distributions(size, zeros=False)), draw(log_distributions(size, zeros=True))
     kept = draw(st.integers(1, size)) if draw(st.booleans()) else size
@@ -23,7 +23,7 @@ def adversarial_cases(draw):
 
 
 def random_case(seed):
-    """The same from distributions as they come, with everything on at once more often."""
+    """Draw a case from random distributions, with truncation and fill-ins at once more often."""
     generator = np.random.default_rng(seed)
     size = int(generator.integers(2, 9))
     log_inf, log_target = np.log(generator.dirichlet([0.5] * size, 2) + 1e-12).tolist()
@@ -49,7 +49,7 @@ def topk_cases():
 
 
 def complete(case):
-    """The same case with lists long enough to know all of p_inf."""
+    """Return the case with lists long enough to know all of p_inf."""
     log_inf, log_target, rollout_ids, target_ids, fill_valid, lam = case
     everything = list(range(len(log_inf)))
     if fill_valid:
@@ -58,7 +58,7 @@ def complete(case):
 
 
 def estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
-    """`topk_z` on what the case shows; without a valid fill-in the forward pass says nothing true."""
+    """Compute `topk_z` of the case; where a fill-in is not valid its log-prob is a wrong number."""
     log_inf, log_target = tensors(log_inf, log_target)
     fill_ins = log_inf[target_ids] if fill_valid else torch.full((len(target_ids),), math.nan, dtype=torch.float64)
     return obrs.topk_z(
@@ -74,7 +74,7 @@ def estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
 
 
 def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
-    """(lower, upper, rollout mass, target mass) token by token, after the docstring of `topk_z`."""
+    """Compute (lower, upper, rollout mass, target mass) token by token, by the docstring of `topk_z`."""
     q, p = [math.exp(x) for x in log_inf], [math.exp(x) for x in log_target]
     new = [x for x in target_ids if x not in rollout_ids]
     known = rollout_ids + (new if fill_valid else [])

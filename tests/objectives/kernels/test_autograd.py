@@ -23,7 +23,7 @@ from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, line
 
 
 class Recorder(TorchDispatchMode):
-    """Every operator that runs, with the shapes of the tensors it makes, and the dtypes of products."""
+    """Records every operator that runs, with the shapes of its results and the dtypes of products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_the_gradient_of_a_weight_is_written_once_however_many_blocks_of_positio
 
 
 def logits_formed(of: Tensor) -> int:
-    """How many [N, V] products the backward pass of these values makes."""
+    """Count the [N, V] products that the backward pass of these values computes."""
     with Recorder() as recorder:
         of.sum().backward(retain_graph=True)
     return recorder.count("mm", (N, V))

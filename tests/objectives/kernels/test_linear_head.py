@@ -1,4 +1,4 @@
-"""The tiled head against full-vocabulary logits in float64 (naive_head.py), its edges, and what it refuses."""
+"""The tiled head against full-vocabulary logits in float64 (naive_head.py), its edge cases, and refused arguments."""
 
 import math
 from dataclasses import fields
@@ -244,7 +244,7 @@ def test_a_token_that_one_bans_counts_by_the_mass_that_the_other_gives_it_in_the
         assert output.policy.entropy.isfinite().all() and output.rollout_model.entropy.isfinite().all()
 
 
-def test_a_tile_that_is_banned_whole_is_passed_over():
+def test_a_tile_whose_tokens_are_all_masked_adds_nothing():
     policy, rollout_model, ids = random_head(1), random_head(2), random_ids(N) % 3 + 4
     output = joint_linear_head(
         *(banning(head, 0, 1, 2, 3, 8, 9) for head in (policy, rollout_model)),
@@ -330,7 +330,7 @@ def test_fsdp_gathers_both_weights_for_forward_and_backward(tmp_path):
 
 
 def test_the_outputs_are_pytrees_of_their_tensors():
-    """How FSDP of torch 2.11 finds the tensors whose backward needs the weights again."""
+    """FSDP of torch 2.11 finds the tensors whose backward needs the weights again through the pytree of the output."""
     output = joint_linear_head(random_head(1), random_head(2), random_ids(N), temperature=1.0, lam=1.0)
     assert [id(leaf) for leaf in tree_leaves(output)][-4:] == [id(getattr(output, f.name)) for f in fields(output)[2:]]
     assert len(tree_leaves(output)) == 14

@@ -17,7 +17,7 @@ def random_rows(n: int, v: int, kind: str) -> torch.Tensor:
 
 
 def assert_top(values, ids, rows, k):
-    """The right numbers, each at its id, and no id twice. Equal numbers may come in any order."""
+    """Check the numbers, the id of each, and that no id comes twice. Equal numbers may come in any order."""
     assert values.equal(rows.topk(k).values)
     assert rows.gather(1, ids).equal(values)
     assert all(len(set(row)) == k for row in ids.tolist())

@@ -34,7 +34,7 @@ TEMPERATURE = 0.8
 
 
 def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR):
-    """A learner, and the model that it is held near."""
+    """Return a learner and its reference model."""
     objective = replace(policy_objective(), kl_loss_coef=kl_loss_coef, entropy_coeff=entropy_coeff)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE, optimizer=optimizer)
     frozen = copy.deepcopy(FROZEN)
@@ -45,7 +45,7 @@ def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR
 
 
 def by_hand(policy, items, estimate):
-    """Mean KL to the reference and mean entropy over the sampled tokens, with the policy's gradient."""
+    """Compute the mean KL to the reference and the mean entropy over the sampled tokens, with the policy's gradient."""
     frozen = double(FROZEN)
     kl, entropy, count = 0.0, 0.0, 0
     for item in items:
@@ -68,7 +68,7 @@ def without_advantage(items):
 
 
 def unpulled(items):
-    """The loss without what regularises."""
+    """Compute the loss without its regularizers."""
     coins = {item.rollout.uid: uniform_row(fold_in(0, "accept", item.rollout.uid, 0), 99) for item in items}
     models = {"policy": double(POLICY), "rollout_model": double(ROLLOUT_MODEL)}
     now = {role: double(model) for role, model in models.items()}
@@ -108,8 +108,8 @@ def test_the_entropy_bonus_is_taken_from_the_loss_and_lifts_the_entropy():
 
 
 @pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
-def test_without_any_advantage_the_regularised_policy_still_steps_and_gets_nearer(estimate):
-    """Equal rewards skip the policy only where nothing else pulls."""
+def test_without_any_advantage_the_regularized_policy_still_steps_and_gets_nearer(estimate):
+    """Equal rewards skip the policy's step only where the loss has no regularizer."""
     items = without_advantage(WRITTEN)
     slow = LINEAR.model_copy(update={"learning_rate": 0.05})
     learner, _ = learner_with(estimate, kl_loss_coef=1.0, optimizer=slow)
@@ -132,7 +132,7 @@ def test_without_any_advantage_an_entropy_bonus_raises_the_entropy():
 
 
 def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
-    """The reference is then only measured."""
+    """With coefficient 0 the reference is measured and has no gradient."""
     plain, _ = learner_with(None)
     measured, _ = learner_with("exact")
     one, other = (train(learner, batches(WRITTEN, budget=60))[0] for learner in (plain, measured))
@@ -147,8 +147,8 @@ def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
     assert result.metrics["policy/skipped_steps"].value == 1.0 and skipped.version.policy == 0
 
 
-def test_the_regulariser_stands_on_all_tokens_and_is_not_rejected():
-    """With lam so large that every coin rejects, the gradient is the regulariser's alone."""
+def test_the_regularizer_stands_on_all_tokens_and_is_not_rejected():
+    """With lam so large that every token is rejected, the gradient is the regularizer's alone."""
     objective = replace(policy_objective(lam=1e6, kappa="none"), kl_loss_coef=0.5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
     policy = learner._models["policy"]
@@ -165,13 +165,12 @@ def test_a_run_continues_beside_its_own_reference_alone():
     saved = learner.state_dict()
     learner.load_state_dict(saved)
     frozen.model.norm.weight.data[0] += 1e-3
-    policy = learner._models["policy"]
-    learner._reference = Reference(frozen, policy, estimate="exact", temperature=TEMPERATURE)
+    learner._reference = Reference(frozen, learner._models["policy"], estimate="exact", temperature=TEMPERATURE)
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
         learner.load_state_dict(saved)
 
 
-def test_the_gradient_of_k2_and_k3_on_the_policys_own_text_is_that_of_the_kl():
+def test_the_gradient_of_k2_and_k3_on_the_policys_own_rollouts_is_that_of_the_kl():
     """By enumeration: E_p[d k2] = dKL(policy || reference), E_p[d k3] = dKL(reference || policy)."""
     logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     q = torch.log_softmax(torch.tensor([-0.4, 0.2, 0.5, 1.1], dtype=torch.float64), 0)
