@@ -19,7 +19,7 @@ def line(name: str) -> str:
     cells.append(", ".join(f"{count} {kind}" for kind, count in found.fewest.items() if count))
     if hours is None or alone is None:
         return "| " + " | ".join([*cells, "no room"]) + " |"
-    cells += [f"{part:.1f}" for part in (hours.all, hours.writing, hours.training, hours.evaluating)]
+    cells += [f"{part:.1f}" for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
     saved = "is on-policy" if is_on_policy(config) else f"{100 * (1 - hours.iterations / alone.iterations):.0f} %"
     return "| " + " | ".join([*cells, f"{100 * hours.rollout_share:.0f} %", saved]) + " |"
 

@@ -14,8 +14,8 @@ JACKPOT = Path(sys.executable).with_name("jackpot")
 OWN = """
 base: joint_3b
 evaluation: {benchmarks: []}
-policy: {path: meta-llama/Llama-3.1-8B}
-rollout_model: {path: meta-llama/Llama-3.2-1B}
+policy: {path: Qwen/Qwen3-8B-Base}
+rollout_model: {path: Qwen/Qwen3-1.7B-Base}
 arms:
   frozen: {rollout_model: {optimizer: null}}
 """
@@ -49,7 +49,7 @@ def test_it_says_what_it_changes_and_what_came_out(trained: tuple[Path, str]) ->
     assert "Its numbers mean nothing" in output
     assert row(output, "engine") == ["vllm", "transformers"] and row(output, "iterations") == ["218", "2"]
     folder = "runs/mine-frozen-tiny-seed7"
-    assert row(output, "policy.path") == ["meta-llama/Llama-3.1-8B", f"{folder}/tiny/models/meta-llama--Llama-3.1-8B"]
+    assert row(output, "policy.path") == ["Qwen/Qwen3-8B-Base", f"{folder}/tiny/models/Qwen--Qwen3-8B-Base"]
     assert "math_train.jsonl: made up in place of the problems of math" in output
     assert "iteration 2/2" in output and f"Run folder: {folder}" in output
     assert "objective" not in output.partition("iteration 0/2")[0] and "seed" not in row(output, "policy.path")[0]
@@ -64,23 +64,16 @@ def test_the_same_command_finds_the_run_and_other_commands_read_it(trained: tupl
     assert answered.returncode == 0 and "before" in answered.stdout, answered.stderr
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("google/gemma-2-2b", ["'google/gemma-2-2b' is of no family", "Llama 3", "Qwen/Qwen2.5-3B", "policy.path="]),
-        ("Qwen/Qwen3-4B-Base", ["the tokenizers differ at token '<tool_response>'"]),  # as they would in earnest
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(
-    policy: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_a_model_of_unknown_architecture_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    arguments = ["joint_3b", "--tiny", f"policy.path={policy}", "--run", str(tmp_path / "run")]
+    arguments = ["joint_3b", "--tiny", "policy.path=google/gemma-2-2b", "--run", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["jackpot", "train", *arguments])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
     errors = capsys.readouterr().err
     assert exit_info.value.code == 2 and "Traceback" not in errors
-    assert all(text in errors for text in expected), errors
+    assert "the architecture of 'google/gemma-2-2b'" in errors and "policy.path=" in errors
 
 
 def test_a_run_and_a_plan_at_once_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import metrics, run, small_config
-from jackpot.analysis.diagnose.rule import History, quantizing, rounding
+from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
@@ -83,7 +83,7 @@ def test_a_gap_that_stops_other_runs_lets_one_with_a_quantized_engine_go_on_up_t
 
 def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
     settings = ((), ("precision=bf16",), ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",))
-    histories = [History([], [], small_config(*one)) for one in settings]
+    histories = [MetricHistory([], [], small_config(*one)) for one in settings]
     assert [rounding(one, [0.0]) for one in histories] == [1e-3, 2e-2, None, None]
     assert [quantizing(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2]
 

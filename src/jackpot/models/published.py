@@ -6,13 +6,17 @@ token. The table has no weights.
 
 from typing import Any
 
-from transformers import PreTrainedConfig
-
-from jackpot.models.families import known_model
+from transformers import AutoConfig, PreTrainedConfig
 
 OWN_TABLE = "Jackpot's own table: "  # prefix of `name_or_path` in a config of this table
 
-_QWEN2 = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "eos_token_id": 151_643, "rope_theta": 1_000_000.0}
+_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 151_643,
+    "rope_theta": 1_000_000.0,
+}
 _QWEN25_05B = _QWEN2 | {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -61,7 +65,7 @@ _QWEN25_32B = _QWEN2 | {
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-5,
 }
-_QWEN3 = _QWEN2 | {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
+_QWEN3 = _QWEN2 | {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
 _QWEN3_17B = _QWEN3 | {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -108,7 +112,7 @@ def published_config(name: str) -> PreTrainedConfig | None:
         return None
     settings = dict(PUBLISHED[name])
     rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
-    config = known_model(name).family.config(**settings, rope_parameters=rope, dtype="bfloat16")
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, rope_parameters=rope, dtype="bfloat16")
     config.name_or_path = f"{OWN_TABLE}{name}"
     return config
 

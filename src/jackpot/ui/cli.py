@@ -103,8 +103,8 @@ def train(
         bool,
         typer.Option(
             "--tiny",
-            help="Run 2 iterations with small random models of the same families, without hub or GPU, and print each "
-            "setting that this replaces. key=value changes the recipe first.",
+            help="Run 2 iterations with small random models of the same architecture, without GPU or downloads, and "
+            "print each setting that this replaces. key=value changes the recipe first.",
         ),
     ] = False,
 ) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from helpers.paths import ROOT
 from helpers.runs import run, small_config
 from jackpot.analysis.diagnose.diagnose import diagnose
-from jackpot.analysis.diagnose.rule import Rule
+from jackpot.analysis.diagnose.limits import Rule
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
 from jackpot.config.run import Config, FilterGroupsConfig, Sampling
@@ -172,7 +172,7 @@ def test_a_wild_newest_iteration_is_no_alarm(config: Config) -> None:
 @pytest.mark.parametrize("name", [rule.name for rule in RULES if not rule.metric.startswith("events/")])
 def test_a_rule_fires_where_it_is_broken_and_nowhere_else(name: str, config: Config) -> None:
     found = diagnose(history(BROKEN[name]), [], config)
-    assert found.verdict == "sick"
+    assert found.verdict == "unhealthy"
     assert {finding.metric for finding in found.findings} == {name} | ALSO.get(name, set())
     finding = next(finding for finding in found.findings if finding.metric == name)
     # a median of 10 has moved on after 5 or 6 broken ones
@@ -200,7 +200,7 @@ def test_since_is_where_the_last_stay_beyond_the_limit_began(config: Config) -> 
     assert (finding.since, finding.then, finding.now) == (41, 0.2, 0.2)
 
 
-def test_sick_from_the_start_is_since_the_first_iteration(config: Config) -> None:
+def test_unhealthy_from_the_start_is_since_the_first_iteration(config: Config) -> None:
     [finding] = diagnose(history({"obrs/acceptance": 0.3}, since=1), [], config).findings
     assert finding.since == 1
 
@@ -220,7 +220,7 @@ def test_causes_stand_before_their_symptoms(config: Config) -> None:
 def test_bf16_may_round_more(config: Config) -> None:
     lines = history(BROKEN["mismatch/engine_gap"])
     assert diagnose(lines, [], config.model_copy(update={"precision": "bf16"})).verdict == "healthy"
-    assert diagnose(lines, [], config).verdict == "sick"
+    assert diagnose(lines, [], config).verdict == "unhealthy"
 
 
 def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:
@@ -229,7 +229,7 @@ def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Con
     assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantized).verdict == "healthy"
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantized).findings
     assert (finding.group, finding.limit) == ("precision", 0.02)
-    assert "objective.correction=tis" in finding.tries
+    assert "objective.correction=tis" in finding.suggestion
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], config).findings
     assert (finding.group, finding.limit) == ("bug", 0.001)
 
@@ -247,8 +247,8 @@ def test_accuracy_may_fall_by_what_chance_does(config: Config) -> None:
 
 def test_no_verdict_before_five_iterations_but_on_bugs(config: Config) -> None:
     lines = history({"obrs/acceptance": 0.1}, since=1)
-    assert [diagnose(lines[:count], [], config).verdict for count in (0, 1, 5, 6)] == 3 * ["too early"] + ["sick"]
-    assert diagnose(history(BROKEN["mismatch/engine_gap"], since=1)[:2], [], config).verdict == "sick"
+    assert [diagnose(lines[:count], [], config).verdict for count in (0, 1, 5, 6)] == 3 * ["too early"] + ["unhealthy"]
+    assert diagnose(history(BROKEN["mismatch/engine_gap"], since=1)[:2], [], config).verdict == "unhealthy"
 
 
 def test_rules_that_do_not_apply_stay_silent(config: Config) -> None:
@@ -261,8 +261,8 @@ def test_rules_that_do_not_apply_stay_silent(config: Config) -> None:
     assert diagnose(early, [], config).verdict == "healthy"
 
 
-def sick_column() -> dict[str, str]:
-    """What docs/metrics.md calls sick, by the pattern of a metric's name."""
+def unhealthy_column() -> dict[str, str]:
+    """What docs/metrics.md calls unhealthy, by the pattern of a metric's name."""
     rows = [line.strip("| ").split(" | ") for line in DOCS.splitlines() if line.startswith("| `")]
     found, above = {}, ""
     for row in rows:
@@ -273,7 +273,7 @@ def sick_column() -> dict[str, str]:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_the_manual_has_every_rule_and_its_limit(rule: Rule) -> None:
-    cells = [cell for name, cell in sick_column().items() if fnmatch(rule.metric, name)]
+    cells = [cell for name, cell in unhealthy_column().items() if fnmatch(rule.metric, name)]
     assert cells, f"{rule.metric} does not stand in docs/metrics.md"
     for side, limit in (("below", rule.low), ("above", rule.high)):
         if isinstance(limit, float) and math.isfinite(limit):
@@ -286,7 +286,7 @@ def test_what_to_try_are_settings_that_exist() -> None:
 
     known = fields(config_base.Strict) | fields(Sampling)
     for rule in RULES:
-        for path in re.findall(r"[a-z_]+(?:\.[a-z_]\w*)+", rule.tries.replace("events.jsonl", "")):
+        for path in re.findall(r"[a-z_]+(?:\.[a-z_]\w*)+", rule.suggestion.replace("events.jsonl", "")):
             assert set(path.split(".")) <= known, f"{rule.name}: {path}"
 
 
@@ -305,21 +305,21 @@ def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_the_command_on_a_sick_run(folder: Path, tmp_path: Path) -> None:
+def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    sick = [line | ({"obrs/acceptance": 0.3} if line["iteration"] else {}) for line in lines]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sick))
+    unhealthy = [line | ({"obrs/acceptance": 0.3} if line["iteration"] else {}) for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unhealthy))
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 1
-    for text in ("Sick since iteration 1", "obrs/acceptance", "at least 0.5", "Try: "):
+    for text in ("Unhealthy since iteration 1", "obrs/acceptance", "at least 0.5", "Try: "):
         assert text in result.stdout
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path), "--json"])
     found = json.loads(result.stdout)
-    assert result.exit_code == 1 and found["verdict"] == "sick" and found["iteration"] == 6
+    assert result.exit_code == 1 and found["verdict"] == "unhealthy" and found["iteration"] == 6
     [finding] = found["findings"]
     expected = {"metric": "obrs/acceptance", "since": 1, "then": 0.3, "now": 0.3, "limit": 0.5, "side": "below"}
-    assert finding.items() >= expected.items() and finding["tries"]
+    assert finding.items() >= expected.items() and finding["suggestion"]
 
 
 def test_the_command_on_a_run_without_a_rollout_model(tmp_path: Path) -> None:

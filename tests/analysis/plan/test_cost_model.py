@@ -16,12 +16,12 @@ from jackpot.analysis.plan.cost_model import (
     TRAINING_SHARE,
     WEIGHT_BYTES_PER_SECOND,
     WRITING_SHARE,
-    Cost,
+    EngineSpeed,
     Gpu,
     Hours,
     Lengths,
+    ModelCost,
     Work,
-    Writing,
     evaluation_hours,
     mean_response,
     on_policy,
@@ -32,14 +32,14 @@ from jackpot.models.forward import backbone, checkpoint_activations
 
 GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)
 FIXED = Lengths(prompt=3, mean=5, limit=5)  # every response is 5 tokens
-MODEL = Cost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6)
+MODEL = ModelCost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6)
 BODY = 10 * 8 + 2 * 8 * 8 / 2  # FLOPs of one sequence of FIXED: 8 tokens, half of all pairs
 HEAD = 4 * 5
 
 
-def writing(**settings: object) -> Writing:
+def writing(**settings: object) -> EngineSpeed:
     known = {"model": MODEL, "number_bytes": 2, "max_num_seqs": 256, "cache_bytes": math.inf, "gpus": 1}
-    return Writing(**known | {"peak": GPU.bf16} | settings)
+    return EngineSpeed(**known | {"peak": GPU.bf16} | settings)
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(2048.0, 8192), (200.0, 256), (700.0, 8192), (30.0, 1_000_000)])
@@ -149,15 +149,15 @@ def test_an_iteration_is_writing_training_and_sending() -> None:
     flops = 8 * (2 * (3 * BODY + 4 * HEAD + 11) + BODY + HEAD)
     steps = OPTIMIZER_BYTES * 100 * 4 / (2 * 50 * BANDWIDTH_SHARE)
     assert hours.training == pytest.approx(flops / (2 * 1000 * TRAINING_SHARE) + steps)
-    assert hours.writing == writing().seconds(4, FIXED, GPU)  # on each of two GPUs
+    assert hours.generation == writing().seconds(4, FIXED, GPU)  # on each of two GPUs
     assert hours.sending == 200 / WEIGHT_BYTES_PER_SECOND
-    assert hours.rollout_share == hours.writing / (hours.writing + hours.training + hours.sending)
+    assert hours.rollout_share == hours.generation / (hours.generation + hours.training + hours.sending)
     two = run_hours(replace(WORK, written=2.0), writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
-    assert two.writing == writing().seconds(8, FIXED, GPU) and two.training == hours.training
+    assert two.generation == writing().seconds(8, FIXED, GPU) and two.training == hours.training
 
 
 def test_evaluations_are_beside_the_iterations() -> None:
-    hours = Hours(writing=6.0, training=3.0, sending=1.0, evaluating=5.0)
+    hours = Hours(generation=6.0, training=3.0, sending=1.0, evaluating=5.0)
     assert (hours.all, hours.iterations, hours.rollout_share) == (15, 10, 0.6)
     engine = writing(gpus=2)
     expected = 10 * (engine.seconds(8, FIXED, GPU) + engine.seconds(4, FIXED, GPU)) / 3600
@@ -169,11 +169,11 @@ def test_on_policy_the_same_responses_are_written_in_smaller_batches() -> None:
     assert (alone.sequences, alone.steps, alone.epochs, alone.extra, times) == (4, 1, 1, 0.0, 2)
 
 
-def llama(parameters: float, hidden: int, layers: int) -> Cost:
+def llama(parameters: float, hidden: int, layers: int) -> ModelCost:
     """Of Llama 2, with its vocabulary of 32,000; attention as in models/cost.py."""
     head = 32_000 * hidden
     body = 2 * int(parameters - 2 * head)
-    return Cost(
+    return ModelCost(
         parameters=int(parameters),
         trained=int(parameters),
         body=body,
@@ -190,7 +190,7 @@ def llama(parameters: float, hidden: int, layers: int) -> Cost:
         (llama(13.0e9, 5120, 40), False, 3800),  # checkpointed in part, there
     ],
 )
-def test_training_is_as_fast_as_published_for_fsdp_on_h100(model: Cost, checkpoints: bool, published: int) -> None:
+def test_training_is_as_fast_as_published_for_fsdp_on_h100(model: ModelCost, checkpoints: bool, published: int) -> None:
     whole = Lengths(prompt=0, mean=4096, limit=4096)
     body = model.training(whole, checkpoints, 0.0) - whole.mean * model.head  # their head computes nothing twice
     assert GPUS["H100"].bf16 * TRAINING_SHARE * 4096 / body == pytest.approx(published, rel=0.1)
@@ -198,7 +198,7 @@ def test_training_is_as_fast_as_published_for_fsdp_on_h100(model: Cost, checkpoi
 
 def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
     """Llama 3.1 8B on an A100 of 40 GB, 1,024 tokens read and 128 written: 75 tokens/s."""
-    model = Cost(
+    model = ModelCost(
         parameters=8_030_261_248,
         trained=0,
         body=2 * 6_979_321_856,
@@ -208,5 +208,5 @@ def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
     )
     gpu = Gpu(bf16=312e12, fp32=19.5e12, bandwidth=1.555e12, memory=40e9)
     lengths = Lengths(prompt=1024, mean=128, limit=128)
-    engine = Writing(model=model, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
+    engine = EngineSpeed(model=model, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
     assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)

@@ -8,10 +8,11 @@ import pytest
 from helpers.hub import without_hub
 from helpers.runs import small_config
 from jackpot.analysis.plan.cost_model import GPUS
-from jackpot.analysis.plan.estimate import Estimate, estimate, extra_passes, is_large
-from jackpot.analysis.plan.sizes import LONGEST_PROMPT, Prompts, model_sizes, prompt_lengths
-from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
-from jackpot.config.recipes.listing import list_recipe
+from jackpot.analysis.plan.estimate import CostEstimate, estimate, extra_passes, is_large
+from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
+from jackpot.config.recipes import load_recipe, recipe_names, resolve
+from jackpot.config.recipes.listing import listed
+from jackpot.config.recipes.notes import recipe_notes
 from jackpot.config.run import Config
 
 PAPERS = [
@@ -40,7 +41,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @cache  # tracing a step takes seconds
-def planned(recipe: str, arm: str | None, *overrides: str) -> Estimate:
+def planned(recipe: str, arm: str | None, *overrides: str) -> CostEstimate:
     config = resolve(recipe, arm, list(overrides))
     gpus = recipe_notes(recipe, load_recipe(recipe)).gpus
     return estimate(config, model_sizes(config), prompt_lengths(config), gpus)
@@ -106,9 +107,9 @@ def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
 @pytest.mark.slow
 def test_what_on_policy_would_take_is_what_the_arm_on_policy_takes() -> None:
     joint, alone = planned("joint_8b", "jackpot").stated, planned("joint_8b", "on_policy").stated
-    assert joint.alone.writing == pytest.approx(alone.hours.writing, rel=1e-6)
+    assert joint.alone.generation == pytest.approx(alone.hours.generation, rel=1e-6)
     assert joint.alone.training == pytest.approx(alone.hours.training, rel=1e-6)
-    assert joint.hours.writing < 0.5 * alone.hours.writing  # the small model writes
+    assert joint.hours.generation < 0.5 * alone.hours.generation  # the small model writes
 
 
 def test_every_recipe_of_a_paper_is_looked_at() -> None:
@@ -142,7 +143,7 @@ def test_prompts_are_counted_where_they_can_be() -> None:
 
 def test_prompts_that_cannot_be_read_are_assumed_and_it_is_said_why() -> None:
     config = resolve("joint_8b", None, [])
-    assert prompt_lengths(config) == Prompts(
+    assert prompt_lengths(config) == PromptLengths(
         1024, 120, "cannot load a tokenizer from the hub (there is no folder Qwen/Qwen3-8B-Base here)"
     )
     assert prompt_lengths(resolve("joint_8b", None, ["task.max_prompt_tokens=null"])).longest == LONGEST_PROMPT

@@ -9,7 +9,7 @@ import torch
 from helpers.hub import without_hub
 from helpers.runs import small_config
 from jackpot.analysis.plan.cost_model import Gpu
-from jackpot.analysis.plan.memory import Memory
+from jackpot.analysis.plan.memory import MemoryPlan
 from jackpot.analysis.plan.sharding import (
     ENGINE_BYTES,
     Blocks,
@@ -28,8 +28,8 @@ from jackpot.config.recipes import resolve
 GB = 1e9
 GPU = Gpu(bf16=1.0, fp32=1.0, bandwidth=1.0, memory=80 * GB)
 PARTS = Blocks(layer=1_000, heads=3_000, copied=500)
-PLANNED = {name: 0 for name in Memory.__slots__} | {"weights": 40, "optimizer": 80, "gradients": 24, "training": 7}
-MEMORY = Memory(**PLANNED)
+PLANNED = {name: 0 for name in MemoryPlan.__slots__} | {"weights": 40, "optimizer": 80, "gradients": 24, "training": 7}
+MEMORY = MemoryPlan(**PLANNED)
 
 
 def need(settings: EngineConfig, weights: float = 16 * GB) -> EngineNeeds:
@@ -59,7 +59,7 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
         gathered=8,
         training=16,
         resting=32,
-        writing=100,
+        generation=100,
         tensor_parallel={"engine": 1},
     )
     assert known.peak == 1 + 2 + 100
@@ -72,22 +72,22 @@ def test_an_engine_that_sleeps_leaves_its_share_to_the_learner() -> None:
     for sleep, resting in ((False, 32 * GB), (True, 0)):
         engine = VLLMEngineConfig(gpu_memory_utilization=0.4, enable_sleep_mode=sleep)
         planned = shard(MEMORY, PARTS, {"engine": need(engine)}, GPU, 8)
-        assert (planned.resting, planned.writing) == (resting, 32 * GB)
+        assert (planned.resting, planned.generation) == (resting, 32 * GB)
     two = {
         "engine": need(VLLMEngineConfig(enable_sleep_mode=True)),
         "evaluation.engine": need(VLLMEngineConfig(gpu_memory_utilization=0.3)),
     }
     planned = shard(MEMORY, PARTS, two, GPU, 8)
-    assert (planned.resting, planned.writing) == (pytest.approx(24 * GB), pytest.approx(56 * GB))
+    assert (planned.resting, planned.generation) == (pytest.approx(24 * GB), pytest.approx(56 * GB))
 
 
 def test_other_engines_take_their_weights_and_what_was_planned_for_writing() -> None:
-    memory = replace(MEMORY, writing=5)
+    memory = replace(MEMORY, generation=5)
     planned = shard(memory, PARTS, {"engine": need(TransformersEngineConfig(), 9)}, GPU, 2)
-    assert (planned.resting, planned.writing) == (9, 14)
+    assert (planned.resting, planned.generation) == (9, 14)
     servers = VLLMServerEngineConfig(urls=("http://127.0.0.1:1",), weights_folder="x")
     planned = shard(MEMORY, PARTS, {"engine": need(servers)}, GPU, 2)
-    assert (planned.resting, planned.writing) == (0, 0)
+    assert (planned.resting, planned.generation) == (0, 0)
     fixed = shard(MEMORY, PARTS, {"engine": need(VLLMEngineConfig(kv_cache_memory_bytes=2 * 2**30))}, GPU, 2)
     assert fixed.resting == 16 * GB + 2 * 2**30 + ENGINE_BYTES
 

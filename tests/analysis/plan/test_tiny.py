@@ -1,4 +1,4 @@
-"""`--tiny`: what it changes of a recipe, what it leaves, and that every family trains that way."""
+"""`--tiny`: what it changes of a recipe, what it leaves, and that every architecture of the recipes trains that way."""
 
 import json
 import math
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from helpers.runs import run, weights
 from helpers.trainable import learned
-from jackpot.analysis.plan.tiny import Tiny, known_models, tiny, tiny_run
+from jackpot.analysis.plan.tiny import TinyRun, replaced_models, tiny, tiny_run
+from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS
 from jackpot.config.build import build_config
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, DataError, ModelError
-from jackpot.models.families import FAMILIES
-from jackpot.models.load import load_tokenizer
+from jackpot.models.load import load_config, load_tokenizer
 from jackpot.rollout.tasks.data import DATA_FOLDER
 
 ARMS = [(recipe, arm) for recipe in recipe_names() for arm in load_recipe(recipe)["arms"]]
@@ -46,7 +46,7 @@ def flat(value: object, key: str = "") -> dict[str, object]:
 
 
 def small(config: Config) -> Config:
-    return tiny(config, known_models(config), Path("folder"))
+    return tiny(config, replaced_models(config), Path("folder"))
 
 
 def own(**settings: object) -> Config:
@@ -54,7 +54,7 @@ def own(**settings: object) -> Config:
     recipe = {
         "iterations": 100,
         "task": {"name": "math", "train": "gsm8k", "test": "gsm8k"},
-        "policy": {"path": "Qwen/Qwen2.5-3B-Instruct", "optimizer": {"learning_rate": 1.0e-3}},
+        "policy": {"path": "Qwen/Qwen2.5-1.5B-Instruct", "optimizer": {"learning_rate": 1.0e-3}},
         "rollout_model": None,
         "batch": {"prompts": 64, "group_size": 8},
         "engine": "vllm",
@@ -114,25 +114,24 @@ def test_lengths_keep_their_proportion_and_stop_tokens_their_meaning() -> None:
     overlong = {"len": 1024, "penalty_factor": 1.0}
     result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong_buffer": overlong}))
     assert result.objective.overlong_buffer.len == 4 and result.objective.overlong_buffer.penalty_factor == 1.0
-    assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (512 + 2,)  # 151643 + 2 is <|im_end|>
-    result = small(own(sampling={"stop_token_ids": [198, 151_644, 999_999]}))  # a line break, <|im_start|>, none
-    assert result.sampling.stop_token_ids == (512 + 1,)
+    assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (512 + 1,)  # <|end|>
+    assert small(own()).sampling.stop_token_ids == ()
     assert small(own(sampling={"num_top_log_probs": 1000})).sampling.num_top_log_probs == 128
 
 
 def test_each_path_becomes_a_model_of_its_own_and_equal_paths_the_same() -> None:
-    reference = {"path": "Qwen/Qwen2.5-3B-Instruct"}
-    critic = {"path": "a/Qwen2.5-7B", "optimizer": {"learning_rate": 1.0e-3}}
+    reference = {"path": "Qwen/Qwen2.5-1.5B-Instruct"}
+    critic = {"path": "Qwen/Qwen2.5-7B", "optimizer": {"learning_rate": 1.0e-3}}
     result = small(
         own(
             objective={"reference": reference, "advantage": "gae"},
             critic=critic,
-            rollout_model={"path": "b/Qwen2.5-7B", "optimizer": None},
+            rollout_model={"path": "Qwen/Qwen2.5-32B", "optimizer": None},
         )
     )
-    assert result.policy.path == result.objective.reference.path == "folder/models/Qwen--Qwen2.5-3B-Instruct"
-    assert result.critic.path == "folder/models/a--Qwen2.5-7B"
-    assert result.rollout_model.path == "folder/models/b--Qwen2.5-7B"
+    assert result.policy.path == result.objective.reference.path == "folder/models/Qwen--Qwen2.5-1.5B-Instruct"
+    assert result.critic.path == "folder/models/Qwen--Qwen2.5-7B"
+    assert result.rollout_model.path == "folder/models/Qwen--Qwen2.5-32B"
 
 
 def test_a_gpu_is_not_needed() -> None:
@@ -155,24 +154,22 @@ def test_starters_and_small_models_of_ones_own_stay(tmp_path: Path) -> None:
 
 
 def test_a_large_folder_is_replaced_by_its_architecture(tmp_path: Path) -> None:
-    family = FAMILIES[1]
-    settings = family.config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    settings = Qwen2Config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     settings.save_pretrained(tmp_path / "mine")
     config = own(policy={"path": str(tmp_path / "mine")})
-    known = known_models(config)[config.policy.path]
-    assert known.family is family and known.tied == settings.tie_word_embeddings
+    assert replaced_models(config)[config.policy.path].model_type == "qwen2"
     assert small(config).policy.path.endswith("--mine")
 
 
-def test_an_unknown_family_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ModelError, match=r"'my/model' is of no family .* Qwen3 .* Llama 3"):
+def test_a_model_whose_architecture_cannot_be_found_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"the architecture of 'my/model', whose config\.json was not found.*starter:"):
         small(own(policy={"path": "my/model"}))
 
 
 # Runs
 
 
-def lines_of(made: Tiny, folder: Path) -> list[dict]:
+def lines_of(made: TinyRun, folder: Path) -> list[dict]:
     """A whole run; in every iteration, text was written, judged and learned from."""
     lines = run(made.config, folder)
     assert [line["iteration"] for line in lines] == [0, 1, 2]
@@ -181,15 +178,22 @@ def lines_of(made: Tiny, folder: Path) -> list[dict]:
     return lines
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_family_loads_writes_and_trains(family, tmp_path: Path) -> None:
-    writer = {"path": f"other/{Path(family.example).name}", "optimizer": {"learning_rate": 1.0e-3}}
-    template = "chat" if family.base_has_template else "base"
-    config = own(policy={"path": family.example}, rollout_model=writer, task={"template": template})
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base"),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-3B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "Qwen/Qwen2.5-1.5B"),
+    ],
+)
+def test_every_architecture_loads_generates_and_trains(path: str, other: str, tmp_path: Path) -> None:
+    rollout_model = {"path": other, "optimizer": {"learning_rate": 1.0e-3}}
+    config = own(policy={"path": path}, rollout_model=rollout_model, task={"template": "chat"})
     with tiny_run(config, tmp_path / "tiny") as made:
         before = AutoModelForCausalLM.from_pretrained(made.config.policy.path)
         small_one = AutoModelForCausalLM.from_pretrained(made.config.rollout_model.path)
-        assert type(before) is type(small_one) is family.model and family.model.config_class is family.config
+        assert before.config.model_type == small_one.config.model_type == load_config(path).model_type
+        assert before.config.tie_word_embeddings == load_config(path).tie_word_embeddings
         assert small_one.num_parameters() < before.num_parameters() / 2
         lines = lines_of(made, tmp_path / "run")
     assert lines[1]["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < lines[1]["obrs/acceptance"] < 0.99
@@ -197,11 +201,11 @@ def test_every_family_loads_writes_and_trains(family, tmp_path: Path) -> None:
     moved = [not torch.equal(after[name], value) for name, value in before.state_dict().items() if name in after]
     assert len(moved) == len(after) and all(moved)
     saved = load_tokenizer(tmp_path / "run" / "checkpoints" / "last" / "policy")
-    assert saved.convert_tokens_to_ids(family.tokens[-1]) == 512 + len(family.tokens) - 1
+    assert saved.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [PLAIN_TOKENS + place for place in range(5)]
 
 
 @pytest.fixture(scope="module")
-def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Tiny, list[dict]]:
+def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyRun, list[dict]]:
     folder = tmp_path_factory.mktemp("joint")
     config = resolve("joint_3b", "jackpot", ["policy.optimizer.learning_rate=1e-3"])
     with tiny_run(config, folder / "tiny") as made:
@@ -252,7 +256,7 @@ def test_the_environment_is_as_before_afterwards(tmp_path: Path, monkeypatch: py
 # Data
 
 
-def rows_of(made: Tiny, file: str) -> list[dict]:
+def rows_of(made: TinyRun, file: str) -> list[dict]:
     path = Path(made.config.policy.path).parents[1] / "data" / file
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -269,7 +273,9 @@ def test_benchmarks_that_are_here_give_their_first_problems(tmp_path: Path, monk
     assert [row["answer"] for row in rows] == [row["answer"] for row in real[:4]]
     assert [row["question"] for row in rows] == [f"{number} " + "é" * 149 for number in range(4)]  # 300 bytes
     ids = tokenizer.encode(r"\boxed{10}\boxed{13}\boxed{14}", add_special_tokens=False)
-    assert len(ids) > 3 and sum(token_id >= 512 + 22 for token_id in ids) == 2  # 14 is of the fifth
+    assert (
+        len(ids) > 3 and sum(token_id >= PLAIN_TOKENS + len(SPECIAL_TOKENS) for token_id in ids) == 2
+    )  # 14 is of the fifth
 
 
 def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:

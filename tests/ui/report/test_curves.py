@@ -128,7 +128,7 @@ def test_arms_have_one_color_everywhere_and_limits_are_drawn(trained: Path) -> N
     colors = {(one.group, one.color) for item in drawn.values() if isinstance(item, Chart) for one in item.series}
     assert len(colors) == 2 and {group for group, _ in colors} == {"none", "obrs"}
     [guide] = drawn["obrs/acceptance"].guides
-    assert guide.y == 0.5 and "below" in guide.text  # docs/metrics.md: sick below 0.5
+    assert guide.y == 0.5 and "below" in guide.text  # docs/metrics.md: unhealthy below 0.5
     assert drawn["obrs/acceptance by position: obrs"].y[:3] == ["0", "1-3", "4-15"]
     signs = drawn["obrs/acceptance by the sign of the advantage"].series
     assert [(one.name, one.dash) for one in signs[::2]] == [
@@ -182,7 +182,7 @@ def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:
     tables = {item.title: item for item in summary_section(arms(tmp_path), ["x cannot be read"]).items}
     rows = {row[0]: row for row in tables["Runs"].rows}
     assert rows["good"][3:6] == ("9 of 9", "40.0%", "49.0%") and rows["good"][-1] == "healthy"
-    assert rows["bad"][2:6] == ("3", "7 of 20", "40.0%", "47.0%") and rows["bad"][-1] == "sick"
+    assert rows["bad"][2:6] == ("3", "7 of 20", "40.0%", "47.0%") and rows["bad"][-1] == "unhealthy"
     [finding] = tables["Findings, causes before their symptoms"].rows
     assert finding[:6] == ("bad", "obrs/acceptance", "0", "0.2", "0.2", "at least 0.5")
     assert tables["Settings that differ"].rows == (("iterations", "20", "9"),)

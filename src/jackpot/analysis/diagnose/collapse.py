@@ -1,36 +1,40 @@
-"""Whether and when a run has collapsed."""
+"""Decides whether and when a run has collapsed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import diagnose
-from jackpot.analysis.diagnose.rule import two_errors
+from jackpot.analysis.diagnose.limits import two_errors
 from jackpot.config.run import Config
 
-SHARE = 0.5  # of its best accuracy, below which a policy counts as collapsed
+COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
 IN_A_ROW = 2  # evaluations; one alone may be bad luck
 
-Lines = Sequence[Mapping[str, Any]]
+MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collapse:
+    """When and why a run collapsed."""
+
     iteration: int  # of the first evaluation that is too low, or at which the run stopped itself
-    accuracy: float  # of the policy there
+    accuracy: float  # of the policy in that evaluation
     best: float  # the highest before
-    first_sign: str  # the earliest sick metric, and since which iteration; empty where none is
+    first_sign: str  # earliest unhealthy metric and its first iteration; empty without one
     why: str
 
 
-def collapse_of(lines: Lines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
-    """The collapse of a run: at 2 evaluations in a row the policy answers less than half of what it did at best, by
-    more than two standard errors; or a guard stopped the run.
+def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
+    """Return the collapse of a run, or None.
+
+    A run has collapsed where in 2 evaluations in a row the policy has less than half of its best accuracy, by more than
+    two standard errors, or where a guard stopped the run.
 
     Args:
-        lines: of metrics.jsonl, in their order.
-        events: of events.jsonl.
-        config: of the run.
+        lines: records of metrics.jsonl, in their order.
+        events: records of events.jsonl.
+        config: settings of the run.
     """
     evaluated = [(line["iteration"], line["eval/policy_accuracy"]) for line in lines if _evaluated(line)]
     found = _fallen(evaluated, config.evaluation.problems)
@@ -54,10 +58,10 @@ def _evaluated(line: Mapping[str, Any]) -> bool:
 
 
 def _fallen(evaluated: Sequence[tuple[int, float]], problems: int) -> tuple[int, float, float] | None:
-    """Iteration and accuracy of the first evaluation of a row that is too low, and the best before."""
+    """Return iteration and accuracy of the first of IN_A_ROW low evaluations, and the best accuracy before."""
     best, since = 0.0, []
     for iteration, accuracy in evaluated:
-        if accuracy < SHARE * best and accuracy < best - two_errors(problems, best):
+        if accuracy < COLLAPSED_BELOW * best and accuracy < best - two_errors(problems, best):
             since.append((iteration, accuracy))
             if len(since) == IN_A_ROW:
                 return (*since[0], best)
@@ -66,8 +70,8 @@ def _fallen(evaluated: Sequence[tuple[int, float]], problems: int) -> tuple[int,
     return None
 
 
-def _first_sign(lines: Lines, events: Sequence[Mapping[str, Any]], config: Config) -> str:
-    """The finding that began first."""
+def _first_sign(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> str:
+    """Name the finding that began first and its first iteration."""
     findings = diagnose(lines, events, config).findings
     first = min(findings, key=lambda finding: finding.since, default=None)
     return f"{first.metric} since {first.since}" if first else ""

@@ -1,57 +1,59 @@
-"""What is wrong with a run, since when, by which metric: `RULES` asked of the lines of metrics.jsonl."""
+"""Finds what is wrong with a run, since when and by which metric, by applying `RULES` to metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jackpot.analysis.diagnose.rule import LEAST, Group, History, Rule
+from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config.run import Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A metric beyond its limit. Its numbers are smoothed as its rule says."""
+    """A metric beyond its limit. Values are aggregated over a window as the rule says."""
 
     group: Group
     metric: str
     since: int  # the first iteration from which the value stays beyond the limit
     then: float  # the value at `since`
-    now: float
+    now: float  # the newest value
     side: Literal["above", "below"]
     limit: float
-    means: str
-    tries: str
+    explanation: str  # what is wrong
+    suggestion: str  # which settings to change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    verdict: Literal["healthy", "sick", "too early"]  # too early: nothing wrong, and fewer than LEAST iterations
+    """The verdict on a run, and the metrics that are beyond their limits."""
+
+    verdict: Literal["healthy", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
     iteration: int  # the newest one that was looked at
     findings: tuple[Finding, ...]  # causes before their symptoms
     summary: str  # one paragraph
 
 
 def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> Diagnosis:
-    """Ask every rule.
+    """Apply every rule to the metrics and events of a run.
 
     Args:
-        lines: of metrics.jsonl, in their order.
-        events: of events.jsonl.
-        config: of the run.
+        lines: records of metrics.jsonl, in their order.
+        events: records of events.jsonl.
+        config: settings of the run.
     """
-    history = History(lines, events, config)
+    history = MetricHistory(lines, events, config)
     findings = tuple(finding for rule in RULES if (finding := _finding(rule, history)))
     iteration = lines[-1]["iteration"] if lines else 0
-    verdict = "sick" if findings else "healthy" if iteration >= LEAST else "too early"
+    verdict = "unhealthy" if findings else "healthy" if iteration >= LEAST else "too early"
     summary = _summary(verdict, iteration, findings)
     return Diagnosis(verdict=verdict, iteration=iteration, findings=findings, summary=summary)
 
 
-def _finding(rule: Rule, history: History) -> Finding | None:
-    """From the newest value back to the first from which all are beyond the limit.
+def _finding(rule: Rule, history: MetricHistory) -> Finding | None:
+    """Go back from the newest value to the first one from which all are beyond the limit; None where the newest is not.
 
-    A rule that was broken as soon as there were enough values to say so, was broken from the first of them on.
+    A limit that is exceeded as soon as there are enough values counts as exceeded from the first value on.
     """
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]
@@ -62,7 +64,7 @@ def _finding(rule: Rule, history: History) -> Finding | None:
     window = history.window(values)
     beyond: list[tuple[int, float]] = []  # newest first
     for end in range(len(values), least - 1, -1):
-        value = rule.see(values[max(0, end - window) : end])
+        value = rule.aggregate(values[max(0, end - window) : end])
         if low <= value <= high:
             break
         beyond.append((series[end - 1][0] if end > least else series[0][0], value))
@@ -77,8 +79,8 @@ def _finding(rule: Rule, history: History) -> Finding | None:
         now=now,
         side="above" if now > high else "below",
         limit=high if now > high else low,
-        means=rule.means,
-        tries=rule.tries,
+        explanation=rule.explanation,
+        suggestion=rule.suggestion,
     )
 
 
@@ -89,8 +91,8 @@ def _summary(verdict: str, iteration: int, findings: Sequence[Finding]) -> str:
         return f"Too early to say: {iteration} iterations are done, and {LEAST} are needed. Nothing is wrong so far."
     cause, rest = findings[0], len(findings) - 1
     sentence = (
-        f"Sick since iteration {cause.since}: {cause.means}. {cause.metric} is {cause.now:.3g}, {cause.side} the limit "
-        f"of {cause.limit:.3g}. Try: {cause.tries}."
+        f"Unhealthy since iteration {cause.since}: {cause.explanation}. {cause.metric} is {cause.now:.3g}, "
+        f"{cause.side} the limit of {cause.limit:.3g}. Try: {cause.suggestion}."
     )
-    further = f" {rest} further {'finding' if rest == 1 else 'findings'} may be what follows from it." if rest else ""
+    further = f" {rest} further {'finding' if rest == 1 else 'findings'} may follow from it." if rest else ""
     return sentence + further

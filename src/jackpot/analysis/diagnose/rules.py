@@ -1,11 +1,11 @@
-"""When a metric is sick: the limits of docs/metrics.md as a table.
+"""Lists when a metric is unhealthy: the limits of docs/metrics.md as a table.
 
-The rules stand in causal order: what stands first can bring about what follows it.
+The rules are in causal order: an earlier finding can cause a later one.
 """
 
 import math
 
-from jackpot.analysis.diagnose.rule import (
+from jackpot.analysis.diagnose.limits import (
     Rule,
     above_first_alone,
     above_start,
@@ -13,9 +13,9 @@ from jackpot.analysis.diagnose.rule import (
     below_first,
     below_start,
     both_parts,
+    increase,
     latest,
     quantizing,
-    rise,
     rounding,
 )
 
@@ -39,9 +39,9 @@ RULES: tuple[Rule, ...] = (
             group="bug",
             metric=metric,
             high=rounding,
-            see=latest,
-            means=f"what the engine of the {model} reports is not what training computes for the same tokens",
-            tries=_ENGINE,
+            aggregate=latest,
+            explanation=f"what the engine of the {model} reports is not what training computes for the same tokens",
+            suggestion=_ENGINE,
         )
         for metric, model in _GAPS.items()
     ),
@@ -50,40 +50,40 @@ RULES: tuple[Rule, ...] = (
         metric="mismatch/ratio",
         low=0.9,
         high=1.1,
-        means="the ratios of policy to engine do not average to 1, so the engine samples from something else",
-        tries="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
+        explanation="the ratios of policy to engine do not average to 1, so the engine samples from something else",
+        suggestion="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
     ),
     Rule(
         group="bug",
         metric="mismatch/kl_k1",
         low=-0.02,
-        means="a KL estimated from sampled tokens is negative, so the engine does not report what it samples from",
-        tries=_ENGINE,
+        explanation="a KL estimated from sampled tokens is negative: the engine does not report what it samples from",
+        suggestion=_ENGINE,
     ),
     Rule(
         group="bug",
         metric="rollout_model/weight",
         low=0.9,
         high=1.1,
-        means="the engine's weights are not the rollout model's in training",
-        tries="raise batch.mini_batch_size, or set rollout_model.update=iteration",
+        explanation="the engine's weights are not the rollout model's in training",
+        suggestion="raise batch.mini_batch_size, or set rollout_model.update=iteration",
     ),
     Rule(
         group="bug",
         metric="events/stopped",
         high=0.0,
-        see=latest,
-        means="the run stopped itself; events.jsonl says why",
-        tries="lower policy.optimizer.learning_rate or policy.optimizer.max_grad_norm and continue",
+        aggregate=latest,
+        explanation="the run stopped itself; events.jsonl says why",
+        suggestion="lower policy.optimizer.learning_rate or policy.optimizer.max_grad_norm and continue",
     ),
     *(
         Rule(
             group="bug",
             metric=metric,
             high=0.0,
-            see=max,
-            means=f"{what} not finite",
-            tries="set precision=fp32, lower policy.optimizer.learning_rate, cap the weights (objective.correction)",
+            aggregate=max,
+            explanation=f"{what} not finite",
+            suggestion="set precision=fp32, lower policy.optimizer.learning_rate, cap weights (objective.correction)",
         )
         for metric, what in (
             ("health/non_finite_tokens", "log-probs of training are"),
@@ -95,35 +95,35 @@ RULES: tuple[Rule, ...] = (
         group="bug",
         metric="response/aborted",
         high=0.0,
-        see=max,
-        means="the engine gave up responses; events.jsonl names them",
-        tries="read the engine's log; lower engine.max_num_seqs",
+        aggregate=max,
+        explanation="the engine gave up responses; events.jsonl names them",
+        suggestion="read the engine's log; lower engine.max_num_seqs",
     ),
     Rule(
         group="bug",
         metric="events/corrupt_checkpoint",
         high=0.0,
-        see=latest,
-        means="a checkpoint was no longer what had been written, and an older one was used",
-        tries="check the disk; raise checkpoint.keep",
+        aggregate=latest,
+        explanation="a checkpoint was no longer what had been written, and an older one was used",
+        suggestion="check the disk; raise checkpoint.keep",
     ),
     Rule(
         group="bug",
         metric="checkpoint/failed",
         high=0.0,
-        see=rise,
-        means="checkpoints cannot be written, and a kill now loses everything since the newest one",
-        tries="make room on the disk, lower checkpoint.keep or rollouts.keep",
+        aggregate=increase,
+        explanation="checkpoints cannot be written, and a kill now loses everything since the newest one",
+        suggestion="make room on the disk, lower checkpoint.keep or rollouts.keep",
     ),
     *(
         Rule(
             group="precision",
             metric=metric,
             high=quantizing,
-            see=latest,
-            means=f"the quantized engine of the {model} is so far from training that the correction decides what is "
-            "learnt",
-            tries="set objective.correction=tis where it is none or ppo_is; set engine.quantization=null and "
+            aggregate=latest,
+            explanation=f"the quantized engine of the {model} is so far from training that the correction decides "
+            "what is learnt",
+            suggestion="set objective.correction=tis where it is none or ppo_is; set engine.quantization=null and "
             "engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
         )
         for metric, model in _GAPS.items()
@@ -133,8 +133,8 @@ RULES: tuple[Rule, ...] = (
             group="signal",
             metric=metric,
             high=0.9,
-            means=means,
-            tries=_OTHER_PROMPTS,
+            explanation=means,
+            suggestion=_OTHER_PROMPTS,
         )
         for metric, means in (
             ("reward/all_wrong", "hardly a group has a right response, so nothing tells good from bad"),
@@ -146,16 +146,16 @@ RULES: tuple[Rule, ...] = (
         group="signal",
         metric="sampling/gen_batches",
         high=all_rounds,
-        means="even all rounds of dynamic sampling do not find groups of unequal rewards",
-        tries="take easier or harder prompts (task), or raise batch.group_size",
+        explanation="even all rounds of dynamic sampling do not find groups of unequal rewards",
+        suggestion="take easier or harder prompts (task), or raise batch.group_size",
     ),
     *(
         Rule(
             group="signal",
             metric=f"{model}/skipped_steps",
             high=0.5,
-            means=f"most optimizer steps of the {model.replace('_', ' ')} are not taken; events.jsonl says why",
-            tries="read the events skipped_step; for equal rewards set batch.filter_groups={}",
+            explanation=f"most optimizer steps of the {model.replace('_', ' ')} are not taken; events.jsonl says why",
+            suggestion="read the events skipped_step; for equal rewards set batch.filter_groups={}",
         )
         for model in ("policy", "rollout_model", "critic")
     ),
@@ -164,8 +164,8 @@ RULES: tuple[Rule, ...] = (
             group="mismatch",
             metric=metric,
             high=above_start(0.25, 2.0),
-            means="the rollout model and the policy drift apart",
-            tries=f"{_CLOSER}; without a correction set objective.correction=obrs",
+            explanation="the rollout model and the policy drift apart",
+            suggestion=f"{_CLOSER}; without a correction set objective.correction=obrs",
         )
         for metric in ("mismatch/kl_rollout_policy", "mismatch/kl_policy_rollout")
     ),
@@ -173,51 +173,51 @@ RULES: tuple[Rule, ...] = (
         group="mismatch",
         metric="obrs/acceptance",
         low=0.5,
-        means="the policy would not write half of the text, which teaches it nothing",
-        tries=f"take a closer rollout_model.path, or {_CLOSER}",
+        explanation="the policy would not sample half of the tokens, which teach it nothing",
+        suggestion=f"take a closer rollout_model.path, or {_CLOSER}",
     ),
     Rule(
         group="mismatch",
         metric="mismatch/prefix_ess",
         low=below_start(0.05, 0.5),
-        means="what is learnt, is learnt in states that the policy would not visit",
-        tries="take a closer rollout_model.path, or a smaller sampling.max_new_tokens",
+        explanation="what is learnt, is learnt in states that the policy would not visit",
+        suggestion="take a closer rollout_model.path, or a smaller sampling.max_new_tokens",
     ),
     Rule(
         group="mismatch",
         metric="mismatch/ratio_p1",
         low=0.001,
-        means="the policy has given up tokens that the rollout model keeps writing",
-        tries=_CLOSER,
+        explanation="the policy has given up tokens that the rollout model keeps writing",
+        suggestion=_CLOSER,
     ),
     Rule(
         group="mismatch",
         metric="mismatch/ratio_max",
         high=1000.0,
-        means="single tokens with huge ratios rule the gradient wherever nothing caps them",
-        tries="cap the weights: objective.correction=obrs or objective.correction=tis",
+        explanation="single tokens with huge ratios rule the gradient wherever nothing caps them",
+        suggestion="cap the weights: objective.correction=obrs or objective.correction=tis",
     ),
     Rule(
         group="mismatch",
         metric="mismatch/ess",
         low=0.1,
-        means="plain importance sampling would learn from a tenth of the batch",
-        tries=f"set objective.correction=obrs; {_CLOSER}",
+        explanation="plain importance sampling would learn from a tenth of the batch",
+        suggestion=f"set objective.correction=obrs; {_CLOSER}",
     ),
     Rule(
         group="correction",
         metric="correction/accepted",
         low=0.05,
-        means="the correction drops nearly every token",
-        tries="widen its band (objective.correction.low, .high), or set objective.correction=obrs",
+        explanation="the correction drops nearly every token",
+        suggestion="widen its band (objective.correction.low, .high), or set objective.correction=obrs",
     ),
     *(
         Rule(
             group="correction",
             metric=metric,
             high=0.1,
-            means=f"the cap is the correction: {what}",
-            tries=tries,
+            explanation=f"the cap is the correction: {what}",
+            suggestion=tries,
         )
         for metric, what, tries in (
             (
@@ -233,52 +233,52 @@ RULES: tuple[Rule, ...] = (
         metric="obrs/kappa",
         low=0.8,
         high=1.2,
-        means="Z of the top-k is far from the true one",
-        tries=_MORE_TOP,
+        explanation="Z of the top-k is far from the true one",
+        suggestion=_MORE_TOP,
     ),
     Rule(
         group="correction",
         metric="obrs/kappa_z_above_1",
         high=0.8,
-        means="kappa mends the mean and spoils single tokens",
-        tries=f"{_MORE_TOP}, or with an exact Z set objective.correction.kappa=none",
+        explanation="kappa mends the mean and spoils single tokens",
+        suggestion=f"{_MORE_TOP}, or with an exact Z set objective.correction.kappa=none",
     ),
     Rule(
         group="correction",
         metric="obrs/z_bound_width",
         high=0.1,
-        means="the top-k misses much of both distributions, and Z is a guess",
-        tries=_MORE_TOP,
+        explanation="the top-k misses much of both distributions, and Z is a guess",
+        suggestion=_MORE_TOP,
     ),
     Rule(
         group="correction",
         metric="correction/ess",
         over="mismatch/ess",
         low=0.5,
-        means="the correction costs more of the batch than it mends",
-        tries="widen its band or raise its cap (objective.correction), or set objective.correction=obrs",
+        explanation="the correction costs more of the batch than it mends",
+        suggestion="widen its band or raise its cap (objective.correction), or set objective.correction=obrs",
     ),
     Rule(
         group="correction",
         metric="policy/clip_frac",
         high=0.3,
-        means="PPO's clip removes much of the gradient",
-        tries=f"{_FEWER_STEPS}, or lower policy.optimizer.learning_rate",
+        explanation="PPO's clip removes much of the gradient",
+        suggestion=f"{_FEWER_STEPS}, or lower policy.optimizer.learning_rate",
     ),
     Rule(
         group="correction",
         metric="rollout_model/clip_frac",
         high=0.3,
-        means="PPO's clip removes much of the rollout model's gradient",
-        tries=f"{_FEWER_STEPS}, or lower rollout_model.optimizer.learning_rate",
+        explanation="PPO's clip removes much of the rollout model's gradient",
+        suggestion=f"{_FEWER_STEPS}, or lower rollout_model.optimizer.learning_rate",
     ),
     *(
         Rule(
             group="models",
             metric=f"{model}/entropy",
             low=below_start(math.inf, 0.05),
-            means=f"the {model.replace('_', ' ')} has collapsed to one answer in every state",
-            tries="raise objective.entropy_coeff, lower policy.optimizer.learning_rate",
+            explanation=f"the {model.replace('_', ' ')} has collapsed to one answer in every state",
+            suggestion="raise objective.entropy_coeff, lower policy.optimizer.learning_rate",
         )
         for model in ("policy", "rollout_model")
     ),
@@ -287,8 +287,8 @@ RULES: tuple[Rule, ...] = (
             group="models",
             metric=f"{model}/grad_norm",
             high=above_start(5.0, 10.0),
-            means=f"the gradient of the {model.replace('_', ' ')} has grown tenfold",
-            tries=f"lower {model}.optimizer.learning_rate or {model}.optimizer.max_grad_norm",
+            explanation=f"the gradient of the {model.replace('_', ' ')} has grown tenfold",
+            suggestion=f"lower {model}.optimizer.learning_rate or {model}.optimizer.max_grad_norm",
         )
         for model in ("policy", "rollout_model")
     ),
@@ -296,17 +296,17 @@ RULES: tuple[Rule, ...] = (
         group="models",
         metric="eval/policy_accuracy",
         low=below_first,
-        see=latest,
-        means="the policy answers fewer held-out problems than before training",
-        tries="set objective.correction=obrs, or lower policy.optimizer.learning_rate",
+        aggregate=latest,
+        explanation="the policy answers fewer held-out problems than before training",
+        suggestion="set objective.correction=obrs, or lower policy.optimizer.learning_rate",
     ),
     Rule(
         group="models",
         metric="eval/rollout_model_accuracy",
         high=above_first_alone,
-        see=latest,
-        means="the rollout model learns and the policy unlearns",
-        tries="set objective.correction=obrs, or raise rollout_model.distill_weight",
+        aggregate=latest,
+        explanation="the rollout model learns and the policy unlearns",
+        suggestion="set objective.correction=obrs, or raise rollout_model.distill_weight",
     ),
     Rule(
         group="models",
@@ -314,37 +314,37 @@ RULES: tuple[Rule, ...] = (
         over="rollout_model/distill_grad_norm",
         low=both_parts(0.1),
         high=both_parts(10.0),
-        means="one of reward and distillation alone trains the rollout model",
-        tries="balance rollout_model.ppo_weight and rollout_model.distill_weight",
+        explanation="one of reward and distillation alone trains the rollout model",
+        suggestion="balance rollout_model.ppo_weight and rollout_model.distill_weight",
     ),
     Rule(
         group="models",
         metric="rollout_model/grad_cosine",
         low=-0.9,
-        means="reward and distillation pull the rollout model against each other",
-        tries="lower rollout_model.ppo_weight",
+        explanation="reward and distillation pull the rollout model against each other",
+        suggestion="lower rollout_model.ppo_weight",
     ),
     Rule(
         group="models",
         metric="critic/explained_variance",
         low=0.0,
         after_steps=100,
-        means="the critic adds noise to the advantages",
-        tries="raise critic.optimizer.learning_rate",
+        explanation="the critic adds noise to the advantages",
+        suggestion="raise critic.optimizer.learning_rate",
     ),
     Rule(
         group="length",
         metric="response/truncated",
         high=0.3,
-        means="responses are cut at the limit",
-        tries="raise sampling.max_new_tokens, or punish length with objective.overlong_buffer",
+        explanation="responses are cut at the limit",
+        suggestion="raise sampling.max_new_tokens, or punish length with objective.overlong_buffer",
     ),
     Rule(
         group="disk",
         metric="files/failed",
         high=0.0,
-        see=rise,
-        means="files of rollouts or evaluations cannot be written; events.jsonl names them",
-        tries="make room on the disk, lower rollouts.keep",
+        aggregate=increase,
+        explanation="files of rollouts or evaluations cannot be written; events.jsonl names them",
+        suggestion="make room on the disk, lower rollouts.keep",
     ),
 )

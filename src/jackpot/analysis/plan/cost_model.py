@@ -110,7 +110,7 @@ def _cut_mean(scale: float, limit: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class ModelCost:
     """One model. FLOPs of a forward pass, as models/cost.py counts them."""
 
     parameters: int
@@ -140,10 +140,10 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Writing:
+class EngineSpeed:
     """How a model's engine writes on `gpus` GPUs."""
 
-    model: Cost
+    model: ModelCost
     number_bytes: int  # of weights and cache
     max_num_seqs: int  # sequences that one engine holds at most
     cache_bytes: float  # for keys and values, of one engine
@@ -185,7 +185,7 @@ class Work:
 class Hours(NamedTuple):
     """Of a whole run."""
 
-    writing: float
+    generation: float
     training: float
     sending: float  # weights
     evaluating: float = 0.0
@@ -197,17 +197,17 @@ class Hours(NamedTuple):
     @property
     def rollout_share(self) -> float:
         """Of what iterations take; evaluations are beside them."""
-        return self.writing / self.iterations
+        return self.generation / self.iterations
 
     @property
     def iterations(self) -> float:
-        return self.writing + self.training + self.sending
+        return self.generation + self.training + self.sending
 
 
 def run_hours(
     work: Work,
-    writer: Writing,
-    models: Sequence[Cost],
+    writer: EngineSpeed,
+    models: Sequence[ModelCost],
     others: float,
     iterations: int,
     gpu: Gpu,
@@ -225,7 +225,7 @@ def run_hours(
     flops = sum(model.training(work.lengths, work.checkpoints, work.extra / work.epochs) for model in models) + others
     moved = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     seconds = Hours(
-        writing=writer.seconds(work.sequences * work.written / engines, work.lengths, gpu),
+        generation=writer.seconds(work.sequences * work.written / engines, work.lengths, gpu),
         training=flops * work.sequences * work.epochs / (gpus * peak * TRAINING_SHARE)
         + moved / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
         sending=writer.model.parameters * writer.number_bytes / WEIGHT_BYTES_PER_SECOND,
@@ -233,7 +233,9 @@ def run_hours(
     return Hours(*(part * iterations / 3600 for part in seconds))
 
 
-def evaluation_hours(sets: Sequence[tuple[Writing, int]], times: int, lengths: Lengths, gpu: Gpu, gpus: int) -> float:
+def evaluation_hours(
+    sets: Sequence[tuple[EngineSpeed, int]], times: int, lengths: Lengths, gpu: Gpu, gpus: int
+) -> float:
     """Of `times` evaluations: each engine answers its set, one set after the other."""
     seconds = sum(engine.seconds(answers * engine.gpus / gpus, lengths, gpu) for engine, answers in sets)
     return seconds * times / 3600

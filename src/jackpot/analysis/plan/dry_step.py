@@ -1,7 +1,8 @@
-"""What an iteration does with memory, gone through on tensors that have none (`tally.py`).
+"""Finds the peak memory of one training step by running it on fake tensors, which have shapes and no storage.
 
 The largest micro-batch goes through scoring, forward, the parts of the rollout model's gradient and backward, on the
-modules that the learner itself uses.
+modules that the learner itself uses. Of a large model three layers and two tiles of the output layer are run; what
+stands for the others holds as many bytes for as long (`_MiddleLayers`, `_head`), and the peak is the same.
 """
 
 import logging
@@ -10,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.run import Config
 from jackpot.core.types import Role
-from jackpot.launch.local import model_paths, pick_device
+from jackpot.launch.local import model_paths
 from jackpot.models.forward import (
     backbone,
+    can_share_prompts,
     checkpoint_activations,
     head_logits,
     logit_softcap,
@@ -37,52 +38,23 @@ from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
-from jackpot.objectives.kernels.autograd import tiled_heads
+from jackpot.objectives.kernels.autograd import cut, default_tile, read_heads
 from jackpot.objectives.kernels.tiles import Head
-from jackpot.training.gradients import GradientDecomposition
+from jackpot.objectives.kernels.topk import BLOCK
+from jackpot.training.gradients import GradientParts
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.optimizer import ModelOptimizer
 
-_PAGE = 4096
-_STATM = Path("/proc/self/statm")  # in pages: size, resident, shared, text, library, data, dirty
+RUN_TILES = 2  # of the output layer: the second one has what all later ones have
 
 
-def resident() -> int:
-    """Memory of this process now, bytes. 0 where /proc does not tell."""
-    return _statm(1)
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that are made under it: those alive now, and the most there ever were."""
 
-
-def _data() -> int:
-    """Address space that this process has for data, used or not; bytes."""
-    return _statm(5)
-
-
-def _statm(column: int) -> int:
-    return int(_STATM.read_bytes().split()[column]) * _PAGE if _STATM.exists() else 0
-
-
-class Tally(TorchDispatchMode):
-    """Bytes of all storages that are alive and were made under it, and the most there ever were.
-
-    Args:
-        reserves: ask the process's own allocator for as much whenever a tensor is made, never touch it, and give it
-            back when the tensor goes. How far the process then grows is how far a run does. That is more than its
-            tensors: glibc before 2.38 cannot use the place of a freed tensor for one of the same size, unless its
-            neighbours are free too (sourceware bug 14581), and the small objects of Python and autograd settle there.
-    """
-
-    def __init__(self, reserves: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = 0
         self._known: set[int] = set()
-        self._reserves = reserves
-        self._before = _data() - resident()
-        self._most = 0
-
-    @property
-    def wasted(self) -> int:
-        """Bytes that the allocator took at most beside the tensors."""
-        return max(0, self._most - self.peak) if self._reserves else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -97,56 +69,35 @@ class Tally(TorchDispatchMode):
         if key not in self._known:
             self._known.add(key)
             self.alive += size
-            weakref.finalize(storage, self._forget, key, size, self._reserved(size))
+            weakref.finalize(storage, self._forget, key, size)
 
-    def _reserved(self, size: int) -> list[torch.UntypedStorage]:
-        """The memory that stands for a tensor, in a list that can be emptied."""
-        if not self._reserves:
-            return []
-        try:
-            block = torch.UntypedStorage(size)
-        except RuntimeError:  # more than the system would ever give: the run would end there, and waste is no matter
-            self._reserves = False
-            return []
-        untouched = _data() - resident()  # without what this process itself took meanwhile, which it does touch
-        self._most = max(self._most, untouched - self._before)
-        return [block]
-
-    def _forget(self, key: int, size: int, reserved: list[torch.UntypedStorage]) -> None:
-        reserved.clear()
+    def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.alive -= size
 
 
 @contextmanager
-def counted(reserves: bool) -> Iterator[Tally]:
-    """Nothing is computed in the body."""
-    with FakeTensorMode(), Tally(reserves) as tally:
-        yield tally
+def tracked_fake_tensors() -> Iterator[MemoryTracker]:
+    """Make all tensors of the body fake ones, which compute nothing, and count their bytes."""
+    with FakeTensorMode(), MemoryTracker() as tracker:
+        yield tracker
 
 
-class Shape(NamedTuple):
-    """Of the largest micro-batch."""
+class MicroBatchShape(NamedTuple):
+    """Shape of the largest micro-batch of a run."""
 
-    prompts: int
-    rows: int
+    prompts: int  # different ones
+    rows: int  # sequences
     prompt_tokens: int
     response_tokens: int
 
 
-class Rehearsed(NamedTuple):
-    """Bytes."""
-
-    training: int  # of tensors at the worst moment, beyond weights and gradients
-    wasted: int  # by the allocator, beside them; 0 on a GPU, whose allocator is another
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rig:
-    """The models of a run with weights that have no memory. `reference` and `critic` may be None."""
+class _DryModels:
+    """The models of a run, with weights on the meta device, and the micro-batch that they read."""
 
     config: Config
-    shape: Shape
+    shape: MicroBatchShape
     models: dict[Role, PreTrainedModel]
     reference: PreTrainedModel | None
     critic: PreTrainedModel | None
@@ -156,48 +107,123 @@ class _Rig:
         return [model for model in (*self.models.values(), self.reference, self.critic) if model is not None]
 
     @property
+    def accumulates(self) -> bool:
+        """Whether an optimizer step has several micro-batches, so that gradients exist before the one that is run."""
+        batch = self.config.batch
+        return self.shape.rows < (batch.mini_batch_size or batch.rollouts)
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         return [parameter for model in self.all for parameter in model.parameters() if parameter.requires_grad]
 
 
-def rehearse(config: Config, shape: Shape) -> Rehearsed | None:
-    """None for a model whose shapes depend on values, such as which experts a token goes to.
+def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
+    """Run one training step on fake tensors.
+
+    Returns:
+        The peak of activations, loss and temporary tensors, in bytes, beyond weights and gradients; None for a model
+        whose shapes depend on values, such as which experts a token goes to.
 
     Raises:
         ModelError: as `load_meta_model`, or a model whose activations cannot be checkpointed.
     """
-    rig = _Rig(
+    dry = _DryModels(
         config=config,
         shape=shape,
         models={role: _outline(config, role, path) for role, path in model_paths(config, None).items()},
         reference=_reference(config),
         critic=_critic(config),
     )
-    complaints = logging.getLogger(fake_tensor.__name__)
-    was_quiet, complaints.disabled = complaints.disabled, True
+    warnings = logging.getLogger(fake_tensor.__name__)
+    was_quiet, warnings.disabled = warnings.disabled, True
     try:
-        with counted(pick_device(config).type == "cpu") as tally:
-            return _iteration(rig, tally)
-    except RuntimeError:  # what fake tensors raise, whichever operation it is
+        with tracked_fake_tensors() as tracker:
+            return _iteration(dry, tracker)
+    except RuntimeError:  # what fake tensors raise where an operation needs values, whichever it is
         return None
     finally:
-        complaints.disabled = was_quiet
+        warnings.disabled = was_quiet
 
 
-def _iteration(rig: _Rig, tally: Tally) -> Rehearsed:
-    """One: later ones take no more, and waste hardly more."""
-    for model in rig.all:
+def _iteration(dry: _DryModels, tracker: MemoryTracker) -> int:
+    """Score and train once; later iterations need no more."""
+    for model in dry.all:
+        if dry.accumulates and not (dry.shape.prompts < dry.shape.rows and can_share_prompts(model)):
+            _shorten(model, tracker)
         _give_memory(model)
-    lasting = tally.alive
-    _score(rig)
-    _train(rig)
-    gradients = sum(parameter.nbytes for parameter in rig.trained)
-    return Rehearsed(max(0, tally.peak - lasting - gradients), tally.wasted)
+    lasting = tracker.alive
+    _score(dry)
+    _train(dry)
+    gradients = sum(parameter.nbytes for parameter in dry.trained)
+    return max(0, tracker.peak - lasting - gradients)
+
+
+class _MiddleLayers(nn.Module):
+    """Stands for all layers of a model but the first two and the last, where they are alike.
+
+    In forward it allocates what they keep for backward, as much for each as the second layer does. Their parameters
+    are one parameter, so that gradients and optimizer count it.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], tracker: MemoryTracker) -> None:
+        super().__init__()
+        self._count, self._tracker = len(layers), tracker
+        self._before = self._kept = 0  # bytes alive after the first layer, bytes that the second one keeps
+        trained = sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.requires_grad)
+        self.trained = nn.Parameter(torch.empty(trained, device="meta"), requires_grad=trained > 0)
+
+    def watch(self, first: nn.Module, second: nn.Module) -> None:
+        """Measure in each forward pass what the second layer keeps."""
+
+        def after_first(*_: Any) -> None:
+            self._before = self._tracker.alive
+
+        def after_second(*_: Any) -> None:
+            self._kept = self._tracker.alive - self._before
+
+        first.register_forward_hook(after_first)
+        second.register_forward_hook(after_second)
+
+    def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _Keep.apply(states, self.trained, self._count * max(0, self._kept))
+
+
+class _Keep(torch.autograd.Function):
+    """Passes states on, keeps `size` bytes until backward is done, and makes the gradient of `trained` there."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, trained: nn.Parameter, size: int) -> Tensor:
+        ctx.save_for_backward(torch.empty(size, dtype=torch.uint8))
+        ctx.trained = trained
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.trained.requires_grad and ctx.trained.grad is None:
+            ctx.trained.grad = torch.empty_like(ctx.trained)
+        return gradient, None, None
+
+
+def _shorten(model: PreTrainedModel, tracker: MemoryTracker) -> None:
+    """Put `_MiddleLayers` in the place of layers that are alike, where each is a module of its own in a list.
+
+    Gradients have to be there already, for middle layers would make theirs one after the other, and no cache of
+    prompts may be shared between layers.
+    """
+    body = backbone(model)
+    layers, kinds = getattr(body, "layers", None), getattr(model.config.get_text_config(), "layer_types", None)
+    shapes = {tuple(weight.shape for weight in layer.parameters()) for layer in layers or ()}
+    if not isinstance(layers, nn.ModuleList) or len(layers) <= 4 or len(shapes) > 1 or len(set(kinds or ())) > 1:
+        return
+    first, second, *middle, last = layers
+    rest = _MiddleLayers(middle, tracker)
+    rest.watch(first, second)
+    body.layers = nn.ModuleList([first, second, rest, last])
 
 
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
-    """The model as training has it, on the meta device."""
-    settings, model = getattr(config, role), load_meta_model(path).eval()
+    """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
+    settings, model = getattr(config, role), load_outline(path).eval()
     if settings.optimizer is None:
         return model.requires_grad_(False)
     if settings.lora is not None:
@@ -224,7 +250,7 @@ def _critic(config: Config) -> PreTrainedModel | None:
 
 
 def _give_memory(model: PreTrainedModel) -> None:
-    """Put weights and buffers on the CPU, which under a FakeTensorMode takes none. Tied ones stay tied."""
+    """Replace weights and buffers of the meta device by fake ones of the CPU, so that they are counted; keep ties."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -236,74 +262,77 @@ def _give_memory(model: PreTrainedModel) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def _score(rig: _Rig) -> None:
-    """As the guards ask the learner to, on the tokens of a thorough check."""
-    config, shape = rig.config, rig.shape
+def _score(dry: _DryModels) -> None:
+    """Score as many tokens as a thorough check of the engine does."""
+    config, shape = dry.config, dry.shape
     rows = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens))
     part = shape._replace(rows=rows, prompts=min(shape.prompts, rows))
-    model, sampling = list(rig.models.values())[-1], config.sampling
+    model, sampling = list(dry.models.values())[-1], config.sampling
     with torch.no_grad(), _precision(config):
         hidden = _read(model, part)
         for states in hidden.split(max(1, MAX_LOGITS // output_layer(model).out_features))[:2]:  # the rest is alike
             sampling_log_probs(head_logits(model, states), sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def _train(rig: _Rig) -> None:
-    """A micro-batch. Of several it is a later one, before which the gradients are there already."""
-    config, shape = rig.config, rig.shape
-    writer, settings = rig.models.get("rollout_model"), config.rollout_model
-    trains_writer = settings is not None and settings.optimizer is not None
-    parts = GradientDecomposition(ModelOptimizer(writer.parameters(), settings.optimizer, 1)) if trains_writer else None
-    if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
-        for parameter in rig.trained:
+def _train(dry: _DryModels) -> None:
+    """Train on one micro-batch; where a step has several, on a later one, before which gradients exist."""
+    config, shape = dry.config, dry.shape
+    rollout_model, settings = dry.models.get("rollout_model"), config.rollout_model
+    trains_both = settings is not None and settings.optimizer is not None
+    parts = GradientParts(ModelOptimizer(rollout_model.parameters(), settings.optimizer, 1)) if trains_both else None
+    if dry.accumulates:
+        for parameter in dry.trained:
             parameter.grad = torch.zeros_like(parameter)
     with _precision(config):
-        hidden = [_read(model, shape) for model in rig.models.values()]
-        kept = _beside(rig)
-        values = _head(config, list(rig.models.values()), hidden)
-        pulls = _reference_kl(rig, hidden[0])
+        hidden = [_read(model, shape) for model in dry.models.values()]
+        waiting = _waiting_tensors(dry)
+        values = _head(config, list(dry.models.values()), hidden)
+        pulls = _reference_kl(dry, hidden[0])
     if parts:
         parts.add(values[2].sum(), True)  # of the rollout model's log-probs alone, as eq. 6
     sum(value.sum() for value in (*values, *pulls)).backward()
-    del hidden, values, pulls, kept
-    if rig.critic is not None:
-        _critic_backward(rig)
+    del hidden, values, pulls, waiting
+    if dry.critic is not None:
+        _critic_backward(dry)
 
 
-def _critic_backward(rig: _Rig) -> None:
-    """It comes after the others, and reads a prompt with each response."""
-    shape = rig.shape
+def _critic_backward(dry: _DryModels) -> None:
+    """Run forward and backward of the critic, which comes after the other models and repeats shared prompts."""
+    shape = dry.shape
     ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
-    with _precision(rig.config):
-        states = backbone(rig.critic)(input_ids=ids, use_cache=False).last_hidden_state
+    with _precision(dry.config):
+        states = backbone(dry.critic)(input_ids=ids, use_cache=False).last_hidden_state
     states.sum().backward()
 
 
-def _reference_kl(rig: _Rig, policy_hidden: Tensor) -> tuple[Tensor, ...]:
-    """What the pull towards a frozen reference adds to the policy's graph; nothing for an estimate from samples."""
-    if rig.reference is None:
+def _reference_kl(dry: _DryModels, policy_hidden: Tensor) -> tuple[Tensor, ...]:
+    """Read the frozen reference; return what the exact KL to it adds to the policy's graph, nothing for an estimate."""
+    if dry.reference is None:
         return ()
     with torch.no_grad():
-        hidden = _read(rig.reference, rig.shape)
-    if rig.config.objective.reference.kl_loss_type != "exact":
+        hidden = _read(dry.reference, dry.shape)
+    if dry.config.objective.reference.kl_loss_type != "exact":
         with torch.no_grad():
-            _head(rig.config, [rig.reference], [hidden])
+            _head(dry.config, [dry.reference], [hidden])
         return ()
-    return _head(rig.config, [rig.reference, rig.models["policy"]], [hidden, policy_hidden])[-1:]
+    return _head(dry.config, [dry.reference, dry.models["policy"]], [hidden, policy_hidden])[-1:]
 
 
-def _beside(rig: _Rig) -> list[Tensor]:
-    """What waits for backward beside activations and loss: the attention mask of padded rows, and of each model the top
-    log-probs with their ids, those at the engine's, and of two models those at each other's."""
-    shape = rig.shape
-    count = shape.rows * shape.response_tokens * rig.config.sampling.num_top_log_probs
-    tops = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in rig.models]
+def _waiting_tensors(dry: _DryModels) -> list[Tensor]:
+    """Allocate what training holds until backward beyond activations and loss.
+
+    That is the attention mask of padded rows, and for each model its top log-probs with their ids, its log-probs at
+    the engine's top ids, and, of two models, those at the other's top ids.
+    """
+    shape = dry.shape
+    count = shape.rows * shape.response_tokens * dry.config.sampling.num_top_log_probs
+    tops = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in dry.models]
     columns = shape.prompt_tokens + shape.response_tokens
     return [torch.empty(shape.rows, shape.response_tokens, columns, dtype=torch.bool), *tops]
 
 
-def _read(model: PreTrainedModel, shape: Shape) -> Tensor:
-    """The hidden states that predict all response tokens, [N, H]."""
+def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
+    """Return the hidden states that predict all response tokens, [N, H]."""
     prompts, rows, prompt_tokens, response_tokens = shape
     ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
     responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
@@ -312,13 +341,42 @@ def _read(model: PreTrainedModel, shape: Shape) -> Tensor:
 
 
 def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What carries a gradient out of the loss layer."""
+    """Run the joint head on the first tiles of the vocabulary and return its outputs that carry a gradient, [N] each.
+
+    While its backward pass goes over them, the gradients of the other rows of the output layers are held.
+    """
+    weights = [output_layer(model).weight for model in models]
+    positions, tokens = default_tile(len(hidden[0]), len(weights[0]))
+    tile = positions, cut(len(weights[0]), tokens, BLOCK)[0].stop
+    run = RUN_TILES * tile[1]
+    parts = [weight[:run] if run < len(weight) else weight for weight in weights]
     heads = [
-        Head(hidden=states, weight=output_layer(model).weight, soft_cap=logit_softcap(model))
-        for model, states in zip(models, hidden, strict=True)
+        Head(hidden=states, weight=part, soft_cap=logit_softcap(model))
+        for model, states, part in zip(models, hidden, parts, strict=True)
     ]
-    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: it looks at values, see `_beside`
-    return tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, None)[0]
+    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: it looks at values, see `_waiting_tensors`
+    values = read_heads(heads, ids, None, config.sampling.temperature, None, 0, tile)[0]
+    for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
+        if part is not weight and part.requires_grad:
+            own = values[2 * number : 2 * number + 2]
+            _hold_gradient([*own, *values[2 * len(heads) :]], part, (len(weight) - run, weight.shape[1]))
+    return values
+
+
+def _hold_gradient(values: Sequence[Tensor], part: Tensor, shape: tuple[int, int]) -> None:
+    """Hold a tensor of `shape` from when backward reaches one of `values` to when it has the gradient of `part`."""
+    held: list[Tensor] = []
+
+    def hold(gradient: Tensor | None) -> None:
+        if gradient is not None and not held:  # None: this pass does not go through the value
+            held.append(torch.empty(shape))
+
+    def release(_: Tensor) -> None:
+        held.clear()
+
+    for value in values:
+        value.register_hook(hold)
+    part.register_hook(release)
 
 
 def _precision(config: Config) -> torch.autocast:

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.cost_model import (
     DYNAMIC_ROUNDS,
     GPUS,
-    Cost,
+    EngineSpeed,
     Gpu,
     Hours,
     Lengths,
+    ModelCost,
     Work,
-    Writing,
     evaluation_hours,
     mean_response,
     on_policy,
@@ -33,20 +33,20 @@ from jackpot.analysis.plan.sharding import (
     shard,
     sharded,
 )
-from jackpot.analysis.plan.sizes import Prompts, Size
+from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
 from jackpot.config.published import GpusConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
-from jackpot.models.load import DTYPES, load_meta_model
+from jackpot.models.load import DTYPES
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 LARGE = 100_000_000  # parameters from which on somebody thinks of GPUs
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
 
-class Row(NamedTuple):
+class MachineEstimate(NamedTuple):
     """A run on some GPUs; without hours where it does not fit."""
 
     kind: str
@@ -55,27 +55,29 @@ class Row(NamedTuple):
     alone: Hours | None  # the policy writes the same responses for itself, one step on each batch
 
 
-class Estimate(NamedTuple):
-    prompts: Prompts
+class CostEstimate(NamedTuple):
+    prompts: PromptLengths
     response: float  # tokens in the mean
-    rows: list[Row]
-    stated: Row  # on the GPUs that the recipe names, else on one H100
+    rows: list[MachineEstimate]
+    stated: MachineEstimate  # on the GPUs that the recipe names, else on one H100
     fewest: dict[str, int]  # GPUs of each kind that the run fits on; kinds that it fits on alone
 
 
-def is_large(sizes: Mapping[Role, Size]) -> bool:
+def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
     return sum(size.parameters for size in sizes.values()) >= LARGE
 
 
-def estimate(config: Config, sizes: Mapping[Role, Size], prompts: Prompts, stated: GpusConfig | None) -> Estimate:
+def estimate(
+    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
+) -> CostEstimate:
     """Memory and hours on every number of GPUs.
 
     Raises:
         ModelError: as `plan_memory`.
     """
     stated = stated or GpusConfig(kind="H100", count=1)
-    plan = _Plan(config, sizes, prompts)
-    return Estimate(
+    plan = _Estimator(config, sizes, prompts)
+    return CostEstimate(
         prompts=prompts,
         response=plan.lengths.mean,
         rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
@@ -87,33 +89,31 @@ def estimate(config: Config, sizes: Mapping[Role, Size], prompts: Prompts, state
     )
 
 
-class _Plan:
+class _Estimator:
     """What does not depend on the GPUs is found out once."""
 
-    def __init__(self, config: Config, sizes: Mapping[Role, Size], prompts: Prompts) -> None:
+    def __init__(self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths) -> None:
         self._config, self._prompt = config, prompts.longest
         with sharded():
             self._memory = plan_memory(config, sizes, prompts.longest)
         self._blocks, self._needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=mean_response(limit), limit=limit)
-        self._costs = {
-            role: _cost(load_meta_model(path), sizes[role]) for role, path in model_paths(config, None).items()
-        }
+        self._costs = {role: _cost(outline(path), sizes[role]) for role, path in model_paths(config, None).items()}
         self._others = _others(config, self.lengths, self._costs["policy"])
 
     def shard(self, kind: str, count: int) -> Shard:
         return shard(self._memory, self._blocks, self._needs, GPUS[kind], count)
 
-    def row(self, kind: str, count: int) -> Row:
+    def row(self, kind: str, count: int) -> MachineEstimate:
         here = self.shard(kind, count)
-        return Row(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None)))
+        return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None)))
 
     def _hours(self, gpu: Gpu, count: int, here: Shard) -> tuple[Hours, Hours]:
         config, costs = self._config, self._costs
         own = needs_of(config, "policy", config.engine, self._prompt)
-        engines = {name: self._writing(one, here.tensor_parallel[name], gpu) for name, one in self._needs.items()}
-        policy_writer = self._writing(own, degree(own, gpu, count) or count, gpu)
+        engines = {name: self._engine_speed(one, here.tensor_parallel[name], gpu) for name, one in self._needs.items()}
+        policy_writer = self._engine_speed(own, degree(own, gpu, count) or count, gpu)
         peak, work = gpu.bf16 if config.precision == "bf16" else gpu.fp32, self._work()
         (alone, times), policy = on_policy(work), [costs["policy"]]
         hours = run_hours(work, engines["engine"], [*costs.values()], self._others, config.iterations, gpu, count, peak)
@@ -124,8 +124,8 @@ class _Plan:
             run_hours(alone, policy_writer, policy, self._others, config.iterations * times, gpu, count, peak),
         )
 
-    def _writing(self, one: EngineNeeds, spread: int, gpu: Gpu) -> Writing:
-        return Writing(
+    def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
+        return EngineSpeed(
             model=self._costs[one.role],
             number_bytes=DTYPES[one.settings.dtype].itemsize,
             max_num_seqs=one.settings.max_num_seqs,
@@ -156,7 +156,7 @@ def extra_passes(config: Config) -> float:
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
 
 
-def _evaluated(config: Config, writer: Writing, policy_engine: Writing) -> list[tuple[Writing, int]]:
+def _evaluated(config: Config, writer: EngineSpeed, policy_engine: EngineSpeed) -> list[tuple[EngineSpeed, int]]:
     """Answers in one evaluation: both models' to the task's own problems, the policy's to each other set."""
     settings = config.evaluation
     sizes = [settings.problems, *(BENCHMARKS[name].test.size for name in settings.benchmarks if name in BENCHMARKS)]
@@ -164,9 +164,9 @@ def _evaluated(config: Config, writer: Writing, policy_engine: Writing) -> list[
     return sets if config.rollout_model is None else [*sets, (writer, settings.problems * settings.k)]
 
 
-def _cost(model: PreTrainedModel, size: Size) -> Cost:
+def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
     forward, head = forward_cost(model), head_cost(model)
-    return Cost(
+    return ModelCost(
         parameters=size.parameters,
         trained=size.trained,
         body=forward.per_token - head,
@@ -176,7 +176,7 @@ def _cost(model: PreTrainedModel, size: Size) -> Cost:
     )
 
 
-def _others(config: Config, lengths: Lengths, policy: Cost) -> float:
+def _others(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     """FLOPs of one sequence: a reference reads it once; a critic is as large as the policy, reads once more and has no
     output layer."""
     flops = policy.forward(lengths) if config.objective.reference else 0.0

@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.analysis.plan.cost_model import Gpu
-from jackpot.analysis.plan.memory import Memory
+from jackpot.analysis.plan.memory import MemoryPlan
+from jackpot.analysis.plan.sizes import outline
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
-from jackpot.models.load import DTYPES, load_meta_model
+from jackpot.models.load import DTYPES
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried
 TENSOR_PARALLEL = (1, 2, 4, 8)  # GPUs of one engine, within a machine
@@ -61,13 +62,13 @@ class Shard:
     gathered: float  # whole layers on their way, and their gradients
     training: float | None  # activations and loss of a micro-batch; None where shapes alone do not tell
     resting: float  # what engines keep while the learner trains
-    writing: float  # what they have while they write
+    generation: float  # what engines keep while they generate
     tensor_parallel: dict[str, int]  # GPUs of one engine; 0 where it finds no room
 
     @property
     def peak(self) -> float:
         train = self.gradients + self.gathered + (self.training or 0) + self.resting
-        return self.weights + self.optimizer + max(train, self.writing)
+        return self.weights + self.optimizer + max(train, self.generation)
 
     @property
     def fits(self) -> bool:
@@ -86,8 +87,8 @@ def sharded() -> Iterator[None]:
 
 
 def blocks(config: Config) -> Blocks:
-    """Raises ModelError as `load_meta_model`."""
-    models = {role: load_meta_model(path) for role, path in model_paths(config, None).items()}
+    """Raises ModelError as `load_outline`."""
+    models = {role: outline(path) for role, path in model_paths(config, None).items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
     return Blocks(
         layer=max(_layer(model) for model in models.values()),
@@ -123,14 +124,14 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
     """Of an engine with `settings` that holds the model of `role`."""
-    model, size = load_meta_model(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
+    model, size = outline(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
     weights = size * sum(parameter.numel() for parameter in model.parameters())
     return EngineNeeds(
         role, settings, weights, cached_numbers(model) * size, prompt_tokens + config.sampling.max_new_tokens
     )
 
 
-def shard(memory: Memory, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int) -> Shard:
+def shard(memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int) -> Shard:
     """The share of one GPU of `gpus`. `memory` was planned inside `sharded`."""
     degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
     held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
@@ -144,7 +145,7 @@ def shard(memory: Memory, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: 
         gathered=2 * parts.copied if gpus == 1 else whole,
         training=memory.training,
         resting=sum(size for name, size in held.items() if not _sleeps(needs[name])),
-        writing=sum(held.values()) + memory.writing,
+        generation=sum(held.values()) + memory.generation,
         tensor_parallel=degrees,
     )
 

@@ -1,6 +1,7 @@
-"""What a run would need, found out without running it."""
+"""Finds the sizes of a run's models and prompts without loading weights."""
 
 from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,15 @@ from jackpot.rollout.tasks.data import find_source
 from jackpot.rollout.tasks.registry import make_task
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
+    """How many parameters a model has, and how many of them are trained."""
+
     parameters: int  # of the model, tied ones once, without an adapter
     trained: int  # all of them, those of the adapter alone, or 0 where it is frozen
 
 
-def model_sizes(config: Config) -> dict[Role, Size]:
-    """The size of each model from its config alone, the critic's too: the weights are not read.
+def model_sizes(config: Config) -> dict[Role, ModelSize]:
+    """Count the parameters of each model, the critic's too, from its config alone.
 
     Raises:
         ModelError: no model there, or LoRA on a target module that it does not have.
@@ -34,40 +37,47 @@ def model_sizes(config: Config) -> dict[Role, Size]:
     sizes = {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
     if config.critic:
         count = sum(parameter.numel() for parameter in critic_outline(config).parameters())
-        sizes["critic"] = Size(count, count)
+        sizes["critic"] = ModelSize(count, count)
     return sizes
 
 
+@lru_cache(maxsize=8)
+def outline(path: str) -> PreTrainedModel:
+    """Make the model of `path` on the meta device, once for all that only count its parameters; do not change it."""
+    return load_outline(path)
+
+
 def critic_outline(config: Config) -> PreTrainedModel:
-    """The critic on the meta device."""
+    """Make the critic on the meta device."""
     settings = load_config(config.critic.path or config.policy.path)
     settings.num_labels = 1
     with torch.device("meta"):
         return AutoModelForTokenClassification.from_config(settings)
 
 
-def _size(config: Config, role: Role, path: str) -> Size:
-    model = load_meta_model(path)
+def _size(config: Config, role: Role, path: str) -> ModelSize:
+    model = outline(path)
     settings, parameters = getattr(config, role), sum(parameter.numel() for parameter in model.parameters())
     if settings.optimizer is None:
-        return Size(parameters, 0)
-    return Size(parameters, parameters if settings.lora is None else adapter_size(model, settings.lora))
+        return ModelSize(parameters, 0)
+    return ModelSize(parameters, parameters if settings.lora is None else adapter_size(model, settings.lora))
 
 
 PROMPTS_LOOKED_AT = 256
 LONGEST_PROMPT = 1024  # tokens, where nothing is known and nothing is set
 
 
-class Prompts(NamedTuple):
-    """Tokens."""
+class PromptLengths(NamedTuple):
+    """Lengths of the task's prompts, tokens."""
 
     longest: int
     mean: float
-    assumed: str  # why both are assumed; empty where they were counted
+    assumed: str  # why both lengths are assumed; empty where prompts were counted
 
 
-def prompt_lengths(config: Config) -> Prompts:
-    """Of the first prompts of the task; assumed where the tokenizer or the problems are on a hub that cannot be asked.
+def prompt_lengths(config: Config) -> PromptLengths:
+    """Measure the first prompts of the task, or assume lengths where the hub that has tokenizer or problems is not
+    reached.
 
     Raises:
         DataError, ModelError: something is here and cannot be read.
@@ -81,16 +91,16 @@ def prompt_lengths(config: Config) -> Prompts:
             raise
         return _assumed(config, str(error).partition(": ")[0])
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    return Prompts(max(lengths), sum(lengths) / len(lengths), "")
+    return PromptLengths(max(lengths), sum(lengths) / len(lengths), "")
 
 
 def _is_elsewhere(config: Config) -> bool:
-    """Whether some of it is on the hub, which does not answer."""
+    """Return whether models or problems are on the hub and the hub cannot be reached."""
     on_hub = isinstance(config.task, MathConfig) and not find_source(config.task.train, "train").is_local
     paths = model_paths(config, None).values()
     return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
 
 
-def _assumed(config: Config, why: str) -> Prompts:
+def _assumed(config: Config, why: str) -> PromptLengths:
     longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
-    return Prompts(longest, min(longest, MEAN_PROMPT), why)
+    return PromptLengths(longest, min(longest, MEAN_PROMPT), why)

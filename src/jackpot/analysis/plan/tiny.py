@@ -6,17 +6,17 @@ changes
 
 | setting | becomes |
 |---|---|
-| models | of the same family, 0.05 to 0.25 million random parameters; starters and small folders stay |
+| models | of the same architecture, with few random parameters; starters and small folders stay |
 | `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where no file is here |
 | `engine`, `evaluation.engine` | transformers, in the same dtype |
 | `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong_buffer.len` is the same share of it |
-| `sampling.stop_token_ids` | the small vocabulary's ids of the same special tokens |
+| `sampling.stop_token_ids` | the end token of the built-in tokenizer, where that is used |
 | `batch` | as few sequences as the number of optimizer steps allows; at most `GROUP` in a group |
 | `batch.micro_batch_tokens` | room for the longest prompt and response: one or a few sequences |
 | `iterations`, `evaluation.problems`, `evaluation.k` | at most `ITERATIONS`, `PROBLEMS`, `ANSWERS` |
 | `device: cuda` | `auto` |
 
-Everything else here makes the models and the data. The hub is never asked.
+Everything else here makes the models and the data. Neither weights nor data are downloaded.
 """
 
 import json
@@ -28,15 +28,17 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
-from jackpot.analysis.plan.tiny_models import LARGE, SMALL, save_tiny, tiny_token
+from transformers import PreTrainedConfig
+
+from jackpot.analysis.plan.tiny_models import END, LARGE, SMALL, built_in_tokenizer, own_tokenizer, save_tiny
 from jackpot.config.build import merge, validated
 from jackpot.config.engines import EngineConfig
 from jackpot.config.run import BatchConfig, Config
 from jackpot.config.tasks import DataConfig, MathConfig
-from jackpot.core.files import checkpoint_error_in, write_whole
+from jackpot.core.errors import ModelError
+from jackpot.core.files import needed, write_whole
 from jackpot.core.prng import fold_in
-from jackpot.models.families import FAMILIES, Known, known_model
-from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
+from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source
@@ -51,23 +53,25 @@ STEP_SEQUENCES = 2  # of an optimizer step, at least
 AROUND_TOKENS = 120  # of a prompt: what a chat template puts around the texts, at most
 SMALL_ENOUGH = 10_000_000  # parameters of a model that stays as it is
 
-Models = Mapping[str, Known | None]  # every path of a model in a config: what to make in its place; None: it stays
+Replaced = Mapping[str, PreTrainedConfig | None]  # path of each model -> its config; None: the model stays
 
 
-class Tiny(NamedTuple):
+class TinyRun(NamedTuple):
+    """A small run that stands for a recipe's, and how it differs."""
+
     config: Config
-    changes: list[tuple[str, Any, Any]]  # setting, what the recipe has, what it is now
-    data: list[str]  # for each set of problems, where they are from
+    changes: list[tuple[str, Any, Any]]  # (setting, value in the recipe, value here)
+    data: list[str]  # for each set of problems, where they come from
 
 
-def tiny(config: Config, models: Models, folder: Path) -> Config:
-    """The settings of a small run, whose models and data will be in `folder`."""
-    policy, writer, reference = models[config.policy.path], config.rollout_model, config.objective.reference
+def tiny(config: Config, models: Replaced, folder: Path) -> Config:
+    """Return the settings of a small run, whose models and data will be in `folder`."""
+    rollout_model, reference = config.rollout_model, config.objective.reference
     changes: dict[str, Any] = {
         "iterations": min(config.iterations, ITERATIONS),
         "device": "auto" if config.device == "cuda" else config.device,
         "policy": {"path": _model_path(config.policy.path, models, folder)},
-        "sampling": _sampling(config, policy),
+        "sampling": _sampling(config, models),
         "batch": _batch(config.batch),
         "engine": _engine(config.engine),
         "evaluation": {
@@ -77,8 +81,8 @@ def tiny(config: Config, models: Models, folder: Path) -> Config:
         },
         "objective": {},
     }
-    if writer:
-        changes["rollout_model"] = {"path": _model_path(writer.path, models, folder)}
+    if rollout_model:
+        changes["rollout_model"] = {"path": _model_path(rollout_model.path, models, folder)}
     if config.critic and config.critic.path:
         changes["critic"] = {"path": _model_path(config.critic.path, models, folder)}
     if reference and reference.path:
@@ -96,20 +100,20 @@ def tiny(config: Config, models: Models, folder: Path) -> Config:
     return validated(Config, merge(config.model_dump(), changes))
 
 
-def _sampling(config: Config, policy: Known | None) -> dict[str, Any]:
+def _sampling(config: Config, models: Replaced) -> dict[str, Any]:
     sampling = config.sampling
     changes: dict[str, Any] = {
         "max_new_tokens": min(sampling.max_new_tokens, NEW_TOKENS),
         "num_top_log_probs": min(sampling.num_top_log_probs, TOP_LOG_PROBS),
     }
-    if policy:
-        ids = [tiny_token(policy.family, token_id) for token_id in sampling.stop_token_ids]
-        changes["stop_token_ids"] = tuple(token_id for token_id in ids if token_id is not None)
+    is_built_in = models[config.policy.path] is not None and own_tokenizer(config.policy.path) is None
+    if sampling.stop_token_ids and is_built_in:
+        changes["stop_token_ids"] = (built_in_tokenizer().convert_tokens_to_ids(END),)
     return changes
 
 
 def _batch(batch: BatchConfig) -> dict[str, Any]:
-    """Few sequences, and as many optimizer steps on them."""
+    """Shrink the rollout batch to the fewest sequences that keep the recipe's number of optimizer steps."""
     steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
@@ -131,13 +135,13 @@ def _engine(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _longest_prompt(task: MathConfig) -> int:
-    """Tokens, of which none has less than a byte."""
+    """Return an upper bound of a prompt's tokens, each of which has a byte or more."""
     texts = (task.instruction, task.system_prompt or "")
     return PROBLEM_BYTES + AROUND_TOKENS + sum(len(text.encode()) for text in texts)
 
 
 def _data(data: DataConfig, split: Split, folder: Path) -> dict[str, Any]:
-    """A benchmark stays, and is read from `folder` by its name; any other source becomes a file there."""
+    """Point the data to `folder`: a benchmark keeps its name, any other source becomes a file."""
     limit = min(data.limit or PROBLEMS, PROBLEMS)
     if data.source in BENCHMARKS:
         return data.model_dump() | {"subset": None, "limit": limit}
@@ -154,15 +158,15 @@ def _data_folder(folder: Path) -> Path:
     return folder / "data"
 
 
-def _model_path(path: str, models: Models, folder: Path) -> str:
-    """Where the model that stands for `path` is: two roles that share a path share the model."""
+def _model_path(path: str, models: Replaced, folder: Path) -> str:
+    """Return where the model that stands for `path` is; two roles that share a path share the model."""
     if models[path] is None:
         return path
     return str(folder / "models" / path.strip("/.~").replace("/", "--"))
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every setting that differs, with both values; of a block with another name only the name."""
+    """Yield every setting that differs with both values; for a block with another `name` only the name."""
     both = isinstance(old, Mapping) and isinstance(new, Mapping)
     if both and old.get("name") != new.get("name"):
         yield key, old.get("name"), new.get("name")
@@ -174,23 +178,23 @@ def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 
 
 @contextmanager
-def tiny_run(config: Config, folder: Path) -> Iterator[Tiny]:
+def tiny_run(config: Config, folder: Path) -> Iterator[TinyRun]:
     """Make the models and the data of a small run in `folder`, the same each time; the body launches it.
 
     In the body, and only there, benchmarks are read from `folder`.
 
     Raises:
-        ModelError: a model of no known family (lists them).
+        ModelError: a model whose config is neither here nor in the table of published models.
         DataError: an unknown benchmark, or data that is here and cannot be read.
     """
-    models = known_models(config)
+    models = replaced_models(config)
     small = tiny(config, models, folder)
     with checkpoint_error_in(folder):
         data = _write_data(config, folder)
     with _benchmarks_from(_data_folder(folder)):
         with checkpoint_error_in(folder):
             _write_models(config, small, models, folder)
-        yield Tiny(small, list(changed(config.model_dump(), small.model_dump())), data)
+        yield TinyRun(small, list(changed(config.model_dump(), small.model_dump())), data)
 
 
 @contextmanager
@@ -205,39 +209,43 @@ def _benchmarks_from(folder: Path) -> Iterator[None]:
             os.environ[DATA_FOLDER] = before
 
 
-def known_models(config: Config) -> dict[str, Known | None]:
-    """What stands for each model of a run. Folders that are here are looked at.
+def replaced_models(config: Config) -> dict[str, PreTrainedConfig | None]:
+    """Find the config of each model that a small one replaces; None for a model that stays.
 
     Raises:
-        ModelError: a model of no known family (lists them).
+        ModelError: a model whose config is neither here nor in the table of published models.
     """
     others = [config.rollout_model, config.critic, config.objective.reference]
     paths = [config.policy.path, *(one.path for one in others if one and one.path)]
-    return {path: _known(path) for path in paths}
+    return {path: _replaced(path) for path in paths}
 
 
-def _known(path: str) -> Known | None:
+def _replaced(path: str) -> PreTrainedConfig | None:
     if path.startswith(STARTER_PREFIX):
         return None
-    if not Path(path).expanduser().is_dir():
-        return known_model(path)
-    if sum(parameter.numel() for parameter in load_meta_model(path).parameters()) <= SMALL_ENOUGH:
+    try:
+        config = load_config(path)
+    except ModelError as error:
+        raise ModelError(
+            f"--tiny needs the architecture of {path!r}, whose config.json was not found: {error}. Name a published "
+            f"model of the same architecture, for example policy.path=Qwen/Qwen3-4B-Base, or starter:policy"
+        ) from error
+    is_here = Path(path).expanduser().is_dir()
+    if is_here and sum(parameter.numel() for parameter in load_outline(path).parameters()) <= SMALL_ENOUGH:
         return None
-    settings = load_config(path)
-    like = next((one for one in FAMILIES if one.config.model_type == settings.model_type), None)
-    return Known(like, chats=True, tied=settings.tie_word_embeddings) if like else known_model(path)
+    return config
 
 
-def _write_models(config: Config, small: Config, models: Models, folder: Path) -> None:
-    """Those that are not there yet; a run that goes on finds those that it began with."""
+def _write_models(config: Config, small: Config, models: Replaced, folder: Path) -> None:
+    """Write the small models that are not there yet; a continued run keeps those that it began with."""
     answers = _answers(small)
-    for path, known in models.items():
+    for path, like in models.items():
         place = Path(_model_path(path, models, folder))
-        if known is None or place.exists():
+        if like is None or place.exists():
             continue
-        shape = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
+        size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
         unfinished = place.with_name(f"{place.name}.unfinished")
-        save_tiny(unfinished, known, shape, answers, fold_in(0, "tiny", path))
+        save_tiny(unfinished, path, like, size, answers, fold_in(0, "tiny", path))
         unfinished.rename(place)
 
 
@@ -248,7 +256,7 @@ def _answers(small: Config) -> list[str]:
 
 
 def _write_data(config: Config, folder: Path) -> list[str]:
-    """A file for each set of problems that the run reads, where it is not there yet; what is in them, in words."""
+    """Write a file for each set of problems, unless it exists; return a sentence about each file."""
     _data_folder(folder).mkdir(parents=True, exist_ok=True)
     said = []
     for number, (file, source) in enumerate(_sources(config).items()):
@@ -264,7 +272,7 @@ def _write_data(config: Config, folder: Path) -> list[str]:
 
 
 def _sources(config: Config) -> dict[str, DataSource]:
-    """What the run reads, by the name of the file that stands for it; both splits of a benchmark."""
+    """Return the sources that the run reads by the name of the file that replaces each; both splits of a benchmark."""
     sources: dict[str, DataSource] = {}
     names = [name for name in config.evaluation.benchmarks if name in BENCHMARKS]
     if isinstance(config.task, MathConfig):
@@ -281,7 +289,7 @@ def _sources(config: Config) -> dict[str, DataSource]:
 
 
 def _source(data: DataConfig, split: Split) -> DataSource:
-    """Where the rows are; of a file that is not here, one that stands for the hub."""
+    """Locate the rows; a file that is not here counts as one of the hub."""
     path = Path(data.source).expanduser()
     if not path.exists() and (path.suffix in SUFFIXES or "/" in data.source) and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})
@@ -289,7 +297,7 @@ def _source(data: DataConfig, split: Split) -> DataSource:
 
 
 def _rows(source: DataSource, number: int) -> list[dict[str, Any]]:
-    """A few rows of a set with the columns that it has, their problems cut; made up where its rows are on the hub."""
+    """Return a few rows with the set's own columns and problems cut short; made-up rows where the set is on the hub."""
     if not source.is_local:
         return synthetic_rows(source, number * PROBLEMS, PROBLEMS)
     columns = (source.settings.columns.problem, *source.benchmark.problem)

@@ -1,36 +1,55 @@
-r"""Small models with random weights, in the place of large ones of the same family.
+r"""Makes small models with random weights that stand for large ones of the same architecture.
 
-The tokenizer has the family's special tokens behind 512 tokens for plain text, and then the answers of some problems,
-each as one token `\boxed{72}`. So random text is right now and then, rewards differ, and every part of training has
-something to do. As in the real models, the output layer has some rows more than there are tokens.
+Their tokenizer is that of the large model where its files are on the disk, else a built-in one: 512 byte-level tokens
+for plain text, four special tokens and a plain chat template. Behind it come the answers of some problems, each as one
+token `\boxed{72}`. So random responses are right now and then, rewards differ, and every part of training is used. As
+in published models, the output layer has some rows more than there are tokens.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from jackpot.config.tasks import INSTRUCTION
-from jackpot.models.families import Family, Known
+from jackpot.models.load import resolve_path
 from jackpot.rollout.tasks.synthetic import synthetic_problem
 
-PLAIN_TOKENS = 512  # of the vocabulary, before the special ones
+PLAIN_TOKENS = 512  # of the built-in tokenizer, before its special ones
+END, PAD = "<|end|>", "<|pad|>"
+SPECIAL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 CONTEXT = 4096  # tokens
 _ROUNDED_TO = 64  # rows of the output layer
+_INITIALIZER_RANGE = 0.05  # far enough from uniform that two models differ, near enough that all tokens occur
 _LONGEST_ANSWER = 100  # characters of an answer that becomes a token
 # Each answer in several tokens: of 32 random tokens one or two are answers, and a quarter of the responses is right.
 _AROUND = ("{}", " {}", ": {}", "{}.", " {}.", "{}\n", "({})", "${}$", " ${}$", "${}$.", "\\[{}\\]", "**{}**")
 _TEXTS = 200  # problems that the tokens for plain text are made of
+_KEPT_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "rms_norm_eps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """The size of a model."""
+class TinySize:
+    """The size of a small model."""
 
     hidden_size: int
     num_layers: int
@@ -38,84 +57,111 @@ class Shape:
     num_kv_heads: int
 
 
-LARGE = Shape(hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2)
-SMALL = Shape(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1)
+LARGE = TinySize(hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2)
+SMALL = TinySize(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
-def tiny_token(family: Family, token_id: int) -> int | None:
-    """The id in a small model of a special token with this id in the family's models; None of any other token."""
-    place = token_id - family.first_id
-    return PLAIN_TOKENS + place if 0 <= place < len(family.tokens) else None
+def own_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model from its folder or from the hub's cache; None where neither has it."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve_path(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):  # what transformers raises for missing files, by kind of tokenizer
+        return None
 
 
-def tiny_tokenizer(known: Known, answers: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with the family's special tokens, and tokens that answer with each of `answers`.
-
-    The special tokens have the same ids whatever the answers are.
-    """
-    family, backend = known.family, Tokenizer.from_str(_plain_text())
-    backend.add_tokens([AddedToken(token, special=token not in family.kept) for token in family.tokens])
-    boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
-    backend.add_tokens([AddedToken(around.format(one), normalized=False) for one in boxed for around in _AROUND])
-    if family.begin:
-        first = (family.begin, backend.token_to_id(family.begin))
-        backend.post_processor = processors.TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+def built_in_tokenizer() -> PreTrainedTokenizerFast:
+    """Make the built-in byte-level tokenizer."""
+    backend = Tokenizer.from_str(_plain_text())
+    backend.add_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=family.template if known.chats or family.base_has_template else None,
-        bos_token=family.begin,
-        eos_token=family.message_end if known.chats else family.end,
-        pad_token=family.pad,
+        chat_template=CHAT_TEMPLATE,
+        eos_token=END,
+        pad_token=PAD,
         clean_up_tokenization_spaces=False,
         model_max_length=CONTEXT,
     )
 
 
-def tiny_model(known: Known, shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """A model of the family's architecture with random weights, without touching the caller's random state."""
-    family, end = known.family, tokenizer.eos_token_id
-    config = family.config(
+def with_answers(tokenizer: PreTrainedTokenizerBase, answers: Iterable[str]) -> PreTrainedTokenizerBase:
+    """Add tokens that answer with each of `answers`, behind all others; returns the tokenizer."""
+    boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
+    tokenizer.add_tokens([AddedToken(around.format(one), normalized=False) for one in boxed for around in _AROUND])
+    return tokenizer
+
+
+def tiny_config(like: PreTrainedConfig, size: TinySize, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Make the config of a small model with the architecture of `like`, for the vocabulary of `tokenizer`."""
+    text = like.get_text_config()
+    kept = {name: getattr(text, name) for name in _KEPT_SETTINGS if hasattr(text, name)}
+    return AutoConfig.for_model(
+        text.model_type,
+        **kept,
         vocab_size=-(-(len(tokenizer) + 1) // _ROUNDED_TO) * _ROUNDED_TO,
-        hidden_size=shape.hidden_size,
-        intermediate_size=3 * shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
+        hidden_size=size.hidden_size,
+        intermediate_size=3 * size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        head_dim=size.hidden_size // size.num_heads,
         max_position_embeddings=CONTEXT,
-        tie_word_embeddings=known.tied,
-        initializer_range=0.05,  # far enough from uniform that two models differ, near enough that all tokens occur
+        initializer_range=_INITIALIZER_RANGE,
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=end,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **family.shape,
     )
+
+
+def tiny_model(config: PreTrainedConfig, plain_tokens: int, num_tokens: int, seed: int) -> PreTrainedModel:
+    """Make a model with random weights, without touching the caller's random state.
+
+    Args:
+        plain_tokens: tokens before those of answers.
+        num_tokens: all tokens.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = family.model(config)
-    ends = sorted({end, tokenizer.convert_tokens_to_ids(family.end)})
+        model = AutoModelForCausalLM.from_config(config)
+    answers = slice(plain_tokens, num_tokens)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[answers] *= _answer_scale(config, plain_tokens, num_tokens)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=ends if len(ends) > 1 else end,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
         do_sample=True,
     )
     return model.eval()
 
 
-def save_tiny(folder: Path, known: Known, shape: Shape, answers: Sequence[str], seed: int) -> PreTrainedModel:
-    """Write a small model and its tokenizer as `save_pretrained` does; the model."""
-    tokenizer = tiny_tokenizer(known, answers)
-    model = tiny_model(known, shape, tokenizer, seed)
-    model.save_pretrained(folder)
+def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) -> float:
+    """Return the factor for the output rows of answers that lets them occur in a large vocabulary too.
+
+    A logit of a random model has standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
+    exponential is exp(s^2 / 2). The factor makes the answers a tenth of the whole.
+    """
+    share = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
+    if share <= 1.0:
+        return 1.0
+    return math.sqrt(2.0 * math.log(share)) / (config.initializer_range * math.sqrt(config.hidden_size))
+
+
+def save_tiny(
+    folder: Path, path: str, like: PreTrainedConfig, size: TinySize, answers: Sequence[str], seed: int
+) -> None:
+    """Write a small model that stands for the one in `path`, whose config is `like`, and its tokenizer."""
+    tokenizer = own_tokenizer(path) or built_in_tokenizer()
+    plain_tokens = len(tokenizer)
+    with_answers(tokenizer, answers)
+    config = tiny_config(like, size, tokenizer)
+    tiny_model(config, plain_tokens, len(tokenizer), seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model
 
 
 @lru_cache(maxsize=1)
 def _plain_text() -> str:
-    """A tokenizer for any text, as JSON: the 256 bytes and the pairs that are most frequent in some text."""
+    """Train a tokenizer for any text: the 256 bytes and the pairs that are most frequent in some text. Returns JSON."""
     backend = Tokenizer(tokenizer_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -23,7 +23,7 @@ def diagnose(run: Path, as_json: bool) -> None:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
         _show(Console(), found)
-    if found.findings:
+    if found.verdict == "unhealthy":
         raise typer.Exit(1)
 
 
@@ -36,4 +36,4 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     rows = [finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]
     show_table(console, "Causes before their symptoms", columns, rows, columns[1:4])
     for finding in diagnosis.findings:
-        console.print(Text(f"{finding.metric}: {finding.means}. Try: {finding.tries}."), highlight=False)
+        console.print(Text(f"{finding.metric}: {finding.explanation}. Try: {finding.suggestion}."), highlight=False)

@@ -259,4 +259,4 @@ def _limits(metric: str) -> tuple[list[Guide], str]:
         for side, limit in (("below", rule.low), ("above", rule.high))
         if isinstance(limit, float) and math.isfinite(limit)
     ]
-    return guides, " ".join(f"Unhealthy beyond the limit: {rule.means}." for rule in rules)
+    return guides, " ".join(f"Unhealthy beyond its limit: {rule.explanation}." for rule in rules)

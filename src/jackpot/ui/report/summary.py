@@ -87,7 +87,7 @@ def finding_cells(finding: Finding) -> tuple[str, ...]:
     """Format metric, first unhealthy iteration, value then, value now, limit, explanation and suggestion."""
     limit = f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}"
     numbers = (str(finding.since), f"{finding.then:.3g}", f"{finding.now:.3g}", limit)
-    return finding.metric, *numbers, finding.means, finding.tries
+    return finding.metric, *numbers, finding.explanation, finding.suggestion
 
 
 def _settings(arms: Sequence[Arm]) -> Table:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jackpot.analysis.plan.estimate import Estimate, Row
-from jackpot.analysis.plan.memory import Memory
-from jackpot.analysis.plan.sizes import Size
-from jackpot.analysis.plan.tiny import Tiny
+from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
+from jackpot.analysis.plan.memory import MemoryPlan
+from jackpot.analysis.plan.sizes import ModelSize
+from jackpot.analysis.plan.tiny import TinyRun
 from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
@@ -23,7 +23,7 @@ _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout sha
 
 
 def show_plan(
-    console: Console, config: Config, sizes: Mapping[Role, Size], memory: Memory | None, folder: Path
+    console: Console, config: Config, sizes: Mapping[Role, ModelSize], memory: MemoryPlan | None, folder: Path
 ) -> None:
     """Print what a run would do. `memory` is None for a large run, whose GPUs `show_needs` prints."""
     batch = config.batch
@@ -52,9 +52,9 @@ def show_plan(
     show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
 
 
-def _peak(memory: Memory) -> str:
+def _peak(memory: MemoryPlan) -> str:
     """Say how many bytes the run holds at its peak, and in which parts."""
-    parts = ", ".join(f"{name} {_bytes(getattr(memory, name) or 0)}" for name in Memory.__slots__)
+    parts = ", ".join(f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__)
     if memory.training is None:
         return f"more than {_bytes(memory.peak)}: {parts}; the activations depend on values and are not known"
     return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {parts}"
@@ -117,7 +117,7 @@ def _objective(config: Config) -> str:
     return "; ".join(parts)
 
 
-def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:
+def _trained(config: Config, sizes: Mapping[Role, ModelSize]) -> str:
     """Say how many parameters of each model are trained."""
     adapters = {role: getattr(getattr(config, role), "lora", None) for role in sizes}
     counts = [
@@ -128,7 +128,7 @@ def _trained(config: Config, sizes: Mapping[Role, Size]) -> str:
     return f"{', '.join(counts)} parameters"
 
 
-def show_needs(console: Console, config: Config, estimate: Estimate) -> None:
+def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None:
     """Print the memory of each GPU and the hours of the run for several machines, and what both assume."""
     names = [_name(row) for row in estimate.rows]
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
@@ -143,18 +143,18 @@ def is_on_policy(config: Config) -> bool:
     return config.rollout_model is None and config.batch.steps_per_iteration == 1
 
 
-def _name(row: Row) -> str:
+def _name(row: MachineEstimate) -> str:
     return f"{row.shard.gpus} {row.kind}"
 
 
-def _cells(row: Row, on_policy: bool) -> list[str]:
-    """Format memory and hours of one machine; a run that does not fit into its memory has no hours."""
+def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
+    """Format memory and hours of one machine; without hours where the run does not fit into its memory."""
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f}/{shard.limit / _GB:.0f}"
     if row.hours is None or row.alone is None:
         return [memory, "no room", *[""] * (len(_COLUMNS) - 3)]
     hours, alone = row.hours, row.alone
-    parts = [_hours(part) for part in (hours.all, hours.writing, hours.training, hours.evaluating)]
+    parts = [_hours(part) for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
     compared = ["", ""] if on_policy else [_hours(alone.iterations), f"{1 - hours.iterations / alone.iterations:.0%}"]
     return [memory, *parts, f"{hours.rollout_share:.0%}", *compared]
 
@@ -163,11 +163,11 @@ def _hours(count: float) -> str:
     return f"{count:.1f}" if count < 100 else f"{count:,.0f}"
 
 
-def _memory(row: Row) -> str:
+def _memory(row: MachineEstimate) -> str:
     """Say in words what each GPU of the recipe's machine holds at the peak."""
     shard = row.shard
     training = "activations unknown" if shard.training is None else f"activations and loss {shard.training / _GB:.1f}"
-    engines = f"engines {shard.resting / _GB:.1f}, while they generate {shard.writing / _GB:.1f}"
+    engines = f"engines {shard.resting / _GB:.1f}, while they generate {shard.generation / _GB:.1f}"
     spread = max(shard.tensor_parallel.values(), default=1)
     return (
         f"Each of {_name(row)}, in GB: weights {shard.weights / _GB:.1f}, optimizer {shard.optimizer / _GB:.1f}, "
@@ -177,7 +177,7 @@ def _memory(row: Row) -> str:
     )
 
 
-def _assumptions(config: Config, estimate: Estimate) -> list[str]:
+def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     """List the smallest machine on which the run fits and the assumptions behind the numbers."""
     prompts, fewest = estimate.prompts, [f"{count} {kind}" for kind, count in estimate.fewest.items() if count]
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
@@ -200,7 +200,7 @@ def _assumptions(config: Config, estimate: Estimate) -> list[str]:
     return said
 
 
-def show_tiny(console: Console, tiny: Tiny) -> None:
+def show_tiny(console: Console, tiny: TinyRun) -> None:
     """Print every setting that `--tiny` replaces, and where its problems come from."""
     text = (
         "--tiny: small models with random weights and few problems, to see that every part of the recipe runs here. "

@@ -1,8 +1,8 @@
-"""The tables of docs/quantised.md and its picture, from the folders of `jackpot compare benchmarks/quantised.yaml`.
+"""The tables of docs/quantized.md and its picture, from the folders of `jackpot compare benchmarks/quantized.yaml`.
 
-    python benchmarks/quantised_page.py runs/compare-quantised runs/quantised-outliers --picture quantised.png
+    python benchmarks/quantized_page.py runs/compare-quantized runs/quantized-outliers --picture quantized.png
 
-The picture is of the last folder. `logged` is what a training log shows, the mean reward of what the quantised copy
+The picture is of the last folder. `logged` is what a training log shows, the mean reward of what the quantized copy
 wrote over the last tenth of the iterations; `right` is the policy without rounding on held-out problems, at the end.
 """
 
@@ -23,12 +23,12 @@ from jackpot.ui.error_bars import error_bars
 from jackpot.ui.png import write_png
 from jackpot.ui.views.comparison import difference_cells, percent
 
-RECIPE = Path(__file__).with_name("quantised.yaml")
+RECIPE = Path(__file__).with_name("quantized.yaml")
 DRAWN = ("exact", "int8_none", "int8_ppo_is", "int8_is", "int8_tis", "int8_obrs")
 WINDOW = 10  # iterations that a point of a noisy curve is the mean of
 CURVES = {
     "eval/policy_accuracy": ("Policy, without rounding", "right on held-out problems"),
-    "reward/mean": ("Logged reward, of the quantised copy", "mean reward"),
+    "reward/mean": ("Logged reward, of the quantized copy", "mean reward"),
     "mismatch/engine_gap": ("Gap", "mean |p - q| of sampled tokens"),
     "policy/entropy": ("Entropy of the policy", "nats a token"),
     "policy/approx_kl_k1": ("KL of an update, by k1", "nats a token"),

@@ -1,4 +1,4 @@
-"""What a rule about a metric is, and the limits that depend on the run."""
+"""Defines what a rule about a metric is, and the limits that depend on the run."""
 
 import math
 import re
@@ -11,17 +11,17 @@ from jackpot.config.engines import is_quantized
 from jackpot.config.run import Config
 from jackpot.training.guards import LARGEST_GAPS
 
-LEAST = 5  # values before a smoothed one means anything
+LEAST = 5  # values that a median needs
 
-Series = list[tuple[int, float]]  # iteration and value
+MetricSeries = list[tuple[int, float]]  # (iteration, value)
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
 
 
-class History:
-    """The lines of metrics.jsonl, and what is derived from them and from events.jsonl:
+class MetricHistory:
+    """Gives the values of a metric over a run, from the lines of metrics.jsonl and events.jsonl.
 
-    mismatch/prefix_ess: at the positions that the middle of a mean response is among
-    events/NAME: how many events of that name there were in the newest tenth of the iterations, at each of them
+    Two metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions of the middle of a mean response;
+    `events/NAME` counts the events of that name in the newest tenth of the iterations.
     """
 
     def __init__(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> None:
@@ -29,8 +29,8 @@ class History:
         self._lines = [dict(line) | _prefix_ess(line) for line in lines]
         self._events = events
 
-    def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> Series:
-        """Where it is not null: the metric, divided by the metric `over`, after so many optimizer steps."""
+    def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
+        """Return a metric where it is not null, divided by the metric `over`, from `after_steps` optimizer steps on."""
         if metric.startswith("events/"):
             newest = self._lines[-1]["iteration"] if self._lines else 0
             recent = newest - max(LEAST, newest // 10)
@@ -50,7 +50,7 @@ class History:
         ]
 
     def window(self, values: Sequence[float]) -> int:
-        """How many values are smoothed over: a tenth of them, and LEAST at least."""
+        """Return how many values a rule aggregates: a tenth of them, and at least LEAST."""
         return max(LEAST, len(values) // 10)
 
 
@@ -61,78 +61,80 @@ def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
     return {"mismatch/prefix_ess": line[begins[max(reached)]]} if reached else {}
 
 
-QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantised.md
+QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantized.md
 
 Group = Literal["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
-Limit = float | Callable[[History, Values], float | None]  # None: the rule does not apply
+Limit = float | Callable[[MetricHistory, Values], float | None]  # None: the rule does not apply
 
 
 def latest(values: Values) -> float:
+    """Return the last value of the window."""
     return values[-1]
 
 
-def rise(values: Values) -> float:
-    """Over the window, of a total over the run."""
+def increase(values: Values) -> float:
+    """Return the increase of a running total across the window (last minus first value)."""
     return values[-1] - values[0]
 
 
-def rounding(history: History, values: Values) -> float | None:
-    """What number formats may make of a probability, on average."""
+def rounding(history: MetricHistory, values: Values) -> float | None:
+    """Return the mean |p_engine - p_training| that the rounding of both dtypes explains; None for quantized engines."""
     engine, precision = history.config.engine, history.config.precision
     return None if is_quantized(engine) else max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
 
 
-def quantizing(history: History, values: Values) -> float | None:
-    """What fewer bits may make of a probability, on average. `guards` lets a run go on beyond it."""
+def quantizing(history: MetricHistory, values: Values) -> float | None:
+    """Return the mean |p_engine - p_training| from which a quantized engine needs a correction."""
     return QUANTIZED_GAP if is_quantized(history.config.engine) else None
 
 
 def above_start(least: float, factor: float) -> Limit:
-    """`factor` times what the metric was at the start, and `least` at least."""
+    """Return the limit `factor` times the metric at the start, at least `least`."""
     return lambda history, values: max(least, factor * _start(history, values))
 
 
 def below_start(most: float, factor: float) -> Limit:
-    """`factor` times what the metric was at the start, and `most` at most."""
+    """Return the limit `factor` times the metric at the start, at most `most`."""
     return lambda history, values: min(most, factor * _start(history, values))
 
 
-def below_first(history: History, values: Values) -> float:
-    """As far below the first evaluation as chance goes."""
+def below_first(history: MetricHistory, values: Values) -> float:
+    """Return the first evaluation less two standard errors of a difference."""
     return values[0] - two_errors(history.config.evaluation.problems, values[0])
 
 
-def above_first_alone(history: History, values: Values) -> float | None:
-    """As far above the first evaluation as chance goes, where the policy has fallen that far below its own."""
+def above_first_alone(history: MetricHistory, values: Values) -> float | None:
+    """Return the first evaluation plus two standard errors, where the policy has fallen as far below its own."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
     by_chance = two_errors(history.config.evaluation.problems, values[0])
     return values[0] + by_chance if policy[-1] < below_first(history, policy) else None
 
 
-def all_rounds(history: History, values: Values) -> float | None:
+def all_rounds(history: MetricHistory, values: Values) -> float | None:
+    """Return one less than the most generation batches of group filtering; None where groups are not filtered."""
     dynamic = history.config.batch.filter_groups
     return dynamic.max_num_gen_batches - 1 if dynamic else None
 
 
 def both_parts(limit: float) -> Limit:
-    """Where the rollout model learns from reward and from distillation."""
+    """Return a limit that applies where the rollout model learns from reward and from distillation."""
 
-    def of(history: History, values: Values) -> float | None:
+    def of(history: MetricHistory, values: Values) -> float | None:
         model = history.config.rollout_model
         return limit if model and model.ppo_weight and model.distill_weight else None
 
     return of
 
 
-def _start(history: History, values: Values) -> float:
+def _start(history: MetricHistory, values: Values) -> float:
     return median(values[: history.window(values)])
 
 
 def two_errors(problems: int, accuracy: float) -> float:
-    """Two standard errors of the difference between two evaluations on so many problems.
+    """Return two standard errors of the difference between two evaluations on `problems` problems.
 
-    With two more right and two more wrong answers: none are wrong in a small evaluation by chance as well.
+    Two right and two wrong answers are added, so that the error of a small evaluation without any is not 0.
     """
     share = (accuracy * problems + 2) / (problems + 4)
     return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / (problems + 4))
@@ -140,17 +142,17 @@ def two_errors(problems: int, accuracy: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Sick is below `low` or above `high`."""
+    """A metric and its limits: a run is unhealthy where the aggregated metric is below `low` or above `high`."""
 
     group: Group
     metric: str
     over: str | None = None  # the rule is about metric / over
     low: Limit = -math.inf
     high: Limit = math.inf
-    see: Callable[[Values], float] = median  # of the values in the window
-    after_steps: int = 0  # optimizer steps before the metric means anything
-    means: str
-    tries: str
+    aggregate: Callable[[Values], float] = median  # makes one value of those in the window
+    after_steps: int = 0  # optimizer steps from which on the metric is looked at
+    explanation: str  # what is wrong
+    suggestion: str  # which settings to change
 
     @property
     def name(self) -> str:
@@ -158,10 +160,10 @@ class Rule:
 
     @property
     def needs_many(self) -> bool:
-        """Whether a single value says nothing."""
-        return self.see is median
+        """Return whether the rule needs LEAST values."""
+        return self.aggregate is median
 
-    def limits(self, history: History, values: Values) -> tuple[float, float]:
-        """Low and high, for these values of the metric."""
+    def limits(self, history: MetricHistory, values: Values) -> tuple[float, float]:
+        """Return the low and the high limit for these values of the metric."""
         low, high = (limit(history, values) if callable(limit) else limit for limit in (self.low, self.high))
         return -math.inf if low is None else low, math.inf if high is None else high
