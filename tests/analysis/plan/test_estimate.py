@@ -10,9 +10,8 @@ from helpers.runs import small_config
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate, estimate, extra_passes, is_large
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
-from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.config.recipes.listing import listed
-from jackpot.config.recipes.notes import recipe_notes
+from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
+from jackpot.config.recipes.listing import list_recipe
 from jackpot.config.run import Config
 
 PAPERS = [

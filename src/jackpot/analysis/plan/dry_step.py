@@ -38,10 +38,10 @@ from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
-from jackpot.objectives.kernels.autograd import cut, default_tile, read_heads
+from jackpot.objectives.kernels.autograd import default_tile, split_range, tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.kernels.topk import BLOCK
-from jackpot.training.gradients import GradientParts
+from jackpot.training.gradients import GradientDecomposition
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -223,7 +223,7 @@ def _shorten(model: PreTrainedModel, tracker: MemoryTracker) -> None:
 
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
-    settings, model = getattr(config, role), load_outline(path).eval()
+    settings, model = getattr(config, role), load_meta_model(path).eval()
     if settings.optimizer is None:
         return model.requires_grad_(False)
     if settings.lora is not None:
@@ -279,7 +279,11 @@ def _train(dry: _DryModels) -> None:
     config, shape = dry.config, dry.shape
     rollout_model, settings = dry.models.get("rollout_model"), config.rollout_model
     trains_both = settings is not None and settings.optimizer is not None
-    parts = GradientParts(ModelOptimizer(rollout_model.parameters(), settings.optimizer, 1)) if trains_both else None
+    parts = (
+        GradientDecomposition(ModelOptimizer(rollout_model.parameters(), settings.optimizer, 1))
+        if trains_both
+        else None
+    )
     if dry.accumulates:
         for parameter in dry.trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -347,7 +351,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     """
     weights = [output_layer(model).weight for model in models]
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]))
-    tile = positions, cut(len(weights[0]), tokens, BLOCK)[0].stop
+    tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run = RUN_TILES * tile[1]
     parts = [weight[:run] if run < len(weight) else weight for weight in weights]
     heads = [
@@ -355,7 +359,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
         for model, states, part in zip(models, hidden, parts, strict=True)
     ]
     ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: it looks at values, see `_waiting_tensors`
-    values = read_heads(heads, ids, None, config.sampling.temperature, None, 0, tile)[0]
+    values = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile)[0]
     for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if part is not weight and part.requires_grad:
             own = values[2 * number : 2 * number + 2]

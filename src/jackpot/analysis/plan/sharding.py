@@ -87,7 +87,7 @@ def sharded() -> Iterator[None]:
 
 
 def blocks(config: Config) -> Blocks:
-    """Raises ModelError as `load_outline`."""
+    """Raises ModelError as `load_meta_model`."""
     models = {role: outline(path) for role, path in model_paths(config, None).items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
     return Blocks(

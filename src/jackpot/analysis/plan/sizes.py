@@ -44,7 +44,7 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
 @lru_cache(maxsize=8)
 def outline(path: str) -> PreTrainedModel:
     """Make the model of `path` on the meta device, once for all that only count its parameters; do not change it."""
-    return load_outline(path)
+    return load_meta_model(path)
 
 
 def critic_outline(config: Config) -> PreTrainedModel:

@@ -36,9 +36,9 @@ from jackpot.config.engines import EngineConfig
 from jackpot.config.run import BatchConfig, Config
 from jackpot.config.tasks import DataConfig, MathConfig
 from jackpot.core.errors import ModelError
-from jackpot.core.files import needed, write_whole
+from jackpot.core.files import checkpoint_error_in, write_whole
 from jackpot.core.prng import fold_in
-from jackpot.models.load import STARTER_PREFIX, load_config, load_outline
+from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source
@@ -231,7 +231,7 @@ def _replaced(path: str) -> PreTrainedConfig | None:
             f"model of the same architecture, for example policy.path=Qwen/Qwen3-4B-Base, or starter:policy"
         ) from error
     is_here = Path(path).expanduser().is_dir()
-    if is_here and sum(parameter.numel() for parameter in load_outline(path).parameters()) <= SMALL_ENOUGH:
+    if is_here and sum(parameter.numel() for parameter in load_meta_model(path).parameters()) <= SMALL_ENOUGH:
         return None
     return config
 

@@ -148,7 +148,7 @@ def _name(row: MachineEstimate) -> str:
 
 
 def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
-    """Format memory and hours of one machine; without hours where the run does not fit into its memory."""
+    """Format memory and hours of one machine; a run that does not fit into its memory has no hours."""
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f}/{shard.limit / _GB:.0f}"
     if row.hours is None or row.alone is None:
