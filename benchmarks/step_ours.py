@@ -120,7 +120,7 @@ def plan(job: dict) -> dict:
     """What `--dry-run` says of the same run, MiB."""
     config = settings(job)
     memory = plan_memory(config, model_sizes(config), LONGEST_PROMPT)
-    return {"peak_mib": memory.peak / 2**20, "process_mib": memory.process / 2**20}
+    return {"peak_mib": memory.peak / 2**20}
 
 
 def main() -> None:

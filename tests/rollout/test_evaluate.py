@@ -20,7 +20,7 @@ from helpers.engines.reference import save_tiny_model
 from helpers.runs import Killed, run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.answers import AnswerFile
-from jackpot.analysis.evaluate.run import Progress, Result, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import EvaluationProgress, Result, evaluate_model, evaluation_config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.config.tasks import RewardConfig
@@ -44,7 +44,7 @@ SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sa
 def evaluation(folder: Path, *changes: dict, model: str = "starter:policy", kill_after: int | None = None):
     """Evaluate until the end, or until so many answers are on the disk."""
 
-    def listen(progress: Progress) -> None:
+    def listen(progress: EvaluationProgress) -> None:
         if kill_after is not None and progress.done >= kill_after:
             raise Killed
 
@@ -112,7 +112,7 @@ def test_a_killed_evaluation_goes_on_and_ends_byte_for_byte_the_same(kills, whol
         assert not (tmp_path / "arithmetic.parquet").exists()
     lines = (tmp_path / "arithmetic.jsonl").read_text().splitlines()
     assert kills[-1] <= len(lines) < 60
-    asked: list[Progress] = []
+    asked: list[EvaluationProgress] = []
     [result] = evaluate_model(evaluation_config("starter:policy", [SMALL]), tmp_path, asked.append)
     assert asked[-1].done == asked[-1].total == 60 and asked[-1].fresh == 60 - len(lines)
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
@@ -196,7 +196,7 @@ def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: 
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
-    def listen(progress: Progress) -> None:
+    def listen(progress: EvaluationProgress) -> None:
         with pytest.raises(CheckpointError, match="in use"):
             evaluation(tmp_path)
 

@@ -51,18 +51,20 @@ def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: 
         evaluation(finished, engine, {"engine": {"max_model_len": 64}})
 
 
-def test_other_kernels_are_refused_and_a_folder_from_before_them_is_continued(finished: Path) -> None:
+def test_other_kernels_are_refused_and_so_is_a_folder_that_does_not_name_them(finished: Path) -> None:
     record = yaml.safe_load((finished / "config.yaml").read_text())
     kernels = {"attn_implementation": "sdpa", "quantization": None, "kv_cache_dtype": None}
     assert record["asked"]["engine"].items() >= kernels.items()
-    for name in kernels:
-        del record["asked"]["engine"][name]
-    (finished / "config.yaml").write_text(yaml.safe_dump(record))
-    assert evaluation(finished)[0].was_done
     for name, value in (("attn_implementation", "eager"), ("quantization", "fp8"), ("kv_cache_dtype", "fp8")):
         told = f"engine.{name}: {json.dumps(kernels[name])} in the folder, {json.dumps(value)} now"
         with pytest.raises(CheckpointError, match=re.escape(told)):
             evaluation(finished, {"engine": {name: value}})
+    del record["asked"]["engine"]["attn_implementation"]
+    (finished / "config.yaml").write_text(yaml.safe_dump(record))
+    with pytest.raises(
+        CheckpointError, match=r"engine\.attn_implementation: null in (?s:.*) --out with another folder"
+    ):
+        evaluation(finished)
 
 
 def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:

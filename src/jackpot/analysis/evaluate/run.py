@@ -42,19 +42,21 @@ from jackpot.training.run.models import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
 _HOW = ("model", "benchmarks", "device", "threads", "engine", "math.reward_workers")  # may change on the way
-_KERNELS = {
-    "engine.attn_implementation": "sdpa",
-    "engine.quantization": None,
-    "engine.kv_cache_dtype": None,
-}  # where not written
-_KEPT = ("engine.name", "engine.dtype", "engine.max_model_len", *_KERNELS)  # may not change: it cuts or moves answers
+_KEPT = (  # settings of the engine that change answers, and so may not change on the way
+    "engine.name",
+    "engine.dtype",
+    "engine.max_model_len",
+    "engine.attn_implementation",
+    "engine.quantization",
+    "engine.kv_cache_dtype",
+)
 _KEYS = ("schema_version", "model_digest", "data")  # of config.yaml, beside `asked`
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Of one set."""
+class EvaluationProgress:
+    """How far the answers to one set are."""
 
     benchmark: str
     done: int  # answers, those of earlier starts too
@@ -64,7 +66,7 @@ class Progress:
     seconds: float  # that these took
 
 
-Listener = Callable[[Progress], None]
+Listener = Callable[[EvaluationProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +211,7 @@ def _ask(
         fresh += len(ended)
         tokens += sum(len(item.rollout.token_ids) for item in ended)
         listen(
-            Progress(
+            EvaluationProgress(
                 benchmark=one.name,
                 done=done + fresh,
                 total=one.size * config.k,
@@ -275,18 +277,17 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the answers."""
-    settings = _KERNELS | _flat(record["asked"])
+    """Select the settings and digests that decide the answers."""
     kept = {
         key: value
-        for key, value in settings.items()
+        for key, value in _flat(record["asked"]).items()
         if key in _KEPT or not any(key == how or key.startswith(f"{how}.") for how in _HOW)
     }
     return kept | {key: record[key] for key in _KEYS}
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    """Turn `{"a": {"b": 1}}` into `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}

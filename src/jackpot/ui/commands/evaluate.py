@@ -8,7 +8,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.analysis.evaluate.run import Listener, Progress, Result, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import EvaluationProgress, Listener, Result, evaluate_model, evaluation_config
 from jackpot.config.recipes import parse_override, split_names
 from jackpot.rollout.pass_at_k import CONFIDENCE, BootstrapEstimate, EvaluationSummary
 from jackpot.ui.results import default_folder
@@ -42,7 +42,7 @@ def _listener(console: Console) -> Iterator[Listener]:
     """
     with progress(console) as shown:
 
-        def listen(one: Progress) -> None:
+        def listen(one: EvaluationProgress) -> None:
             shown.update(
                 one.benchmark,
                 one.done,
