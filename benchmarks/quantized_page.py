@@ -15,7 +15,7 @@ from typing import Any
 
 from study_page import markdown
 
-from jackpot.analysis.compare.comparison import Difference, Spread
+from jackpot.analysis.compare.comparison import Difference, SeedSpread
 from jackpot.config.recipes import load_recipe
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui.charts import Chart, Guide, Series
@@ -115,8 +115,8 @@ def update_cells(runs: Sequence[Run], metric: str) -> tuple[str, str]:
     return f"{1e4 * mean_of(runs, metric):+.1f}", f"{over(runs, 'below_0', metric).mean:.0%}"
 
 
-def over(runs: Sequence[Run], what: str, metric: str) -> Spread:
-    return Spread(values=tuple(getattr(run, what)(metric) for run in runs))
+def over(runs: Sequence[Run], what: str, metric: str) -> SeedSpread:
+    return SeedSpread(values=tuple(getattr(run, what)(metric) for run in runs))
 
 
 def mean_of(runs: Sequence[Run], metric: str) -> float:
@@ -127,7 +127,7 @@ def differences(runs: Sequence[Run], without: Sequence[Run]) -> Difference:
     """Seed by seed."""
     pairs = zip(*(over(each, "end", "eval/policy_accuracy").values for each in (runs, without)), strict=True)
     apart = tuple(one - other for one, other in pairs)
-    return Difference(spread=Spread(values=apart), higher=sum(value > 0.0 for value in apart))
+    return Difference(spread=SeedSpread(values=apart), higher=sum(value > 0.0 for value in apart))
 
 
 def charts(arms: dict[str, list[Run]]) -> list[Chart]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from study import FACTORS, JOINT, PAIRS, ROOT, SEEDS, TUNING_SEEDS, best_factor, cells, name_of, read, score
 
-from jackpot.analysis.compare.comparison import ArmRow, Comparison, Spread, compare
+from jackpot.analysis.compare.comparison import ArmRow, Comparison, SeedSpread, compare
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
@@ -124,9 +124,9 @@ def parameters(spec: ToyModelSpec) -> int:
 def _at_the_start(name: str, reported: Sequence[RunSummary]) -> Row:
     if name not in PAIRS:
         runs = [run for run in reported if run.arm == "both/on_policy"]
-        return percent(Spread(values=tuple(run.points[0].policy_accuracy for run in runs))), "0", "1"
+        return percent(SeedSpread(values=tuple(run.points[0].policy_accuracy for run in runs))), "0", "1"
     runs = [run for run in reported if run.arm == f"{name}/obrs"]
-    right = Spread(values=tuple(run.points[0].rollout_model_accuracy for run in runs))
+    right = SeedSpread(values=tuple(run.points[0].rollout_model_accuracy for run in runs))
     gap, kept = (sum(getattr(run.points[1], what) for run in runs) / len(runs) for what in ("kl", "acceptance"))
     return percent(right), f"{gap:.3f}", f"{kept:.3f}"
 

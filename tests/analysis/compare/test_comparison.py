@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jackpot.analysis.compare.comparison import compare
-from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.core.errors import ConfigError
 
@@ -16,7 +16,7 @@ COLLAPSE = Collapse(iteration=20, accuracy=0.1, best=0.5, first_sign="KL", why="
 def summary(arm: str, seed: int, *accuracies: float, cost: float = 1.0, collapse: Collapse | None = None) -> RunSummary:
     """An evaluation every 10 iterations; one iteration is 10 sequences, 100 tokens and `cost` FLOPs."""
     points = tuple(
-        Point(
+        EvaluationPoint(
             iteration=10 * n,
             sequences=100.0 * n,
             tokens=1000.0 * n,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jackpot.analysis.compare.comparison import compare
-from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.ui.error_bars import error_bars
 from jackpot.ui.views.comparison import comparison_charts
@@ -14,7 +14,7 @@ from jackpot.ui.views.comparison import comparison_charts
 
 def run(arm: str, seed: int, accuracies: tuple[float, ...], flops: float = 1.0) -> RunSummary:
     points = tuple(
-        Point(
+        EvaluationPoint(
             iteration=n,
             sequences=float(n),
             tokens=10.0 * n,

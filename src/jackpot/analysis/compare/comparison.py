@@ -1,4 +1,4 @@
-"""Arms side by side at equal budget, from the summaries of their runs."""
+"""Compares arms at equal budget, from the summaries of their runs."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.errors import ConfigError
 
 Unit = Literal["sequences", "tokens", "flops"]
@@ -18,8 +18,8 @@ UNITS: dict[Unit, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Of one number over seeds."""
+class SeedSpread:
+    """The values of one number over seeds, with mean and errors."""
 
     values: tuple[float, ...]  # in the order of the seeds
 
@@ -40,9 +40,9 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """To the baseline, seed by seed: what luck of prompts and initial sampling both arms share is gone."""
+    """Paired difference of an arm to the baseline, seed by seed, which cancels the luck that both arms share."""
 
-    spread: Spread
+    spread: SeedSpread
     higher: int  # on how many seeds the arm is above the baseline
 
     @property
@@ -51,9 +51,11 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """To the first evaluation at which the policy has the accuracy. Medians over all runs; one that never got there
-    counts as endless, and a median that is endless is None."""
+class CostToAccuracy:
+    """Cost until the first evaluation at which the policy reaches an accuracy, as medians over all runs.
+
+    A run that never reaches it counts as infinite; an infinite median is None.
+    """
 
     reached: int  # runs
     of: int
@@ -65,22 +67,24 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmRow:
-    """One arm. Accuracies at the budget are those of the last evaluation within it."""
+    """The results of one arm. Accuracies at the budget are those of the last evaluation within it."""
 
     arm: str
     seeds: tuple[int, ...]
-    before: Spread
-    after: Spread
-    rollout_model_after: Spread | None  # None where the policy writes for itself
-    spent: Spread  # of the budget, by the evaluation that counts
+    before: SeedSpread
+    after: SeedSpread
+    rollout_model_after: SeedSpread | None  # None where the policy writes for itself
+    spent: SeedSpread  # of the budget, by the evaluation that counts
     difference: Difference | None  # None for the baseline, or without a seed in common
-    cost: Cost
+    cost: CostToAccuracy
     collapsed: tuple[str, ...]  # a sentence for each seed that has
     short: int  # runs that ended before the budget without having collapsed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
+    """Arms compared at one budget and one accuracy."""
+
     unit: Unit
     budget: float
     baseline: str
@@ -95,7 +99,7 @@ def compare(
     accuracy: float | None = None,
     baseline: str | None = None,
 ) -> Comparison:
-    """Lay arms side by side.
+    """Compare arms at equal budget.
 
     Args:
         runs: at least one; arms keep the order in which they come.
@@ -126,7 +130,7 @@ def compare(
 
 
 def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None:
-    """Every run must have been evaluated within the budget, or its accuracy there would be that of the start."""
+    """Refuse a budget within which some run has no evaluation but that of the start."""
     at, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
     if budget < at:
         raise ConfigError(
@@ -135,13 +139,13 @@ def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None
         )
 
 
-def spent_on(point: Point, unit: str) -> float:
-    """How much of it had been spent at an evaluation."""
+def spent_on(point: EvaluationPoint, unit: str) -> float:
+    """Return how much of a unit had been spent at an evaluation."""
     return getattr(point, unit)
 
 
-def _at(run: RunSummary, unit: Unit, budget: float) -> Point:
-    """The last evaluation within the budget, up to rounding."""
+def _at(run: RunSummary, unit: Unit, budget: float) -> EvaluationPoint:
+    """Return the last evaluation within the budget, up to rounding."""
     return [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + 1e-9)][-1]
 
 
@@ -152,42 +156,42 @@ def _row(
     at = {run.seed: _at(run, unit, budget) for run in runs}
     pairs = [at[seed].policy_accuracy - base[seed] for seed in at if seed in base] if base is not None else []
     difference = (
-        Difference(spread=Spread(values=tuple(pairs)), higher=sum(pair > 0 for pair in pairs)) if pairs else None
+        Difference(spread=SeedSpread(values=tuple(pairs)), higher=sum(pair > 0 for pair in pairs)) if pairs else None
     )
     writers = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
     return ArmRow(
         arm=arm,
         seeds=tuple(at),
-        before=Spread(values=tuple(run.points[0].policy_accuracy for run in runs)),
-        after=Spread(values=tuple(point.policy_accuracy for point in at.values())),
-        rollout_model_after=Spread(values=tuple(writers)) if writers else None,
-        spent=Spread(values=tuple(spent_on(point, unit) for point in at.values())),
+        before=SeedSpread(values=tuple(run.points[0].policy_accuracy for run in runs)),
+        after=SeedSpread(values=tuple(point.policy_accuracy for point in at.values())),
+        rollout_model_after=SeedSpread(values=tuple(writers)) if writers else None,
+        spent=SeedSpread(values=tuple(spent_on(point, unit) for point in at.values())),
         difference=difference,
         cost=_cost(runs, accuracy),
-        collapsed=tuple(_obituary(run) for run in runs if run.collapse),
+        collapsed=tuple(_collapse_sentence(run) for run in runs if run.collapse),
         short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
     )
 
 
 def _is_short(run: RunSummary, unit: Unit, budget: float) -> bool:
-    """Whether another iteration of the usual size would still have been within the budget."""
+    """Return whether another iteration of the usual size would still have been within the budget."""
     spent, iterations = spent_on(run.last, unit), max(1, run.last.iteration)
     return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + 1e-9)
 
 
-def _obituary(run: RunSummary) -> str:
+def _collapse_sentence(run: RunSummary) -> str:
     sign = f"; first sign: {run.collapse.first_sign}" if run.collapse.first_sign else ""
     return f"seed {run.seed}: {run.collapse.why}{sign}"
 
 
-def _cost(runs: Sequence[RunSummary], accuracy: float) -> Cost:
+def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
     there = [_first_at(run, accuracy) for run in runs]
 
     def middle(name: str) -> float | None:
         value = statistics.median(getattr(point, name) if point else math.inf for point in there)
         return value if math.isfinite(value) else None
 
-    return Cost(
+    return CostToAccuracy(
         reached=sum(point is not None for point in there),
         of=len(runs),
         flops=middle("flops"),
@@ -197,5 +201,5 @@ def _cost(runs: Sequence[RunSummary], accuracy: float) -> Cost:
     )
 
 
-def _first_at(run: RunSummary, accuracy: float) -> Point | None:
+def _first_at(run: RunSummary, accuracy: float) -> EvaluationPoint | None:
     return next((point for point in run.points if point.policy_accuracy >= accuracy), None)

@@ -1,4 +1,4 @@
-"""A run in a few numbers: what it had spent and what its models could do at every evaluation."""
+"""Summarizes a run: what it had spent and how accurate its models were at every evaluation."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ PHASES = ("rollout", "score", "train", "sync")  # what training takes; evaluatio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One evaluation, and what had been spent until then. Means are over the iterations since the one before it."""
+class EvaluationPoint:
+    """One evaluation and what had been spent until then; means are over the iterations since the evaluation before."""
 
     iteration: int
     sequences: float  # written, what was left out too
@@ -34,11 +34,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One seed of one arm."""
+    """The summary of one seed of one arm."""
 
     arm: str
     seed: int
-    points: tuple[Point, ...]  # at least one
+    points: tuple[EvaluationPoint, ...]  # at least one
     iterations: int  # that the run was to have
     problems: int  # in each evaluation
     collapse: Collapse | None
@@ -46,12 +46,12 @@ class RunSummary:
     environment: dict[str, Any]
 
     @property
-    def last(self) -> Point:
+    def last(self) -> EvaluationPoint:
         return self.points[-1]
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come: finished, or collapsed."""
+        """Whether the run has finished or collapsed."""
         return self.collapse is not None or self.last.iteration >= self.iterations
 
     def to_json(self) -> str:
@@ -60,13 +60,13 @@ class RunSummary:
     @classmethod
     def from_json(cls, text: str) -> "RunSummary":
         fields = json.loads(text)
-        fields["points"] = tuple(Point(**point) for point in fields["points"])
+        fields["points"] = tuple(EvaluationPoint(**point) for point in fields["points"])
         fields["collapse"] = Collapse(**fields["collapse"]) if fields["collapse"] else None
         return cls(**fields)
 
 
 def summarize(run: Path, arm: str) -> RunSummary:
-    """The summary of a run folder, finished or not.
+    """Summarize a run folder, finished or not.
 
     Raises:
         CheckpointError: no run there, one without an evaluation yet, or one whose costs are not known.
@@ -90,7 +90,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
 
 
 def check_counted(run: Path, lines: Lines) -> None:
-    """Refuse a run whose costs nobody counted.
+    """Refuse a run whose metrics lack its costs.
 
     Raises:
         CheckpointError: it was begun by a version that did not.
@@ -102,8 +102,8 @@ def check_counted(run: Path, lines: Lines) -> None:
         )
 
 
-def points_of(lines: Lines, config: Config) -> Iterable[Point]:
-    """One point for every evaluation."""
+def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
+    """Yield one point for every evaluation."""
     spent = dict.fromkeys(("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds"), 0.0)
     since: list[Mapping[str, Any]] = []
     for line in lines:
@@ -111,7 +111,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[Point]:
             spent[name] += value
         since.append(line)
         if line.get("eval/policy_accuracy") is not None:
-            yield Point(
+            yield EvaluationPoint(
                 iteration=line["iteration"],
                 **spent,
                 policy_accuracy=line["eval/policy_accuracy"],
@@ -123,7 +123,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[Point]:
 
 
 def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
-    """In one iteration. Line 0 is an evaluation alone."""
+    """Return what one iteration spent; line 0 is an evaluation alone and spent nothing."""
     if line["iteration"] == 0:
         return {}
     return {

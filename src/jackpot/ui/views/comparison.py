@@ -3,8 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jackpot.analysis.compare.comparison import UNITS, ArmRow, Comparison, Cost, Difference, Spread, spent_on
-from jackpot.analysis.compare.summary import Point, RunSummary
+from jackpot.analysis.compare.comparison import (
+    UNITS,
+    ArmRow,
+    Comparison,
+    CostToAccuracy,
+    Difference,
+    SeedSpread,
+    spent_on,
+)
+from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 
@@ -62,13 +70,13 @@ def _troubles(row: ArmRow) -> list[str]:
     return [f"collapsed, {sentence}" for sentence in row.collapsed] + ([short] if row.short else [])
 
 
-def cost_cells(cost: Cost) -> tuple[str, ...]:
+def cost_cells(cost: CostToAccuracy) -> tuple[str, ...]:
     """Format how many runs reached the accuracy, and the median costs."""
     numbers = (cost.flops, cost.training_flops, cost.cpu_seconds, cost.seconds)
     return (f"{cost.reached} of {cost.of}", *("-" if number is None else amount(number) for number in numbers))
 
 
-def percent(spread: Spread) -> str:
+def percent(spread: SeedSpread) -> str:
     """Format a mean and its standard deviation in percent: `73.2 ± 1.1`."""
     deviation = f" ± {100 * spread.deviation:.1f}" if spread.deviation is not None else ""
     return f"{100 * spread.mean:.1f}{deviation}"
@@ -96,7 +104,7 @@ class _View:
 
     title: str
     label: str
-    value: Callable[[Point], float | None]
+    value: Callable[[EvaluationPoint], float | None]
     note: str = ""
 
 
@@ -161,7 +169,7 @@ def _spent(run: RunSummary, iterations: Sequence[int], spent: str) -> list[float
     return [own.get(iteration) for iteration in iterations]
 
 
-def _at(run: RunSummary, iteration: int) -> Point | None:
+def _at(run: RunSummary, iteration: int) -> EvaluationPoint | None:
     """Return the evaluation at an iteration; for a collapsed run its last one, since it does not recover."""
     here = [point for point in run.points if point.iteration <= iteration]
     exact = here and here[-1].iteration == iteration
