@@ -24,7 +24,7 @@ STEPS = (  # what one change is worth: the arm with it, the arm without it
     ("tis", "none", "weights, at most 3"),
     ("tis_new", "tis", "target new in place of old, and no clip"),
     ("expected", "tis_new", "weights times Z"),
-    ("obrs", "expected", "the coin in place of its expectation"),
+    ("obrs", "expected", "the Bernoulli mask in place of its expectation"),
     ("obrs", "tis", "all of OBRS against TIS"),
     ("obrs", "none", "all of OBRS"),
     ("obrs_clip", "obrs", "the clip of PPO on top"),
@@ -108,7 +108,7 @@ class Pair:
 
 
 def models_table(reported: Sequence[RunSummary]) -> str:
-    """Size, cost, and how far from the policy: over the first ten iterations of `obrs`, before which nobody looked."""
+    """Size, cost, and how far from the policy: over the first ten iterations of `obrs`, which no decision was based on."""
     rows = []
     for name, spec in STUDY_MODELS.items():
         cost = forward_cost(make_meta_model(spec)).per_token
