@@ -108,7 +108,7 @@ class Pair:
 
 
 def models_table(reported: Sequence[RunSummary]) -> str:
-    """Size, cost, and how far from the policy: over the first ten iterations of `obrs`, which no decision was based on."""
+    """Return size, cost and distance from the policy of each rollout model, over the first ten iterations of `obrs`."""
     rows = []
     for name, spec in STUDY_MODELS.items():
         cost = forward_cost(make_meta_model(spec)).per_token
