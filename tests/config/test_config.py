@@ -348,6 +348,14 @@ def test_a_correction_by_name_has_that_corrections_defaults():
     assert build({"rollout_model.correction": {"cap": 2.0}}).rollout_model.correction.name == "tis"
 
 
+def test_two_engines_never_share_a_server():
+    server = {"engine": {"name": "vllm_server", "urls": ["http://a:8000", "http://b:8000"], "weights_folder": "/w"}}
+    assert "http://b:8000 is a server of both" in message(server, {"evaluation.engine.urls": ["http://b:8000/"]})
+    for inherited in ({"max_num_seqs": 4}, {}):  # says nothing of urls, so it has those of engine
+        assert "http://a:8000, http://b:8000 is a server of both" in message(server, {"evaluation.engine": inherited})
+    assert build(server, {"evaluation.engine.urls": ["http://c:8000"]}).evaluation.engine.urls == ("http://c:8000",)
+
+
 def test_a_task_by_name_has_that_tasks_settings():
     assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
     assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()

@@ -362,6 +362,11 @@ class Config(Strict):
                 "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
                 "evaluated with; set evaluation.engine=transformers, or to vllm_server with the urls of other servers"
             )
+        if shared := _urls(self.engine) & _urls(self.evaluation.engine):
+            raise ValueError(
+                f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
+                f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
+            )
         if overlong and overlong.len > self.sampling.max_new_tokens:
             raise ValueError(
                 f"objective.overlong_buffer.len is {overlong.len}, more than sampling.max_new_tokens "
@@ -400,3 +405,8 @@ class Config(Strict):
                 f"{self.batch.steps_per_iteration} optimizer steps per iteration they have moved on when target 'new' "
                 f"needs them; use target: old, normalizer: topk, or rollout_model.update: iteration"
             )
+
+
+def _urls(engine: EngineConfig | None) -> set[str]:
+    """Return the addresses of an engine's servers; none for an engine without servers."""
+    return {url.rstrip("/") for url in engine.urls} if isinstance(engine, VLLMServerEngineConfig) else set()
