@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import jackpot
@@ -19,6 +20,7 @@ TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "
 LIGHT = {"core", "objectives"}  # need torch and pydantic only, as `import jackpot` does
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Dotted name and syntax tree of every module but the package's own __init__, which imports names when asked."""
     trees = {}
@@ -27,9 +29,6 @@ def modules() -> dict[str, ast.Module]:
         name = ".".join(part for part in parts if part != "__init__")
         trees[name or "__init__"] = ast.parse(path.read_text(), filename=str(path))
     return trees
-
-
-MODULES = modules()
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -60,7 +59,7 @@ def test_the_package_has_the_folders_of_the_order_and_nothing_else():
 
 def test_each_folder_imports_only_those_before_it():
     wrong = {}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         own = name.split(".")[0]
         if own in ("__init__", "__main__"):
             continue
@@ -71,10 +70,10 @@ def test_each_folder_imports_only_those_before_it():
 
 
 def test_no_two_files_import_each_other_in_a_circle():
-    names = {name: {f"jackpot.{name}"} for name in MODULES}
+    names = {name: {f"jackpot.{name}"} for name in modules()}
     arrows = {
-        name: {other for other in MODULES if other != name and names[other] & imports(tree)}
-        for name, tree in MODULES.items()
+        name: {other for other in modules() if other != name and names[other] & imports(tree)}
+        for name, tree in modules().items()
         if name not in ("__init__", "__main__")
     }
     while leaves := [name for name, others in arrows.items() if not others & arrows.keys()]:
@@ -85,7 +84,7 @@ def test_no_two_files_import_each_other_in_a_circle():
 
 def test_objectives_are_pure():
     """Torch and the standard library; no files, no clocks, no random generators; core and config only."""
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if name.split(".")[0] == "objectives":
             roots = {module.split(".")[0] for module in imports(tree)}
             assert roots <= {"torch", "jackpot", *sys.stdlib_module_names}, name
@@ -96,7 +95,7 @@ def test_objectives_are_pure():
 def test_no_module_imports_the_package_inside_a_function():
     found = [
         f"{name}:{node.lineno}"
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
@@ -108,7 +107,7 @@ def test_no_module_imports_the_package_inside_a_function():
 def test_heavy_packages_are_imported_in_one_file_each():
     for package in sorted(HEAVY):
         users = [
-            name for name, tree in MODULES.items() if any(module.split(".")[0] == package for module in imports(tree))
+            name for name, tree in modules().items() if any(module.split(".")[0] == package for module in imports(tree))
         ]
         assert len(users) <= 1, f"{package} is imported by {users}"
 
@@ -128,7 +127,7 @@ def test_no_file_outgrows_six_hundred_lines():
 
 
 def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
-    light = [name for name in MODULES if name.split(".")[0] in LIGHT]
+    light = [name for name in modules() if name.split(".")[0] in LIGHT]
     assert "objectives.obrs" in light and "objectives.joint" in light
     done = run(without(TRAIN | HEAVY) + "import jackpot\n" + "\n".join(f"import jackpot.{name}" for name in light))
     assert done.returncode == 0, done.stderr

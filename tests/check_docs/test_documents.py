@@ -1,11 +1,15 @@
-"""The pages are whole: their links lead somewhere, and the page of metrics explains every metric that a run writes."""
+"""The pages are whole: their links lead somewhere, and they name every metric, rule and format that the code has."""
 
+import math
 import re
+from fnmatch import fnmatch
 
 import pytest
 
 from helpers.paths import ROOT
 from helpers.runs import run, small_config
+from jackpot.analysis.diagnose.rules import RULES
+from jackpot.analysis.replay.formats import FORMATS
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
@@ -35,3 +39,34 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     written = {ENDINGS.sub("", name) for name in from_run}
     elsewhere = ("seconds/", "cpu_seconds/", "eval/", "checkpoint/", "events/")
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()
+
+
+def limits_on_the_page() -> dict[str, str]:
+    """The limits that docs/metrics.md gives, by the pattern of a metric's name."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    found, above = {}, ""
+    for row in rows:
+        above = above if row[-1] == "as above" else row[-1]
+        found |= dict.fromkeys(re.findall(r"`([\w/.*]+)`", row[0]), above)
+    return found
+
+
+def test_the_metrics_page_has_every_rule_of_diagnose_and_its_limit():
+    page = limits_on_the_page()
+    for rule in RULES:
+        cells = [cell for name, cell in page.items() if fnmatch(rule.metric, name)]
+        assert cells, f"{rule.metric} does not stand in docs/metrics.md"
+        for side, limit in (("below", rule.low), ("above", rule.high)):
+            if isinstance(limit, float) and math.isfinite(limit):
+                limited = rf"{side} {re.escape(f'{limit:g}')}(?![\d.])"
+                assert any(re.search(limited, cell) for cell in cells), f"{rule.name}: {cells}"
+
+
+def test_the_replay_page_has_every_format():
+    page = (ROOT / "docs" / "replay.md").read_text()
+    for name, found in FORMATS.items():
+        assert f"`{name}`" in page, name
+        code = "\n".join(line for line in found.how.splitlines() if line.startswith("    "))
+        # the code to add is the same, however its lines are broken
+        assert " ".join(re.findall(r"\w+", code)) in " ".join(re.findall(r"\w+", page)), name

@@ -1,6 +1,8 @@
 """Small real runs for tests: the quickstart's models and task, few sequences."""
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -63,6 +65,42 @@ def run_and_copy(config: Config, folder: Path, copy: Path, after: int) -> None:
         trainer.train()
 
 
+class FinishedRuns:
+    """Trains each small run that tests only read once, for all tests and all processes of the session.
+
+    Args:
+        home: the folder of the runs; processes that name the same one share them.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        home.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, *overrides: str, arm: str | None = None, kill_after: int | None = None) -> Path:
+        """Return the folder of `run(small_config(*overrides, arm=arm), folder, kill_after)`. Nothing may change it."""
+        config = small_config(*overrides, arm=arm)
+        name = hashlib.sha256(f"{config.model_dump_json()} {kill_after}".encode()).hexdigest()[:16]
+        folder = self._home / name
+        with (self._home / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process trains it: wait
+            if not folder.exists():
+                unfinished = self._home / f"{name}.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                run(config, unfinished, kill_after)
+                unfinished.rename(folder)
+        return folder
+
+    def copy(self, folder: Path, *overrides: str, arm: str | None = None, kill_after: int | None = None) -> Path:
+        """Copy such a run to `folder`, for a test that changes or continues it."""
+        source = self(*overrides, arm=arm, kill_after=kill_after)
+        return shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def weights(folder: Path, role: str) -> dict[str, Any]:
     """The tensors of the newest checkpoint."""
     return load_file(folder / "checkpoints" / "last" / role / "model.safetensors")
@@ -70,14 +108,13 @@ def weights(folder: Path, role: str) -> dict[str, Any]:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock says."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {
             key: value
             for key, value in line.items()
             if key != "time" and not key.startswith(("seconds/", "cpu_seconds/", "speed/"))
         }
-        for line in lines
+        for line in read_lines(folder)
     ]
 
 

@@ -1,11 +1,9 @@
 """The floating-point operations that a run writes down, against its saved rollouts."""
 
-from pathlib import Path
-
 import pyarrow.parquet as pq
 import pytest
 
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, read_lines
 from jackpot.models.cost import forward_cost
 from jackpot.models.load import load_meta_model
 
@@ -24,9 +22,10 @@ CASES = [  # overrides, who writes, how often each model is gone through in trai
 
 
 @pytest.mark.parametrize(("overrides", "arm", "writer", "passes", "epochs"), CASES)
-def test_flops_are_those_of_what_was_written_and_trained_on(overrides, arm, writer, passes, epochs, tmp_path: Path):
-    line = run(small_config("iterations=1", *overrides, arm=arm), tmp_path)[1]
-    rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
+def test_flops_are_those_of_what_was_written_and_trained_on(overrides, arm, writer, passes, epochs, finished_run):
+    folder = finished_run("iterations=2", *overrides, arm=arm)
+    line = read_lines(folder)[1]
+    rows = pq.read_table(folder / "rollouts" / "iteration-000001.parquet").to_pylist()
     lengths = [len(row["prompt_ids"]) + len(row["token_ids"]) - 1 for row in rows]  # nothing reads the last token
     cost = {
         role: sum(one.per_token * n + one.per_pair * n * (n + 1) / 2 for n in lengths) for role, one in COST.items()
@@ -36,8 +35,8 @@ def test_flops_are_those_of_what_was_written_and_trained_on(overrides, arm, writ
     assert line["flops/train"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_processor_seconds_stand_beside_those_of_the_clock(tmp_path: Path) -> None:
-    line = run(small_config("iterations=1"), tmp_path)[1]
+def test_processor_seconds_stand_beside_those_of_the_clock(finished_run: FinishedRuns) -> None:
+    line = read_lines(finished_run())[2]
     phases = {name.split("/")[1] for name in line if name.startswith("cpu_seconds/")}
     assert phases >= {"rollout", "score", "train", "sync", "evaluate"}
     for phase in phases:

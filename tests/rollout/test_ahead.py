@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.engines.threaded import ThreadedEngine
-from helpers.runs import metrics, run, run_and_copy, small_config, weights
+from helpers.runs import FinishedRuns, metrics, run, small_config, weights
 from jackpot.launch import local
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import launch
@@ -38,11 +38,9 @@ def prompts(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def whole(finished_run: FinishedRuns) -> tuple[Path, Path]:
     """A run with the text of the iteration before, and its folder as a kill after iteration 3 leaves it."""
-    home = tmp_path_factory.mktemp("ahead")
-    run_and_copy(small_config(*AHEAD), home / "whole", home / "killed", after=3)
-    return home / "whole", home / "killed"
+    return finished_run(*AHEAD), finished_run(*AHEAD, kill_after=3)
 
 
 @pytest.mark.parametrize("overrides", [(), ("batch.mini_batch_size=8",), ("rollout_model.update=iteration",)])

@@ -17,7 +17,7 @@ import torch
 
 from helpers.disks import largest_file
 from helpers.engines.reference import save_tiny_model
-from helpers.runs import Killed, run, small_config
+from helpers.runs import FinishedRuns, Killed, run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.answers import AnswerFile
 from jackpot.analysis.evaluate.run import EvaluationProgress, Result, evaluate_model, evaluation_config
@@ -262,10 +262,9 @@ def test_of_a_run_the_best_policy_is_taken_and_its_own_settings(tmp_path: Path, 
         evaluate_model(config, tmp_path / "out", lambda progress: None)
 
 
-def test_a_run_without_a_checkpoint_says_when_there_is_one(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=0)
+def test_a_run_without_a_checkpoint_says_when_there_is_one(finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
-        resolve_model_path(str(tmp_path))
+        resolve_model_path(str(finished_run(kill_after=0)))
 
 
 def test_bad_input_says_what_there_is() -> None:

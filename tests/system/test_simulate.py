@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from helpers.runs import SMALL, run, small_config
+from helpers.runs import SMALL, FinishedRuns
 from jackpot.analysis.simulate import run as simulation
 from jackpot.ui import cli
 from jackpot.ui.results import write_results
@@ -100,9 +100,9 @@ def test_so_few_states_that_no_curve_can_be_drawn_leave_empty_charts(tmp_path: P
     assert found["candidates"][0]["states"] == 1 and found["views"]["curves"][0]["points"] == []
 
 
-def test_a_run_is_shown_over_training(tmp_path: Path, monkeypatch) -> None:
+def test_a_run_is_shown_over_training(finished_run: FinishedRuns, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(small_config("checkpoint.keep=9"), Path("trained"))
+    finished_run.copy(Path("trained"))
     printed = simulate("--run", "trained", "--prompts", "4")
     assert_pictures(tmp_path / "trained" / "simulate", *PICTURES, "training")
     found = numbers(tmp_path / "trained" / "simulate")["training"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.runs import assert_same_run, run, small_config
+from helpers.runs import FinishedRuns, assert_same_run, read_lines, run, small_config
 from jackpot.analysis.compare.arms import differing_arms
 from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
@@ -22,9 +22,9 @@ def saved(folder: Path, iteration: int, of: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    folder = tmp_path_factory.mktemp("trained")
-    return folder, run(small_config("iterations=2", "evaluation.k=3", *SETS), folder)
+def trained(finished_run: FinishedRuns) -> tuple[Path, list[dict]]:
+    folder = finished_run("iterations=2", "evaluation.k=3", *SETS)
+    return folder, read_lines(folder)
 
 
 def test_the_metrics_are_those_of_the_saved_answers(trained) -> None:

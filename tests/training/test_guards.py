@@ -268,8 +268,8 @@ def test_a_run_whose_engine_reports_raw_log_probs_stops_before_it_trains(tmp_pat
     assert metrics(tmp_path / "unchecked")[-1]["iteration"] == 1
 
 
-def test_a_run_writes_down_what_the_checks_before_and_after_the_first_update_found(tmp_path):
-    run(small_config(), tmp_path, kill_after=3)  # the checkpoint is that of iteration 2
+def test_a_run_writes_down_what_the_checks_before_and_after_the_first_update_found(finished_run, tmp_path):
+    finished_run.copy(tmp_path, kill_after=3)  # the checkpoint is that of iteration 2
     found = [event for event in events(tmp_path) if event["event"] == "engine_check"]
     assert [event["iteration"] for event in found] == [1, 2]
     assert all(event["tokens"] > 50 and event["mean_gap"] < 1e-4 for event in found)

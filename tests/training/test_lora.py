@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers.engines.reference import rollout_of
 from helpers.learners import sampled_log_probs
-from helpers.runs import metrics, run, small_config, weights
+from helpers.runs import FinishedRuns, metrics, run, small_config, weights
 from jackpot.analysis.plan.sizes import model_sizes
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, EngineError
@@ -145,10 +145,10 @@ def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
         launch(config, tmp_path / "run", lambda line: None)
 
 
-def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(tmp_path: Path) -> None:
-    run(small_config(*POLICY), tmp_path / "first")
-    start = tmp_path / "first" / "checkpoints" / "last" / "policy"
+def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(finished_run: FinishedRuns) -> None:
+    first = finished_run("iterations=2", *POLICY)
+    start = first / "checkpoints" / "last" / "policy"
     config = small_config(*POLICY, f"policy.path={start}")
     parts = make_components(config, None, None)
-    merged = weights(tmp_path / "first", "policy")
+    merged = weights(first, "policy")
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))

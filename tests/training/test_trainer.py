@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.runs import metrics, run, small_config
+from helpers.runs import FinishedRuns, metrics, run, small_config
 from jackpot.config.recipes import load_recipe
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
@@ -48,17 +48,14 @@ REQUIRED = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(finished_run: FinishedRuns) -> Path:
     """A run without any setting of its own."""
-    folder = tmp_path_factory.mktemp("run")
-    run(small_config(), folder)
-    return folder
+    return finished_run()
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_of_the_quickstart_runs(arm: str, tmp_path: Path) -> None:
-    run(small_config("iterations=2", arm=arm), tmp_path)
-    lines = metrics(tmp_path)
+def test_every_arm_of_the_quickstart_runs(arm: str, finished_run: FinishedRuns) -> None:
+    lines = metrics(finished_run("iterations=2", arm=arm))
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     assert all(line["eval/policy_accuracy"] is not None for line in (lines[0], lines[2]))
     assert all(math.isfinite(line["policy/grad_norm"]) for line in lines[1:])
@@ -127,10 +124,9 @@ def test_a_task_with_a_tool_trains_on_the_tokens_that_the_model_sampled(tmp_path
             assert all(value == 0 for value, own in zip(row[name], row["sampled_mask"], strict=True) if not own), name
 
 
-def test_a_checkpoint_loads_with_plain_transformers(tmp_path: Path) -> None:
-    run(small_config("iterations=1"), tmp_path)
+def test_a_checkpoint_loads_with_plain_transformers(finished: Path) -> None:
     for role in ("policy", "rollout_model"):
-        folder = tmp_path / "checkpoints" / "last" / role
+        folder = finished / "checkpoints" / "last" / role
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
 from jackpot.core.errors import CheckpointError
 
@@ -70,17 +70,17 @@ def test_a_real_run_is_summed_up_and_survives_as_text(tmp_path: Path) -> None:
     assert json.loads(found.to_json())["points"][0]["iteration"] == 0
 
 
-def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_an_evaluation_is_refused(finished_run: FinishedRuns, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a run folder"):
         summarize(tmp_path, "obrs")
-    run(small_config("iterations=1"), tmp_path / "run")
+    finished_run.copy(tmp_path / "run", "iterations=2")
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(CheckpointError, match="no evaluation yet"):
         summarize(tmp_path / "run", "obrs")
 
 
-def test_a_run_whose_cost_is_not_known_is_refused(tmp_path: Path) -> None:
-    run(small_config("iterations=1"), tmp_path)
+def test_a_run_whose_cost_is_not_known_is_refused(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, "iterations=2")
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text().replace('"flops/rollout"', '"flops/other"'))
     with pytest.raises(CheckpointError, match="did not write flops/rollout"):

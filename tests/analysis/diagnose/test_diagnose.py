@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from helpers.paths import ROOT
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.diagnose.diagnose import diagnose
-from jackpot.analysis.diagnose.limits import Rule
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
 from jackpot.config.run import Config, FilterGroupsConfig, Sampling
@@ -22,7 +19,6 @@ from jackpot.core.errors import CheckpointError
 from jackpot.ui import cli
 
 ITERATIONS, BROKEN_FROM = 100, 60
-DOCS = (ROOT / "docs" / "metrics.md").read_text()
 GROUPS = ["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
 HEALTHY = {
     "checkpoint/failed": 0,
@@ -261,25 +257,6 @@ def test_rules_that_do_not_apply_stay_silent(config: Config) -> None:
     assert diagnose(early, [], config).verdict == "healthy"
 
 
-def unhealthy_column() -> dict[str, str]:
-    """What docs/metrics.md calls unhealthy, by the pattern of a metric's name."""
-    rows = [line.strip("| ").split(" | ") for line in DOCS.splitlines() if line.startswith("| `")]
-    found, above = {}, ""
-    for row in rows:
-        above = above if row[-1] == "as above" else row[-1]
-        found |= dict.fromkeys(re.findall(r"`([\w/.*]+)`", row[0]), above)
-    return found
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_the_manual_has_every_rule_and_its_limit(rule: Rule) -> None:
-    cells = [cell for name, cell in unhealthy_column().items() if fnmatch(rule.metric, name)]
-    assert cells, f"{rule.metric} does not stand in docs/metrics.md"
-    for side, limit in (("below", rule.low), ("above", rule.high)):
-        if isinstance(limit, float) and math.isfinite(limit):
-            assert any(re.search(rf"{side} {re.escape(f'{limit:g}')}(?![\d.])", cell) for cell in cells), cells
-
-
 def test_what_to_try_are_settings_that_exist() -> None:
     def fields(model: type[BaseModel]) -> set[str]:
         return set(model.model_fields).union(*(fields(child) for child in model.__subclasses__()))
@@ -291,11 +268,9 @@ def test_what_to_try_are_settings_that_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(finished_run: FinishedRuns) -> Path:
     """A small run that is not finished."""
-    path = tmp_path_factory.mktemp("runs") / "run"
-    run(small_config("iterations=8"), path, kill_after=6)
-    return path
+    return finished_run("iterations=8", kill_after=6)
 
 
 def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.learners import batches, make_learner, smallest_model, write
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.mismatch import learner
 from jackpot.analysis.mismatch.learner import learner_model, learner_scores
 from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
@@ -235,7 +235,9 @@ def test_sets_of_problems_take_the_place_of_the_task():
     assert [one.uid.split("/")[1] for one in pair.numbers.each] == ["0"] * 6 + ["1"] * 5
 
 
-def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_training(tmp_path: Path):
+def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_training(
+    finished_run: FinishedRuns, tmp_path: Path
+):
     short = ("iterations=1", "evaluation.problems=2")
     run(small_config(*short, "engine.dtype=bf16", "precision=bf16", "sampling.temperature=0.9"), tmp_path)
     config = mismatch_config(str(tmp_path), [], [[{"dtype": "fp32"}]], [])
@@ -253,9 +255,7 @@ def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_tra
         "rollout_model transformers bf16",
         "policy transformers fp32 autocast bf16",
     )
-    alone = tmp_path / "alone"
-    run(small_config(*short, arm="on_policy"), alone)
-    config = mismatch_config(str(alone), [], [], [])
+    config = mismatch_config(str(finished_run("iterations=2", arm="on_policy")), [], [], [])
     [learner] = config.learners
     assert config.samplers[0].path == learner.path and learner.autocast is None
 

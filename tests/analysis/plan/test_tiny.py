@@ -21,7 +21,6 @@ from jackpot.core.errors import CheckpointError, DataError, ModelError
 from jackpot.models.load import load_config, load_tokenizer
 from jackpot.rollout.tasks.data import DATA_FOLDER
 
-ARMS = [(recipe, arm) for recipe in recipe_names() for arm in load_recipe(recipe)["arms"]]
 MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
     "objective.overlong_buffer.len",
@@ -68,9 +67,13 @@ def own(**settings: object) -> Config:
 ENGINES = ("engine.", "evaluation.engine.")  # another engine has other settings
 
 
-@pytest.mark.parametrize(("recipe", "arm"), ARMS)
-def test_of_every_arm_only_the_size_changes(recipe: str, arm: str) -> None:
-    config = resolve(recipe, arm, [])
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_of_every_arm_only_the_size_changes(recipe: str) -> None:
+    for arm in load_recipe(recipe)["arms"]:
+        assert_only_the_size_changes(resolve(recipe, arm, []))
+
+
+def assert_only_the_size_changes(config: Config) -> None:
     result = small(config)
     before, after = flat(config.model_dump()), flat(result.model_dump())
     changed = {key for key in before if before[key] != after.get(key) and not key.startswith(ENGINES)}

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.simulate import candidates
 from jackpot.analysis.simulate.candidates import PairBench, advice, pair_states
 from jackpot.analysis.simulate.run import simulate_candidates, simulate_run
@@ -182,13 +182,15 @@ def test_a_run_is_measured_at_its_start_and_at_every_checkpoint_that_is_whole(tm
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 4  # nothing was set aside
 
 
-def test_a_run_with_corrupt_checkpoints_only_and_one_without_a_rollout_model_are_refused(tmp_path: Path) -> None:
-    run(small_config("iterations=1", "checkpoint.keep=1"), tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step-1" / "state.pt").write_bytes(b"")
+def test_a_run_with_corrupt_checkpoints_only_and_one_without_a_rollout_model_are_refused(
+    finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    finished_run.copy(tmp_path / "run", "iterations=2")
+    (tmp_path / "run" / "checkpoints" / "step-2" / "state.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint that can be used \(1 are corrupt"):
         simulate_run(tmp_path / "run", prompts=2, seed=0)
-    run(small_config("iterations=1", arm="on_policy"), tmp_path / "alone")
+    alone = finished_run("iterations=2", arm="on_policy")
     with pytest.raises(ConfigError, match="generates its own rollouts"):
-        simulate_run(tmp_path / "alone", prompts=2, seed=0)
+        simulate_run(alone, prompts=2, seed=0)
     with pytest.raises(CheckpointError, match="not a run folder"):
         simulate_run(tmp_path, prompts=2, seed=0)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"helpers.engines.{name}" for name in ("conformance", "joint_run", "reference")))
-
-from helpers.engines.conformance import OLD  # noqa: E402
-from helpers.engines.reference import Reference, save_tiny_model  # noqa: E402
-from jackpot.rollout.engines.base import Engine  # noqa: E402
+from helpers.engines.conformance import OLD
+from helpers.engines.reference import Reference, save_tiny_model
+from jackpot.rollout.engines.base import Engine
 
 
 @pytest.fixture(scope="session")

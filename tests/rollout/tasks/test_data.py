@@ -360,3 +360,10 @@ def test_without_the_package_datasets_only_the_hub_is_out_of_reach(tmp_path, mon
     assert len(rows(write(tmp_path / "a.jsonl", [problem(1)]))) == 1
     with pytest.raises(DataError, match="needs the package datasets"):
         rows("hub:owner/name")
+
+
+def test_a_benchmark_can_be_asked_for_in_either_role():
+    """One with a single part, such as AIME, is that part for training too."""
+    for name in BENCHMARKS:
+        for split in ("train", "test"):
+            assert find_source(DataConfig(source=name), split).name == name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import assert_same_run, metrics, run, small_config
+from helpers.runs import FinishedRuns, assert_same_run, metrics, run, small_config
 from jackpot.analysis.evaluate.sample import sample_answers
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.local import launch
@@ -35,16 +35,16 @@ DAMAGE = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    run(small_config("checkpoint.every=1"), folder)
-    return folder
+def whole(finished_run: FinishedRuns) -> Path:
+    return finished_run("checkpoint.every=1")
 
 
 @pytest.mark.parametrize("file", DAMAGE)
-def test_a_corrupt_checkpoint_is_named_set_aside_and_the_one_before_continues(file, whole, tmp_path, caplog) -> None:
+def test_a_corrupt_checkpoint_is_named_set_aside_and_the_one_before_continues(
+    file: str, whole: Path, finished_run: FinishedRuns, tmp_path: Path, caplog
+) -> None:
     config = small_config("checkpoint.every=1")
-    run(config, tmp_path, kill_after=3)
+    finished_run.copy(tmp_path, "checkpoint.every=1", kill_after=3)
     checkpoints = tmp_path / "checkpoints"
     DAMAGE[file](checkpoints / "step-3" / file)
     damaged = {path: path.read_bytes() for path in (checkpoints / "step-3").rglob("*") if path.is_file()}
@@ -74,9 +74,11 @@ def test_links_lead_to_what_is_left_when_the_best_is_the_corrupt_one(tmp_path: P
 
 
 @pytest.mark.parametrize("file", DAMAGE)
-def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(file: str, tmp_path: Path) -> None:
+def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(
+    file: str, finished_run: FinishedRuns, tmp_path: Path
+) -> None:
     config = small_config("checkpoint.every=1")
-    run(config, tmp_path, kill_after=3)
+    finished_run.copy(tmp_path, "checkpoint.every=1", kill_after=3)
     for iteration in (2, 3):
         DAMAGE[file](tmp_path / "checkpoints" / f"step-{iteration}" / file)
     before = metrics(tmp_path)
@@ -86,8 +88,10 @@ def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(file: str, tm
     assert metrics(tmp_path) == before
 
 
-def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(tmp_path: Path, caplog) -> None:
-    run(small_config("checkpoint.every=1"), tmp_path)
+def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(
+    finished_run: FinishedRuns, tmp_path: Path, caplog
+) -> None:
+    finished_run.copy(tmp_path, "checkpoint.every=1")
     [(_, right)] = sample_answers(tmp_path, 1, 0)
     for path in (tmp_path / "checkpoints" / "step-4").rglob("*"):
         if path.is_file() and path.name != "checksums.json":

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from helpers.disks import OVERRIDES, largest_file
 from helpers.paths import TESTS
-from helpers.runs import Killed, metrics, run, small_config, weights
+from helpers.runs import FinishedRuns, Killed, metrics, run, small_config, weights
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.local import launch
@@ -26,11 +26,9 @@ NO_LINE = 500
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(finished_run: FinishedRuns) -> Path:
     """The run of six iterations that always had room."""
-    folder = tmp_path_factory.mktemp("whole")
-    run(small_config(*OVERRIDES), folder)
-    return folder
+    return finished_run(*OVERRIDES)
 
 
 def run_limited(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
+from helpers.runs import FinishedRuns, assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.local import launch
 from jackpot.models.load import starter_path
@@ -59,27 +59,27 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(regime: str, tmp_
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
 
 
-def test_training_moves_both_models_and_counts_their_steps(tmp_path: Path) -> None:
-    run(small_config("checkpoint.every=1", "checkpoint.keep=4"), tmp_path)
+def test_training_moves_both_models_and_counts_their_steps(finished_run: FinishedRuns) -> None:
+    checkpoints = finished_run("checkpoint.every=1", "checkpoint.keep=4") / "checkpoints"
     for role in ("policy", "rollout_model"):
-        steps = [tmp_path / "checkpoints" / f"step-{n}" / role for n in (1, 4)]
+        steps = [checkpoints / f"step-{n}" / role for n in (1, 4)]
         first, last = (step / "model.safetensors" for step in steps)
         assert first.read_bytes() != last.read_bytes()
-    state = load_state(tmp_path / "checkpoints" / "last")
+    state = load_state(checkpoints / "last")
     assert state["version"][1] == 4 and state["version"][0] <= 4
 
 
-def test_a_changed_setting_is_refused_and_named(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=2)
+def test_a_changed_setting_is_refused_and_named(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, kill_after=3)
     before = (tmp_path / "config.yaml").read_text()
     with pytest.raises(CheckpointError, match=r"objective\.correction\.lam: 1\.0 in the folder, 2\.0 now"):
         launch(small_config("objective.correction.lam=2.0"), tmp_path, lambda line: None)
     assert (tmp_path / "config.yaml").read_text() == before
-    assert metrics(tmp_path)[-1]["iteration"] == 2
+    assert metrics(tmp_path)[-1]["iteration"] == 3
 
 
-def test_a_partial_checkpoint_is_never_taken_for_one(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=3)
+def test_a_partial_checkpoint_is_never_taken_for_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, kill_after=3)
     partial = tmp_path / "checkpoints" / "step-3.partial"
     partial.mkdir()
     (partial / "state.pt").write_bytes(b"half a file")
@@ -98,20 +98,19 @@ def test_keep_and_best_links(tmp_path: Path) -> None:
     assert accuracy[int(best.removeprefix("step-"))] == max(accuracy.values())
 
 
-def test_the_run_folder_holds_the_resolved_settings(tmp_path: Path) -> None:
+def test_the_run_folder_holds_the_resolved_settings(finished_run: FinishedRuns) -> None:
     config = small_config()
-    run(config, tmp_path)
-    assert type(config).model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
+    assert type(config).model_validate(yaml.safe_load((finished_run() / "config.yaml").read_text())) == config
 
 
-def test_another_regime_is_refused_with_the_difference_not_with_a_missing_file(tmp_path: Path) -> None:
-    run(small_config("iterations=2", arm="on_policy"), tmp_path)
+def test_another_regime_is_refused_with_the_difference_not_with_a_missing_file(finished_run, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, "iterations=2", arm="on_policy")
     with pytest.raises(CheckpointError, match=r"rollout_model: null in the folder"):
         launch(small_config("iterations=2"), tmp_path, lambda line: None)
 
 
-def test_a_setting_that_came_later_does_not_stop_an_older_run(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=3)
+def test_a_setting_that_came_later_does_not_stop_an_older_run(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, kill_after=3)
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
     del settings["rollouts"]  # as if that block had not existed yet
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -119,8 +118,8 @@ def test_a_setting_that_came_later_does_not_stop_an_older_run(tmp_path: Path) ->
     assert metrics(tmp_path)[-1]["iteration"] == 4
 
 
-def test_a_run_that_has_not_trained_yet_takes_other_settings(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=0)
+def test_a_run_that_has_not_trained_yet_takes_other_settings(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, kill_after=0)
     run(small_config("iterations=2"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 2
 
@@ -133,8 +132,8 @@ def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / f"step-{best}" / "policy" / "model.safetensors").is_file()
 
 
-def test_links_that_a_kill_left_behind_are_mended(tmp_path: Path) -> None:
-    run(small_config(), tmp_path, kill_after=3)
+def test_links_that_a_kill_left_behind_are_mended(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path, kill_after=3)
     links = {name: (tmp_path / "checkpoints" / name).readlink() for name in ("last", "best")}
     for name in links:
         (tmp_path / "checkpoints" / name).unlink()

@@ -7,9 +7,8 @@ import yaml
 
 from helpers.paths import ROOT
 from jackpot.config.build import build_config
-from jackpot.config.tasks import CustomTaskConfig, DataConfig, MathConfig
+from jackpot.config.tasks import CustomTaskConfig, MathConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import find_source
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 REST = {
@@ -34,11 +33,3 @@ def test_the_page_lists_every_benchmark_with_its_sizes_its_place_on_the_hub_and_
         for part in filter(None, (benchmark.train, benchmark.test)):
             assert f"{part.size:,}" in lines[name] and f"`{part.file}`" in lines[name]
         assert f"`{benchmark.hub}`" in lines[name] and (benchmark.subset or "") in lines[name]
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_can_be_asked_for_in_either_role(name, monkeypatch):
-    """One with a single part, such as AIME, is that part for training too."""
-    monkeypatch.delenv("JACKPOT_DATA", raising=False)
-    for split in ("train", "test"):
-        assert find_source(DataConfig(source=name), split).name == name
