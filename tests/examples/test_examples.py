@@ -1,14 +1,13 @@
 """The examples run as their first lines say, on the starter models, for two iterations."""
 
 import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.commands import jackpot
 from helpers.paths import ROOT
 from helpers.runs import SMALL, run
 from jackpot.config.recipes import resolve
@@ -36,8 +35,8 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
 def test_every_example_says_its_command_and_one_runs_as_a_stranger_types_it(tmp_path: Path) -> None:
     for name in EXAMPLES:
         assert f"jackpot train examples/{name}.yaml" in (ROOT / "examples" / f"{name}.yaml").read_text()
-    command = ["-m", "jackpot", "train", "examples/own_reward.yaml", *SHORT, "--run", str(tmp_path / "run")]
-    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    done = jackpot("train", "examples/own_reward.yaml", *SHORT, "--run", str(tmp_path / "run"), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["iteration"] == 2
 

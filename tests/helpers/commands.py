@@ -14,9 +14,9 @@ from jackpot.ui import cli
 SCREEN = {"COLUMNS": "160", "NO_COLOR": "1"}
 
 
-def jackpot(*arguments: str, cwd: Path) -> CompletedProcess[str]:
-    """The exit code and what the command wrote, as if it had run in a process of its own in `cwd`."""
-    with _as_typed(arguments, cwd) as (output, error):
+def jackpot(*arguments: str, cwd: Path, **environment: str) -> CompletedProcess[str]:
+    """Run a command in `cwd` and return its exit code and what it printed, as if it had a process of its own."""
+    with _as_typed(arguments, cwd, SCREEN | environment) as (output, error):
         try:
             cli.main()
         except SystemExit as ended:
@@ -27,13 +27,15 @@ def jackpot(*arguments: str, cwd: Path) -> CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def _as_typed(arguments: tuple[str, ...], cwd: Path) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+def _as_typed(
+    arguments: tuple[str, ...], cwd: Path, environment: dict[str, str]
+) -> Iterator[tuple[io.StringIO, io.StringIO]]:
     output, error = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(error),
-        mock.patch.dict(os.environ, SCREEN),
+        mock.patch.dict(os.environ, environment),
         mock.patch.object(sys, "argv", ["jackpot", *arguments]),
     ):
         yield output, error

@@ -1,7 +1,6 @@
 """What a user types, and what comes back."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from helpers.commands import SCREEN, jackpot
+from helpers.commands import jackpot
 from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, metrics, run, small_config, weights
@@ -28,10 +27,9 @@ JACKPOT = Path(sys.executable).with_name("jackpot")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished small run in runs/quickstart-seed0, and what the command printed: a process as a user starts it."""
+    """A finished small run in runs/quickstart-seed0, and what the command printed."""
     cwd = tmp_path_factory.mktemp("home")
-    command, environment = [JACKPOT, "train", "quickstart", *SMALL], os.environ | SCREEN
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    result = jackpot("train", "quickstart", *SMALL, cwd=cwd)
     assert result.returncode == 0, result.stderr
     return cwd / "runs" / "quickstart-seed0", result.stdout
 
@@ -136,7 +134,7 @@ def test_the_plan_of_a_small_model_has_no_gpus(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) -> None:
-    settings = (*SMALL, "iterations=40", "evaluation.every=20", "checkpoint.every=100")
+    settings = (*SMALL, "iterations=20", "evaluation.every=10", "checkpoint.every=100")
     process = subprocess.Popen(
         [JACKPOT, "train", "quickstart", *settings, "--run", "stopped"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
@@ -149,7 +147,7 @@ def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) 
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0 and "same command continues" in output
     stopped_at = json.loads(log.read_text().splitlines()[-1])["iteration"]
-    assert 2 <= stopped_at < 40 and (tmp_path / "stopped" / "checkpoints" / f"step-{stopped_at}").is_dir()
+    assert 2 <= stopped_at < 20 and (tmp_path / "stopped" / "checkpoints" / f"step-{stopped_at}").is_dir()
     config = small_config(*settings[len(SMALL) :])
     run(config, tmp_path / "stopped")
     run(config, tmp_path / "whole")

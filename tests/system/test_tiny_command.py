@@ -1,16 +1,16 @@
 """`jackpot train --tiny`: what a user types, and what is printed."""
 
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from helpers.commands import jackpot
+from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.ui import cli
 
-JACKPOT = Path(sys.executable).with_name("jackpot")
 OWN = """
 base: joint_3b
 evaluation: {benchmarks: []}
@@ -21,16 +21,15 @@ arms:
 """
 
 
-def jackpot(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if key != "JACKPOT_DATA"}
-    kept |= {"COLUMNS": "160", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [JACKPOT, *arguments], cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=300
-    )
+@pytest.fixture(autouse=True, scope="module")
+def without_data() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(DATA_FOLDER, raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(without_data: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Somebody's own recipe, and what the command printed."""
     cwd = tmp_path_factory.mktemp("home")
     (cwd / "mine.yaml").write_text(OWN)
