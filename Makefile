@@ -13,7 +13,7 @@ train: $(VENV)/ready
 test: $(VENV)/ready  # in two processes; with ARGS in one, as -s, -x and --pdb need it
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
 	$(if $(ARGS),,$(MAKE) --no-print-directory check-docs)
 
 check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the code
