@@ -20,7 +20,7 @@ from helpers.engines.reference import save_tiny_model
 from helpers.runs import FinishedRuns, Killed, run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.answers import AnswerFile
-from jackpot.analysis.evaluate.run import EvaluationProgress, Result, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import BenchmarkResult, EvaluationProgress, evaluate_model, evaluation_config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.config.tasks import RewardConfig
@@ -57,7 +57,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BenchmarkResult]:
     """A folder with an undisturbed evaluation."""
     folder = tmp_path_factory.mktemp("whole")
     [result] = evaluation(folder)
@@ -213,7 +213,7 @@ def test_a_full_disk_ends_it_with_an_error_and_the_next_start_goes_on(whole, tmp
 
 def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: Path) -> None:
     file = AnswerFile(tmp_path, "set", problems=1, k=1)
-    with pytest.raises(CheckpointError, match="lacks 1 of 1 answers"):
+    with pytest.raises(CheckpointError, match="lacks 1 of 1 responses"):
         file.finish(lambda number: None, {})
     with pytest.raises(Killed):
         evaluation(tmp_path, kill_after=60)

@@ -64,7 +64,7 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
     for name in ("obrs-seed1", "obrs-seed2", "on_policy-seed1", "on_policy-seed2"):
         assert [line["iteration"] for line in lines(folder / name)] == [0, 1, 2]
     for text in (
-        "32 sequences written",
+        "32 sequences generated",
         "minus obrs",
         "rollout FLOPs",
         "processor seconds",
@@ -80,7 +80,7 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
     assert [row["after"]["values"] for row in found["rows"]] == after
     assert len((folder / "summaries.jsonl").read_text().splitlines()) == 4
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "Policy by sequences written" in (folder / "comparison.html").read_text()
+    assert "Policy by sequences generated" in (folder / "comparison.html").read_text()
 
 
 def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
@@ -173,7 +173,7 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
         (("--accuracy", "70"), "it is a share"),
         (("--arms", "obrs,tool"), "'tool': task is"),
         (("--arms", "obrs", "seed=4"), "use --first-seed and --seeds"),
-        (("--arms", "obrs", "--budget", "100"), "the one follows from the other"),
+        (("--arms", "obrs", "--budget", "100"), "leave one out"),
     ],
 )
 def test_bad_questions_are_refused_before_anything_runs(

@@ -12,7 +12,7 @@ import yaml
 
 from helpers.runs import run, small_config
 from helpers.texts import text_tokenizer, write_problems
-from jackpot.analysis.evaluate.run import Result, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import BenchmarkResult, evaluate_model, evaluation_config
 from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.types import Rollout
@@ -23,7 +23,7 @@ from jackpot.rollout.tasks.registry import make_sets
 SMALL = {"benchmarks": ["arithmetic"], "k": 2, "problems": 4, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
 
-def evaluation(folder: Path, *changes: dict) -> list[Result]:
+def evaluation(folder: Path, *changes: dict) -> list[BenchmarkResult]:
     return evaluate_model(evaluation_config("starter:policy", [SMALL, *changes]), folder, lambda progress: None)
 
 
@@ -150,7 +150,7 @@ def test_a_broken_record_is_an_error_that_says_what_to_do(record: str, finished:
 def test_a_table_that_was_cut_short_is_an_error_that_says_what_to_do(kept: int, finished: Path) -> None:
     table = finished / "arithmetic.parquet"
     table.write_bytes(table.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"(?s)cannot read the answers in .*arithmetic\.parquet.*remove it"):
+    with pytest.raises(CheckpointError, match=r"(?s)cannot read the responses in .*arithmetic\.parquet.*remove it"):
         evaluation(finished)
     table.unlink()
     assert not evaluation(finished)[0].was_done

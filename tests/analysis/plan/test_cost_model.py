@@ -10,12 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jackpot.analysis.plan.cost_model import (
     BANDWIDTH_SHARE,
+    GENERATION_SHARE,
     GPUS,
     OPTIMIZER_BYTES,
     STEP_SECONDS,
     TRAINING_SHARE,
     WEIGHT_BYTES_PER_SECOND,
-    WRITING_SHARE,
     EngineSpeed,
     Gpu,
     Hours,
@@ -128,19 +128,19 @@ def test_decoding_takes_its_operations_where_those_take_longer() -> None:
     fast = GPU._replace(bandwidth=1e12)
     decoding = 4 * (14 * 5 + 2 * (3 * 5 + 5 * 5 / 2))
     prefill = 4 * (10 * 3 + 2 * 3 * 3 / 2 + 4)
-    expected = (decoding + prefill) / (1000 * WRITING_SHARE) + 5 * STEP_SECONDS
+    expected = (decoding + prefill) / (1000 * GENERATION_SHARE) + 5 * STEP_SECONDS
     assert writing().seconds(4, FIXED, fast) == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_engine_holds_what_its_batch_and_its_cache_allow() -> None:
     halfway = 3 + 5 / 2  # tokens of a sequence in the mean of its time
-    assert writing().held(4, FIXED) == 4
-    assert writing(max_num_seqs=3).held(4, FIXED) == 3
-    assert writing(cache_bytes=2 * halfway * 6 * 2).held(4, FIXED) == pytest.approx(2)
-    assert writing(cache_bytes=1.0).held(4, FIXED) == 1
+    assert writing().concurrent(4, FIXED) == 4
+    assert writing(max_num_seqs=3).concurrent(4, FIXED) == 3
+    assert writing(cache_bytes=2 * halfway * 6 * 2).concurrent(4, FIXED) == pytest.approx(2)
+    assert writing(cache_bytes=1.0).concurrent(4, FIXED) == 1
 
 
-WORK = Work(sequences=8, steps=4, epochs=2, written=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
+WORK = Work(sequences=8, steps=4, epochs=2, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
 
 
 def test_an_iteration_is_writing_training_and_sending() -> None:
@@ -152,7 +152,7 @@ def test_an_iteration_is_writing_training_and_sending() -> None:
     assert hours.generation == writing().seconds(4, FIXED, GPU)  # on each of two GPUs
     assert hours.sending == 200 / WEIGHT_BYTES_PER_SECOND
     assert hours.rollout_share == hours.generation / (hours.generation + hours.training + hours.sending)
-    two = run_hours(replace(WORK, written=2.0), writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
+    two = run_hours(replace(WORK, generated=2.0), writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
     assert two.generation == writing().seconds(8, FIXED, GPU) and two.training == hours.training
 
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from helpers.runs import run, weights
 from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import TinyRun, replaced_models, tiny, tiny_run
-from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS
+from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS, built_in_tokenizer
 from jackpot.config.build import build_config
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, DataError, ModelError
-from jackpot.models.load import load_config, load_tokenizer
+from jackpot.models.load import check_same_tokenizer, load_config, load_tokenizer
 from jackpot.rollout.tasks.data import DATA_FOLDER
 
 MAY_CHANGE = {
@@ -49,7 +49,7 @@ def small(config: Config) -> Config:
 
 
 def own(**settings: object) -> Config:
-    """What somebody's own recipe says."""
+    """Make the config of a user's own recipe."""
     recipe = {
         "iterations": 100,
         "task": {"name": "math", "train": "gsm8k", "test": "gsm8k"},
@@ -160,20 +160,59 @@ def test_a_large_folder_is_replaced_by_its_architecture(tmp_path: Path) -> None:
     settings = Qwen2Config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     settings.save_pretrained(tmp_path / "mine")
     config = own(policy={"path": str(tmp_path / "mine")})
-    assert replaced_models(config)[config.policy.path].model_type == "qwen2"
+    assert replaced_models(config).configs[config.policy.path].model_type == "qwen2"
     assert small(config).policy.path.endswith("--mine")
 
 
 def test_a_model_whose_architecture_cannot_be_found_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"the architecture of 'my/model', whose config\.json was not found.*starter:"):
+    with pytest.raises(
+        ModelError,
+        match=r"the architecture of 'my/model', whose config\.json was not found.*starter:.*"
+        r"give a folder that has the model's config\.json.*models/published\.py",
+    ):
         small(own(policy={"path": "my/model"}))
+
+
+# Tokenizers
+
+
+def large_model(folder: Path, words: int | None) -> str:
+    """Save the config of a large model and, unless `words` is None, a tokenizer with that many words more."""
+    Qwen2Config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
+    if words is not None:
+        tokenizer = built_in_tokenizer()
+        tokenizer.add_tokens([f"word{number}" for number in range(words)])
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("words", "why"), [(3, None), (None, "not on this disk"), (4, "they differ")])
+def test_all_models_keep_their_tokenizers_or_all_take_the_built_in_one(
+    words: int | None, why: str | None, tmp_path: Path
+) -> None:
+    policy, rollout_model = large_model(tmp_path / "a", 3), large_model(tmp_path / "b", words)
+    config = own(policy={"path": policy}, rollout_model={"path": rollout_model, "optimizer": None})
+    with tiny_run(config, tmp_path / "tiny") as made:
+        tokenizers = [load_tokenizer(model.path) for model in (made.config.policy, made.config.rollout_model)]
+    check_same_tokenizer(*tokenizers)
+    assert ("word2" in tokenizers[0].get_vocab()) == (why is None)
+    listed = [recipe for key, recipe, _ in made.changes if key == "tokenizer"]
+    assert len(listed) == (why is not None) and all(why in recipe for recipe in listed)
+
+
+def test_a_small_model_is_replaced_where_the_other_has_no_tokenizer_on_the_disk(tmp_path: Path) -> None:
+    other = {"path": large_model(tmp_path / "b", None), "optimizer": None}
+    with tiny_run(own(policy={"path": "starter:policy"}, rollout_model=other), tmp_path / "tiny") as made:
+        paths = made.config.policy.path, made.config.rollout_model.path
+    assert paths[0] == str(tmp_path / "tiny" / "models" / "starter--policy")
+    check_same_tokenizer(*(load_tokenizer(path) for path in paths))
 
 
 # Runs
 
 
 def lines_of(made: TinyRun, folder: Path) -> list[dict]:
-    """A whole run; in every iteration, text was written, judged and learned from."""
+    """Run all iterations; check that each generated responses, scored them and trained on them."""
     lines = run(made.config, folder)
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for line in lines[1:]:
@@ -223,19 +262,24 @@ def test_a_recipe_runs_without_hub_or_data_and_measures_its_benchmarks(joint) ->
         assert len(rows) == 4 * 2
     assert len(made.data) == 7 and all("made up in place of" in line for line in made.data)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    told = {(one["split"], one["source"], one["rows"]) for one in events if one["event"] == "data"}
-    assert told >= {("train", "math", 4), ("test", "math500", 4)}
+    shown = {(one["split"], one["source"], one["rows"]) for one in events if one["event"] == "data"}
+    assert shown >= {("train", "math", 4), ("test", "math500", 4)}
 
 
 def test_what_is_told_is_what_differs(joint) -> None:
     _, config, made, _ = joint
-    told = {key: (old, new) for key, old, new in made.changes}
-    assert told["engine"] == ("vllm", "transformers") and told["iterations"] == (218, 2)
+    shown = {key: (old, new) for key, old, new in made.changes}
+    assert shown["engine"] == ("vllm", "transformers") and shown["iterations"] == (218, 2)
     before, after = flat(config.model_dump()), flat(made.config.model_dump())
     differing = {key for key in before if before[key] != after.get(key)}
     engines = {"engine", "evaluation.engine"}
-    assert told.keys() == {key for key in differing if not key.startswith(ENGINES)} | engines
-    assert all((before[key], after[key]) == told[key] for key in told if key not in engines)
+    assert shown.keys() == {key for key in differing if not key.startswith(ENGINES)} | engines | {"tokenizer"}
+    assert all((before[key], after[key]) == shown[key] for key in shown.keys() - engines - {"tokenizer"})
+    paths = f"{config.policy.path}, {config.rollout_model.path}"
+    assert shown["tokenizer"] == (
+        f"each model's own (not on this disk: {paths})",
+        "built-in byte-level, plain chat format",
+    )
 
 
 def test_the_same_again_finds_the_run_and_its_models(joint) -> None:

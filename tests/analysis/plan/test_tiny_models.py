@@ -13,6 +13,7 @@ from jackpot.analysis.plan.tiny_models import (
     SMALL,
     SPECIAL_TOKENS,
     built_in_tokenizer,
+    own_tokenizer,
     save_tiny,
     with_answers,
 )
@@ -33,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     top, configs = tmp_path_factory.mktemp("tiny"), {}
     for name in ARCHITECTURES:
         configs[name] = AutoConfig.for_model("llama") if "lama" in name else load_config(name)
-        save_tiny(top / name, name, configs[name], LARGE, ANSWERS, seed=0)
+        save_tiny(top / name, configs[name], LARGE, built_in_tokenizer(), ANSWERS, seed=0)
     return {name: top / name for name in ARCHITECTURES}
 
 
@@ -77,7 +78,7 @@ def test_a_chat_has_a_line_for_each_role_and_an_end_for_each_message() -> None:
 def test_two_sizes_share_a_vocabulary_and_the_seed_decides_the_weights(tmp_path: Path) -> None:
     like = load_config("Qwen/Qwen3-8B-Base")
     for name, size, seed in (("a", LARGE, 3), ("b", LARGE, 3), ("c", LARGE, 4), ("d", SMALL, 3)):
-        save_tiny(tmp_path / name, "Qwen/Qwen3-8B-Base", like, size, ["1"], seed)
+        save_tiny(tmp_path / name, like, size, built_in_tokenizer(), ["1"], seed)
     large, again, other, small = (load_model(tmp_path / name, torch.float32) for name in "abcd")
     check_same_tokenizer(load_tokenizer(tmp_path / "a"), load_tokenizer(tmp_path / "d"))
     assert all(one.equal(two) for one, two in zip(large.parameters(), again.parameters(), strict=True))
@@ -99,9 +100,14 @@ def test_the_tokenizer_of_a_folder_is_taken_and_answers_occur_in_a_large_vocabul
     tokenizer.save_pretrained(tmp_path / "large")
     like = load_config("Qwen/Qwen3-8B-Base")
     like.save_pretrained(tmp_path / "large")
-    save_tiny(tmp_path / "tiny", str(tmp_path / "large"), like, LARGE, ["7"], seed=0)
+    save_tiny(tmp_path / "tiny", like, LARGE, own_tokenizer(str(tmp_path / "large")), ["7"], seed=0)
     model, saved = load_model(tmp_path / "tiny", torch.float32), load_tokenizer(tmp_path / "tiny")
     assert len(saved) == len(tokenizer) + 12 and saved.convert_tokens_to_ids("word5") == PLAIN_TOKENS + 5 + 5
     with torch.no_grad():
         probs = model(input_ids=torch.arange(300)[None]).logits[0].softmax(dim=-1)
     assert 0.01 < probs[:, len(tokenizer) : len(saved)].sum(dim=-1).mean().item() < 0.5
+
+
+def test_a_folder_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
+    load_config("Qwen/Qwen2.5-3B").save_pretrained(tmp_path)
+    assert own_tokenizer(str(tmp_path)) is None

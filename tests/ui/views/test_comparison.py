@@ -56,7 +56,7 @@ def series(title: str, runs: list[RunSummary]) -> dict:
 
 
 def test_a_line_is_the_mean_over_seeds_and_few_seeds_have_a_band_from_lowest_to_highest() -> None:
-    found = series("Policy by sequences written", RUNS)["obrs"]
+    found = series("Policy by sequences generated", RUNS)["obrs"]
     assert list(found.x) == [0, 1, 2, 3]
     assert found.y == pytest.approx([0.3, 0.4, 0.7, 0.8])
     assert (found.low, found.high) == ((0.2, 0.4, 0.6, 0.8), (0.4, 0.4, 0.8, 0.8))
@@ -65,17 +65,17 @@ def test_a_line_is_the_mean_over_seeds_and_few_seeds_have_a_band_from_lowest_to_
 def test_the_same_arm_over_flops_and_processor_seconds() -> None:
     assert list(series("Policy by rollout FLOPs", RUNS)["none"].x) == [0, 7]
     assert list(series("Policy by processor seconds of training", RUNS)["obrs"].x) == [0, 2, 4, 6]
-    assert series("KL(rollout model || policy) by sequences written", RUNS)["obrs"].y[0] is None
+    assert series("KL(rollout model || policy) by sequences generated", RUNS)["obrs"].y[0] is None
 
 
 def test_lines_end_where_a_seed_is_missing_that_has_not_collapsed() -> None:
-    found = series("Policy by sequences written", RUNS)["none"]
+    found = series("Policy by sequences generated", RUNS)["none"]
     assert (found.x, found.y) == ((0, 1), pytest.approx([0.3, 0.3]))
 
 
 def test_a_collapsed_run_counts_on_with_its_last_accuracy() -> None:
     collapsed = [replace(one, collapse=FALLEN) if len(one.points) == 2 else one for one in RUNS]
-    assert series("Policy by sequences written", collapsed)["none"].y == pytest.approx([0.3, 0.3, 0.35, 0.4])
+    assert series("Policy by sequences generated", collapsed)["none"].y == pytest.approx([0.3, 0.3, 0.35, 0.4])
 
 
 def test_a_collapsed_run_has_no_say_in_what_the_others_spent() -> None:

@@ -20,13 +20,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonPlan:
-    """What a comparison measures: the budget of each run, the accuracy that costs are counted to, the baseline."""
+    """What a comparison measures: the budget of each run, the accuracy to which costs are counted, and the baseline."""
 
-    unit: Unit = "sequences"  # of the budget
-    budget: float | None = None  # of each run, in `unit`; None: what the recipe's iterations give
+    unit: Unit = "sequences"  # unit of the budget
+    budget: float | None = None  # budget of each run, in `unit`; None: what the recipe's iterations spend
     accuracy: float | None = None  # share in (0, 1]; None: the highest that all runs reach
-    baseline: str | None = None  # arm; None: the first
-    stop_collapsed: bool = True
+    baseline: str | None = None  # name of an arm; None: the first
+    stop_collapsed: bool = True  # whether a run stops when it has collapsed
 
 
 def run_arms(
@@ -54,7 +54,7 @@ def run_arms(
     check_plan(plan, list(dict.fromkeys(arm for arm, _ in configs)))
     if plan.unit == "sequences" and plan.budget is not None:
         if any(text.startswith("iterations=") for text in overrides):
-            raise ConfigError("iterations and a budget in sequences were both given; the one follows from the other")
+            raise ConfigError("iterations and a budget in sequences were both given; leave one out")
         configs = with_budget(configs, plan.budget)
     runs = make_runs(configs, folder)
     failed = run_all(runs, at_once or runs_at_once(configs.values()), _stop_rule(plan), listen)

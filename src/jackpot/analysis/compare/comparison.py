@@ -11,8 +11,8 @@ from jackpot.core.errors import ConfigError
 
 Unit = Literal["sequences", "tokens", "flops"]
 UNITS: dict[Unit, str] = {
-    "sequences": "sequences written",
-    "tokens": "response tokens written",
+    "sequences": "sequences generated",
+    "tokens": "response tokens generated",
     "flops": "rollout FLOPs",
 }
 
@@ -40,10 +40,10 @@ class SeedSpread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Paired difference of an arm to the baseline, seed by seed, which cancels the luck that both arms share."""
+    """Paired difference of an arm to the baseline, seed by seed, which cancels the chance that both arms share."""
 
     spread: SeedSpread
-    higher: int  # on how many seeds the arm is above the baseline
+    higher: int  # number of seeds on which the arm is above the baseline
 
     @property
     def seeds(self) -> int:
@@ -57,8 +57,8 @@ class CostToAccuracy:
     A run that never reaches it counts as infinite; an infinite median is None.
     """
 
-    reached: int  # runs
-    of: int
+    reached: int  # number of runs that reach the accuracy
+    of: int  # number of all runs
     flops: float | None
     training_flops: float | None
     cpu_seconds: float | None
@@ -73,12 +73,12 @@ class ArmRow:
     seeds: tuple[int, ...]
     before: SeedSpread
     after: SeedSpread
-    rollout_model_after: SeedSpread | None  # None where the policy writes for itself
-    spent: SeedSpread  # of the budget, by the evaluation that counts
+    rollout_model_after: SeedSpread | None  # None where the policy generates its own rollouts
+    spent: SeedSpread  # amount of the budget spent at the evaluation that counts
     difference: Difference | None  # None for the baseline, or without a seed in common
     cost: CostToAccuracy
-    collapsed: tuple[str, ...]  # a sentence for each seed that has
-    short: int  # runs that ended before the budget without having collapsed
+    collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
+    short: int  # number of runs that ended before the budget without a collapse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class Comparison:
     unit: Unit
     budget: float
     baseline: str
-    accuracy: float  # that the costs are for
+    accuracy: float  # accuracy to which costs are counted
     rows: tuple[ArmRow, ...]
 
 
@@ -103,9 +103,10 @@ def compare(
 
     Args:
         runs: at least one; arms keep the order in which they come.
-        unit: of the budget.
+        unit: unit of the budget.
         budget: None takes the most that every run which did not collapse has spent.
-        accuracy: that costs are counted to; None takes the highest that every run which did not collapse has reached.
+        accuracy: accuracy to which costs are counted; None takes the highest that every run reached
+            which did not collapse.
         baseline: the arm that others are compared with; None takes the first.
 
     Raises:
@@ -117,11 +118,11 @@ def compare(
     baseline = baseline or runs[0].arm
     if baseline not in arms:
         raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
-    going = [run for run in runs if run.collapse is None] or list(runs)
-    budget = min(spent_on(run.last, unit) for run in going) if budget is None else budget
+    not_collapsed = [run for run in runs if run.collapse is None] or list(runs)
+    budget = min(spent_on(run.last, unit) for run in not_collapsed) if budget is None else budget
     _check_budget(runs, unit, budget)
     if accuracy is None:
-        accuracy = min(max(point.policy_accuracy for point in run.points) for run in going)
+        accuracy = min(max(point.policy_accuracy for point in run.points) for run in not_collapsed)
     base = {run.seed: _at(run, unit, budget).policy_accuracy for run in arms[baseline]}
     rows = tuple(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
@@ -158,13 +159,13 @@ def _row(
     difference = (
         Difference(spread=SeedSpread(values=tuple(pairs)), higher=sum(pair > 0 for pair in pairs)) if pairs else None
     )
-    writers = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
+    accuracies = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
     return ArmRow(
         arm=arm,
         seeds=tuple(at),
         before=SeedSpread(values=tuple(run.points[0].policy_accuracy for run in runs)),
         after=SeedSpread(values=tuple(point.policy_accuracy for point in at.values())),
-        rollout_model_after=SeedSpread(values=tuple(writers)) if writers else None,
+        rollout_model_after=SeedSpread(values=tuple(accuracies)) if accuracies else None,
         spent=SeedSpread(values=tuple(spent_on(point, unit) for point in at.values())),
         difference=difference,
         cost=_cost(runs, accuracy),
@@ -185,14 +186,14 @@ def _collapse_sentence(run: RunSummary) -> str:
 
 
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
-    there = [_first_at(run, accuracy) for run in runs]
+    points = [_first_at(run, accuracy) for run in runs]
 
     def middle(name: str) -> float | None:
-        value = statistics.median(getattr(point, name) if point else math.inf for point in there)
+        value = statistics.median(getattr(point, name) if point else math.inf for point in points)
         return value if math.isfinite(value) else None
 
     return CostToAccuracy(
-        reached=sum(point is not None for point in there),
+        reached=sum(point is not None for point in points),
         of=len(runs),
         flops=middle("flops"),
         training_flops=middle("training_flops"),

@@ -12,7 +12,7 @@ from jackpot.core.errors import CheckpointError
 from jackpot.training.run.folder import RunFolder, run_config
 
 Lines = Sequence[Mapping[str, Any]]
-PHASES = ("rollout", "score", "train", "sync")  # what training takes; evaluations are not in it
+PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose time counts; evaluations are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,14 +20,14 @@ class EvaluationPoint:
     """One evaluation and what had been spent until then; means are over the iterations since the evaluation before."""
 
     iteration: int
-    sequences: float  # written, what was left out too
-    tokens: float  # response tokens written
-    flops: float  # of writing them
-    training_flops: float
-    seconds: float  # of the clock, evaluations left out
-    cpu_seconds: float  # of the processor, of the run's own process
+    sequences: float  # generated responses, those that group filtering drops too
+    tokens: float  # generated response tokens
+    flops: float  # FLOPs of generating them
+    training_flops: float  # FLOPs of training policy and rollout model
+    seconds: float  # wall-clock time without evaluations, seconds
+    cpu_seconds: float  # processor time of the run's own process without evaluations, seconds
     policy_accuracy: float
-    rollout_model_accuracy: float | None  # None where the policy writes for itself
+    rollout_model_accuracy: float | None  # None where the policy generates its own rollouts
     acceptance: float | None  # mean of a(x) at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats a token
 
@@ -39,8 +39,8 @@ class RunSummary:
     arm: str
     seed: int
     points: tuple[EvaluationPoint, ...]  # at least one
-    iterations: int  # that the run was to have
-    problems: int  # in each evaluation
+    iterations: int  # number of iterations in the settings
+    problems: int  # number of problems in each evaluation
     collapse: Collapse | None
     settings: dict[str, Any]  # the resolved config
     environment: dict[str, Any]
@@ -51,7 +51,7 @@ class RunSummary:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has finished or collapsed."""
+        """Return whether the run has finished or collapsed."""
         return self.collapse is not None or self.last.iteration >= self.iterations
 
     def to_json(self) -> str:
@@ -69,7 +69,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
     """Summarize a run folder, finished or not.
 
     Raises:
-        CheckpointError: no run there, one without an evaluation yet, or one whose costs are not known.
+        CheckpointError: the folder has no run, the run has no evaluation yet, or its costs are not known.
     """
     config, folder = run_config(run), RunFolder(run)
     lines = folder.read("metrics.jsonl")
@@ -93,12 +93,12 @@ def check_counted(run: Path, lines: Lines) -> None:
     """Refuse a run whose metrics lack its costs.
 
     Raises:
-        CheckpointError: it was begun by a version that did not.
+        CheckpointError: some line after iteration 0 has no flops/rollout.
     """
     if any("flops/rollout" not in line for line in lines if line["iteration"] > 0):
         raise CheckpointError(
-            f"{run} was begun by a version that did not write flops/rollout, so what it cost is not known; move it "
-            f"away, and it is made anew"
+            f"{run} was begun by a version that did not write flops/rollout, so its cost is not known; move it "
+            f"away, and the run starts anew"
         )
 
 

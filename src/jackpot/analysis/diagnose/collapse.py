@@ -9,7 +9,7 @@ from jackpot.analysis.diagnose.limits import two_errors
 from jackpot.config.run import Config
 
 COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
-IN_A_ROW = 2  # evaluations; one alone may be bad luck
+IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
 
 MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
@@ -18,11 +18,11 @@ MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 class Collapse:
     """When and why a run collapsed."""
 
-    iteration: int  # of the first evaluation that is too low, or at which the run stopped itself
-    accuracy: float  # of the policy in that evaluation
-    best: float  # the highest before
+    iteration: int  # iteration of the first low evaluation, or at which the run stopped itself
+    accuracy: float  # accuracy of the policy in that evaluation
+    best: float  # highest accuracy of the policy before it
     first_sign: str  # earliest unhealthy metric and its first iteration; empty without one
-    why: str
+    why: str  # a phrase for tables
 
 
 def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:

@@ -29,7 +29,7 @@ class Diagnosis:
     """The verdict on a run, and the metrics that are beyond their limits."""
 
     verdict: Literal["healthy", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
-    iteration: int  # the newest one that was looked at
+    iteration: int  # the newest iteration in the metrics
     findings: tuple[Finding, ...]  # causes before their symptoms
     summary: str  # one paragraph
 

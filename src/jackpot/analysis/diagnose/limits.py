@@ -11,7 +11,7 @@ from jackpot.config.engines import is_quantized
 from jackpot.config.run import Config
 from jackpot.training.guards import LARGEST_GAPS
 
-LEAST = 5  # values that a median needs
+LEAST = 5  # fewest values of a metric for a median
 
 MetricSeries = list[tuple[int, float]]  # (iteration, value)
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
@@ -20,7 +20,7 @@ _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
 class MetricHistory:
     """Gives the values of a metric over a run, from the lines of metrics.jsonl and events.jsonl.
 
-    Two metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions of the middle of a mean response;
+    Two metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions in the middle of a mean response;
     `events/NAME` counts the events of that name in the newest tenth of the iterations.
     """
 
@@ -100,19 +100,19 @@ def below_start(most: float, factor: float) -> Limit:
 
 
 def below_first(history: MetricHistory, values: Values) -> float:
-    """Return the first evaluation less two standard errors of a difference."""
+    """Return the accuracy of the first evaluation minus two standard errors of a difference."""
     return values[0] - two_errors(history.config.evaluation.problems, values[0])
 
 
 def above_first_alone(history: MetricHistory, values: Values) -> float | None:
-    """Return the first evaluation plus two standard errors, where the policy has fallen as far below its own."""
+    """Return the first accuracy plus two standard errors where the policy has fallen as much, else None."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
     by_chance = two_errors(history.config.evaluation.problems, values[0])
     return values[0] + by_chance if policy[-1] < below_first(history, policy) else None
 
 
 def all_rounds(history: MetricHistory, values: Values) -> float | None:
-    """Return one less than the most generation batches of group filtering; None where groups are not filtered."""
+    """Return the most generation batches of group filtering minus 1; None where groups are not filtered."""
     dynamic = history.config.batch.filter_groups
     return dynamic.max_num_gen_batches - 1 if dynamic else None
 
@@ -146,11 +146,11 @@ class Rule:
 
     group: Group
     metric: str
-    over: str | None = None  # the rule is about metric / over
+    over: str | None = None  # metric by which `metric` is divided
     low: Limit = -math.inf
     high: Limit = math.inf
-    aggregate: Callable[[Values], float] = median  # makes one value of those in the window
-    after_steps: int = 0  # optimizer steps from which on the metric is looked at
+    aggregate: Callable[[Values], float] = median  # reduces the values in the window to one
+    after_steps: int = 0  # optimizer steps before the rule applies
     explanation: str  # what is wrong
     suggestion: str  # which settings to change
 

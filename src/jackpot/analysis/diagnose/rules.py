@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
             metric=metric,
             high=rounding,
             aggregate=latest,
-            explanation=f"what the engine of the {model} reports is not what training computes for the same tokens",
+            explanation=f"engine and training give the same tokens of the {model} different probabilities",
             suggestion=_ENGINE,
         )
         for metric, model in _GAPS.items()
@@ -50,14 +50,14 @@ RULES: tuple[Rule, ...] = (
         metric="mismatch/ratio",
         low=0.9,
         high=1.1,
-        explanation="the ratios of policy to engine do not average to 1, so the engine samples from something else",
+        explanation="the ratios of policy to engine do not average to 1: the engine samples from another distribution",
         suggestion="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
     ),
     Rule(
         group="bug",
         metric="mismatch/kl_k1",
         low=-0.02,
-        explanation="a KL estimated from sampled tokens is negative: the engine does not report what it samples from",
+        explanation="a KL estimated from sampled tokens is negative: the engine does not sample as it reports",
         suggestion=_ENGINE,
     ),
     Rule(
@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
         metric="rollout_model/weight",
         low=0.9,
         high=1.1,
-        explanation="the engine's weights are not the rollout model's in training",
+        explanation="the engine's weights are not those of the rollout model in training",
         suggestion="raise batch.mini_batch_size, or set rollout_model.update=iteration",
     ),
     Rule(
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         metric="response/aborted",
         high=0.0,
         aggregate=max,
-        explanation="the engine gave up responses; events.jsonl names them",
+        explanation="the engine aborted responses; events.jsonl names them",
         suggestion="read the engine's log; lower engine.max_num_seqs",
     ),
     Rule(
@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
         metric="events/corrupt_checkpoint",
         high=0.0,
         aggregate=latest,
-        explanation="a checkpoint was no longer what had been written, and an older one was used",
+        explanation="a checkpoint was corrupt, and an older one was used",
         suggestion="check the disk; raise checkpoint.keep",
     ),
     Rule(
@@ -122,7 +122,7 @@ RULES: tuple[Rule, ...] = (
             high=quantizing,
             aggregate=latest,
             explanation=f"the quantized engine of the {model} is so far from training that the correction decides "
-            "what is learnt",
+            "what the policy learns",
             suggestion="set objective.correction=tis where it is none or ppo_is; set engine.quantization=null and "
             "engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
         )
@@ -133,12 +133,12 @@ RULES: tuple[Rule, ...] = (
             group="signal",
             metric=metric,
             high=0.9,
-            explanation=means,
+            explanation=text,
             suggestion=_OTHER_PROMPTS,
         )
-        for metric, means in (
-            ("reward/all_wrong", "hardly a group has a right response, so nothing tells good from bad"),
-            ("reward/all_right", "hardly a group has a wrong response, so nothing is left to learn from these prompts"),
+        for metric, text in (
+            ("reward/all_wrong", "hardly a group has a right response, so the policy gets no signal"),
+            ("reward/all_right", "hardly a group has a wrong response, so these prompts give no signal"),
             ("reward/frac_zero_std", "the groups have equal rewards and teach the policy nothing"),
         )
     ),
@@ -180,21 +180,21 @@ RULES: tuple[Rule, ...] = (
         group="mismatch",
         metric="mismatch/prefix_ess",
         low=below_start(0.05, 0.5),
-        explanation="what is learnt, is learnt in states that the policy would not visit",
+        explanation="the policy is trained on prefixes that it would not sample itself",
         suggestion="take a closer rollout_model.path, or a smaller sampling.max_new_tokens",
     ),
     Rule(
         group="mismatch",
         metric="mismatch/ratio_p1",
         low=0.001,
-        explanation="the policy has given up tokens that the rollout model keeps writing",
+        explanation="the policy almost never samples some tokens that the rollout model still samples",
         suggestion=_CLOSER,
     ),
     Rule(
         group="mismatch",
         metric="mismatch/ratio_max",
         high=1000.0,
-        explanation="single tokens with huge ratios rule the gradient wherever nothing caps them",
+        explanation="single tokens with huge ratios dominate the gradient unless their weights are capped",
         suggestion="cap the weights: objective.correction=obrs or objective.correction=tis",
     ),
     Rule(
@@ -216,13 +216,13 @@ RULES: tuple[Rule, ...] = (
             group="correction",
             metric=metric,
             high=0.1,
-            explanation=f"the cap is the correction: {what}",
-            suggestion=tries,
+            explanation=f"the cap decides the correction: {what}",
+            suggestion=suggestion,
         )
-        for metric, what, tries in (
+        for metric, what, suggestion in (
             (
                 "correction/clip_frac",
-                "more than a tenth of the tokens is at it",
+                "more than a tenth of the tokens is at the cap",
                 f"raise objective.correction.c1 (cap or high of others); {_CLOSER}",
             ),
             ("correction/clip_frac_c2", "the batch is stale", _FEWER_STEPS),
@@ -233,21 +233,21 @@ RULES: tuple[Rule, ...] = (
         metric="obrs/kappa",
         low=0.8,
         high=1.2,
-        explanation="Z of the top-k is far from the true one",
+        explanation="Z from the top-k is far from the true Z",
         suggestion=_MORE_TOP,
     ),
     Rule(
         group="correction",
         metric="obrs/kappa_z_above_1",
         high=0.8,
-        explanation="kappa mends the mean and spoils single tokens",
+        explanation="kappa corrects the mean and distorts single tokens",
         suggestion=f"{_MORE_TOP}, or with an exact Z set objective.correction.kappa=none",
     ),
     Rule(
         group="correction",
         metric="obrs/z_bound_width",
         high=0.1,
-        explanation="the top-k misses much of both distributions, and Z is a guess",
+        explanation="the top-k misses much of both distributions, so Z is uncertain",
         suggestion=_MORE_TOP,
     ),
     Rule(
@@ -255,7 +255,7 @@ RULES: tuple[Rule, ...] = (
         metric="correction/ess",
         over="mismatch/ess",
         low=0.5,
-        explanation="the correction costs more of the batch than it mends",
+        explanation="the correction costs more effective samples than the mismatch itself",
         suggestion="widen its band or raise its cap (objective.correction), or set objective.correction=obrs",
     ),
     Rule(
@@ -314,14 +314,14 @@ RULES: tuple[Rule, ...] = (
         over="rollout_model/distill_grad_norm",
         low=both_parts(0.1),
         high=both_parts(10.0),
-        explanation="one of reward and distillation alone trains the rollout model",
+        explanation="one of reward and distillation dominates the training of the rollout model",
         suggestion="balance rollout_model.ppo_weight and rollout_model.distill_weight",
     ),
     Rule(
         group="models",
         metric="rollout_model/grad_cosine",
         low=-0.9,
-        explanation="reward and distillation pull the rollout model against each other",
+        explanation="the gradients of reward and distillation oppose each other in the rollout model",
         suggestion="lower rollout_model.ppo_weight",
     ),
     Rule(
@@ -336,8 +336,8 @@ RULES: tuple[Rule, ...] = (
         group="length",
         metric="response/truncated",
         high=0.3,
-        explanation="responses are cut at the limit",
-        suggestion="raise sampling.max_new_tokens, or punish length with objective.overlong_buffer",
+        explanation="many responses are cut at the limit",
+        suggestion="raise sampling.max_new_tokens, or penalize length with objective.overlong_buffer",
     ),
     Rule(
         group="disk",

@@ -1,10 +1,11 @@
-"""The answers of an evaluation on the disk.
+"""Stores the scored responses of an evaluation on the disk.
 
-    NAME.jsonl      while it goes on: one line an answer, as soon as it is scored, in the order in which they ended
-    NAME.parquet    when all are there: one row an answer, ordered by problem and sample; the lines are then removed
+    NAME.jsonl      until the set is complete: one line for each response, appended as soon as it is scored
+    NAME.parquet    then: one row for each response, ordered by problem and sample; the lines are removed
 
-A kill costs what was not yet scored. It can tear the last line, which is then asked again, and never the table: that is
-renamed into place when its last byte is on the disk. Neither is ever held in memory as a whole.
+A kill loses only responses that were not scored yet. It can tear the last line, whose response is then generated again,
+and never the table, which is renamed into place when its last byte is on the disk. Neither file is ever held in memory
+as a whole.
 """
 
 import hashlib
@@ -34,17 +35,17 @@ SCHEMA = pa.schema(
         "uid": pa.string(),  # of the problem
         "sample": pa.int32(),  # from 0 to k - 1
         "prompt": pa.string(),
-        "answer": pa.string(),  # the reference
+        "answer": pa.string(),  # reference answer of the problem
         "response": pa.string(),
         "correct": pa.bool_(),
         "reward": pa.float64(),
-        "tokens": pa.int32(),  # of the response
-        "finish": pa.string(),  # stop, length (cut at the limit) or aborted (the engine gave it up)
+        "tokens": pa.int32(),  # length of the response
+        "finish": pa.string(),  # stop, length (cut at the limit) or aborted (by the engine)
         "reward_error": pa.string(),  # timeout or crash; null where scoring succeeded
     }
 )
-_FIELDS: dict[str, tuple[type, ...]] = {  # of a line
-    "number": (int,),  # of the problem
+_FIELDS: dict[str, tuple[type, ...]] = {  # of a line of NAME.jsonl
+    "number": (int,),  # index of the problem
     "sample": (int,),
     "response": (str,),
     "correct": (bool,),
@@ -58,18 +59,18 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """The answers to one set of problems, `k` to each; opening it finds those that are there."""
+    """Stores `k` scored responses to each problem of a set; opening it finds those of earlier processes."""
 
     def __init__(self, folder: Path, name: str, problems: int, k: int) -> None:
         """
         Raises:
-            CheckpointError: the table is there and has other rows than asked for.
+            CheckpointError: the table exists and its number of rows is not problems x k.
         """
         self.path, self._lines = folder / f"{name}.parquet", folder / f"{name}.jsonl"
         self._shape = (problems, k)
         if self.is_finished:
             self._check_table()
-            self._lines.unlink(missing_ok=True)  # a kill came between the table and this
+            self._lines.unlink(missing_ok=True)  # an earlier process was killed after writing the table
         elif self._lines.exists():
             os.truncate(self._lines, _whole_size(self._lines))
         self._missing = self._places() < 0
@@ -81,41 +82,41 @@ class AnswerFile:
 
     @property
     def done(self) -> int:
-        """Answers that are there."""
+        """Return the number of responses that were in the file when it was opened."""
         return int(self._missing.size - self._missing.sum())
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Problem number and sample of every answer that was not there when this was opened."""
+        """Yield problem number and sample of every response that was not in the file when it was opened."""
         for number, sample in np.argwhere(self._missing):
             yield int(number), int(sample)
 
     def add(self, answers: Iterable[tuple[int, int, ScoredResponse]]) -> None:
-        """Append answers with their problem number and sample.
+        """Append scored responses with their problem number and sample.
 
         Raises:
-            CheckpointError: the disk does not take them. What was there before is.
+            CheckpointError: the disk does not take them; earlier lines stay whole.
         """
         record = b"".join(json.dumps(_line(*one), allow_nan=False).encode() + b"\n" for one in answers)
         try:
             self._appended.append(record)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write to {self._lines}: {error}. Make room and run the same command; it goes on from there"
+                f"cannot write to {self._lines}: {error}. Make room and run the same command to continue"
             ) from error
 
     def finish(self, prompt: Callable[[int], Prompt], metadata: Mapping[str, str]) -> None:
         """Write the table and remove the lines.
 
         Args:
-            prompt: of a problem, by its number.
-            metadata: to keep in the file beside `schema_version` and `k`.
+            prompt: returns the prompt of a problem by its number.
+            metadata: stored in the file together with `schema_version` and `k`.
 
         Raises:
-            CheckpointError: answers are missing, or the disk does not take it.
+            CheckpointError: responses are missing, or the disk does not take the table.
         """
         places = self._places()
         if missing := int((places < 0).sum()):
-            raise CheckpointError(f"{self._lines} lacks {missing} of {places.size} answers; run the same command again")
+            raise CheckpointError(f"{self._lines} lacks {missing} of {places.size} responses; run the command again")
         about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
         schema = SCHEMA.with_metadata({**metadata, **about})
         try:
@@ -127,13 +128,13 @@ class AnswerFile:
                     os.fsync(file.fileno())
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {self.path}: {error}. Make room and run the same command; all answers are in "
+                f"cannot write {self.path}: {error}. Make room and run the same command; all responses are in "
                 f"{self._lines}"
             ) from error
         self._lines.unlink(missing_ok=True)
 
     def _places(self) -> NDArray[np.int64]:
-        """Where the line of each answer begins, [problems, k]; -1 where there is none."""
+        """Return the byte at which the line of each response begins, [problems, k]; -1 where there is none."""
         places = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
         unreadable = 0
         for place, text in _lines(self._lines):
@@ -143,11 +144,11 @@ class AnswerFile:
             else:
                 unreadable += 1
         if unreadable:
-            _log.warning("%s: %d lines cannot be read; what stood there is asked again", self._lines, unreadable)
+            _log.warning("%s: %d lines cannot be read; their responses are generated again", self._lines, unreadable)
         return places
 
     def _rows(self, places: NDArray[np.int64], prompt: Callable[[int], Prompt]) -> Iterator[list[dict[str, Any]]]:
-        """The rows of the table, some at a time."""
+        """Yield the rows of the table, about _ROWS_AT_ONCE at a time."""
         rows: list[dict[str, Any]] = []
         with self._lines.open("rb") as file:
             for number, samples in enumerate(places):
@@ -167,26 +168,26 @@ class AnswerFile:
             rows, (problems, k) = pq.read_metadata(self.path).num_rows, self._shape
         except (OSError, pa.ArrowException) as error:
             raise CheckpointError(
-                f"cannot read the answers in {self.path}: {error}. Bring the file back, or remove it to ask them again"
+                f"cannot read the responses in {self.path}: {error}. Bring it back, or remove it to make them again"
             ) from error
         if rows != problems * k:
             raise CheckpointError(
-                f"{self.path} has {rows} answers, asked for are {problems} problems x {k}; it was not written by this "
-                f"command. Give another folder, or remove it"
+                f"{self.path} has {rows} responses, not {problems} problems x {k}: another command wrote it. "
+                f"Give another folder, or remove it"
             )
 
 
 def read_outcomes(path: Path) -> ResponseOutcomes:
-    """What became of the answers in a table.
+    """Read the outcomes of the responses in a table.
 
     Raises:
-        CheckpointError: no table, or not one of this version.
+        CheckpointError: the table does not exist or has another schema version.
     """
     columns = ["correct", "reward", "tokens", "finish", "reward_error"]
     try:
         table = pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
-        raise CheckpointError(f"cannot read the answers in {path}: {error}") from error
+        raise CheckpointError(f"cannot read the responses in {path}: {error}") from error
     about = table.schema.metadata or {}
     if (version := about.get(b"schema_version", b"none").decode()) != str(SCHEMA_VERSION):
         raise CheckpointError(f"{path} has schema version {version}; this version of Jackpot reads {SCHEMA_VERSION}")
@@ -217,7 +218,7 @@ def _line(number: int, sample: int, answered: ScoredResponse) -> dict[str, Any]:
 
 
 def _whole_size(path: Path) -> int:
-    """The bytes up to the end of the last whole line."""
+    """Return the number of bytes up to the end of the last whole line."""
     size = 0
     for place, text in _lines(path):
         size = place + len(text) if text.endswith(b"\n") else size
@@ -225,7 +226,7 @@ def _whole_size(path: Path) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line and where it begins; none where there is no file."""
+    """Yield every line and the byte at which it begins; nothing where the file does not exist."""
     if path.exists():
         place = 0
         with path.open("rb") as file:
@@ -235,7 +236,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _which(text: bytes) -> tuple[int, int]:
-    """Problem number and sample of a line; (-1, -1) where it is not one of ours, whole."""
+    """Return problem number and sample of a line; (-1, -1) where its fields are not exactly `_FIELDS`."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -246,22 +247,22 @@ def _which(text: bytes) -> tuple[int, int]:
     return (line["number"], line["sample"]) if fits else (-1, -1)
 
 
-_WHAT_COUNTS = (".json", ".safetensors", ".model", ".txt", ".jinja")  # weights, configs, tokenizer, chat template
+_DIGESTED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # weights, configs, tokenizer, chat template
 
 
 def model_digest(path: str | Path) -> str:
-    """What changes when the model or its tokenizer does: a hash of the folder's files, or the hub's commit.
+    """Return a digest of a model and its tokenizer: a hash of the files in its folder, or the commit on the hub.
 
-    It reads all weights once, about a second for each gigabyte.
+    All weights are read once, about a second for each gigabyte.
 
     Raises:
-        ModelError: no such folder, or the hub cannot be reached.
+        ModelError: the folder does not exist, or the hub cannot be reached.
     """
     source = Path(resolve_path(path))
     if not source.is_dir():
         return f"commit {load_config(path)._commit_hash}"
     whole = hashlib.sha256()
-    for file in sorted(one for one in source.iterdir() if one.suffix in _WHAT_COUNTS):
+    for file in sorted(one for one in source.iterdir() if one.suffix in _DIGESTED):
         with file.open("rb") as content:
             whole.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     return f"sha256 {whole.hexdigest()}"

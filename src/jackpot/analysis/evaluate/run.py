@@ -1,11 +1,11 @@
-"""`jackpot eval`: a model on named sets of problems, all answers on the disk.
+"""Evaluates a model on named sets of problems and stores all responses: `jackpot eval`.
 
-    config.yaml      what was asked, and the digests of model and problems       .lock
-    NAME.parquet     every answer to one set; NAME.jsonl while it goes on (answer_files.py)
-    summary.json     the numbers of every set that is done
+    config.yaml      settings, and the digests of model and problems; .lock is held by the process that evaluates
+    NAME.parquet     every response to one set; NAME.jsonl until the set is complete (answers.py)
+    summary.json     the results of every complete set
 
-The same command goes on where it was. What decides the answers may not change meanwhile; how they are made may
-(`_HOW`), and sets may be added.
+The same command continues an evaluation. Settings that decide the responses may not change meanwhile; those in `_HOW`
+may, and sets may be added.
 """
 
 import json
@@ -41,8 +41,9 @@ from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
 from jackpot.training.run.models import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
-_HOW = ("model", "benchmarks", "device", "threads", "engine", "math.reward_workers")  # may change on the way
-_KEPT = (  # settings of the engine that change answers, and so may not change on the way
+# Settings that may change when an evaluation is continued.
+_HOW = ("model", "benchmarks", "device", "threads", "engine", "math.reward_workers")
+_KEPT = (  # settings of the engine that change responses, and so may not change
     "engine.name",
     "engine.dtype",
     "engine.max_model_len",
@@ -50,56 +51,57 @@ _KEPT = (  # settings of the engine that change answers, and so may not change o
     "engine.quantization",
     "engine.kv_cache_dtype",
 )
-_KEYS = ("schema_version", "model_digest", "data")  # of config.yaml, beside `asked`
+_KEYS = ("schema_version", "model_digest", "data")  # keys of config.yaml other than `asked`
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationProgress:
-    """How far the answers to one set are."""
+    """The progress of one set. Responses count when they are scored."""
 
     benchmark: str
-    done: int  # answers, those of earlier starts too
-    total: int
-    fresh: int  # answers of this start
-    tokens: int  # of the fresh ones
-    seconds: float  # that these took
+    done: int  # responses so far, those of earlier processes too
+    total: int  # responses of the whole set
+    fresh: int  # responses of this process
+    tokens: int  # tokens of the fresh responses
+    seconds: float  # wall-clock time of the fresh responses
 
 
-Listener = Callable[[EvaluationProgress], None]
+ProgressListener = Callable[[EvaluationProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """One set that is done."""
+class BenchmarkResult:
+    """The results of one complete set."""
 
     benchmark: str
     summary: EvaluationSummary
     table: Path
-    was_done: bool  # before this start
+    was_done: bool  # whether an earlier process completed the set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Set:
-    """The problems of one set that are asked."""
+    """One set of problems, opened for an evaluation."""
 
     name: str
     task: Task
     size: int
     digest: str  # of uid, prompt and answer of every problem
-    longest: tuple[int, str]  # prompt: tokens, uid
+    longest: tuple[int, str]  # tokens and uid of the longest prompt
 
     def prompt(self, number: int) -> Prompt:
         return self.task.prompt("test", number)
 
 
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
-    """The settings of an evaluation; of a run's model, what the run does not say otherwise is as in the run: sampling,
-    how problems are put, the engine's dtype.
+    """Build the settings of an evaluation from `changes`.
+
+    For the model of a run, sampling, template and the engine's dtype are by default those of the run.
 
     Raises:
-        ConfigError: settings that do not exist or do not fit.
-        CheckpointError: a folder that is neither a model nor a run.
+        ConfigError: settings do not exist or do not fit.
+        CheckpointError: the folder is neither a model nor a run.
     """
     settings: dict[str, Any] = {}
     if run := config_of_run(model):
@@ -119,12 +121,12 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     return config
 
 
-def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> list[Result]:
-    """Ask what has not been asked yet, and sum up.
+def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListener) -> list[BenchmarkResult]:
+    """Generate and score the responses that are missing in `folder`, and summarize every set.
 
     Raises:
-        CheckpointError: the folder is in use or holds an evaluation that asked something else; or the disk is full.
-        DataError, ModelError, EngineError: problems, a model or an engine that cannot be used.
+        CheckpointError: the folder is in use or holds an evaluation with other settings, or the disk is full.
+        DataError, ModelError, EngineError: the problems, the model or the engine cannot be used.
     """
     path = resolve_model_path(config.model)
     tokenizer, digest = load_tokenizer(path), model_digest(path)
@@ -150,13 +152,13 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: Listener) -> 
         summaries = _write_summary(folder, record)
     new = {one.name for one, _ in waiting}
     return [
-        Result(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in new)
+        BenchmarkResult(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in new)
         for one, file in zip(sets, files, strict=True)
     ]
 
 
 def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
-    """One set, every prompt of it seen once; `wanted` as in `BenchmarksConfig.problems`."""
+    """Read every prompt of a set once, for its digest and its longest prompt; `wanted` limits the problems."""
     available = task.size("test")
     size = wanted or available or ENDLESS
     size = size if available is None else min(size, available)
@@ -169,7 +171,7 @@ def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
 
 
 def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo: ExitStack) -> Engine:
-    """The engine; refused is now, and not after some answers, a prompt that it would refuse later."""
+    """Make the engine, and refuse at once a prompt for which its context has no room."""
     torch.set_num_threads(threads(config))
     engine = make_engine(config.engine, path, pick_device(config), Version(0, 0))
     undo.callback(engine.close)
@@ -179,7 +181,7 @@ def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo
         if tokens >= context:
             raise DataError(
                 f"{one.name}: the prompt of {uid} has {tokens} tokens, and the context of {context} leaves no room for "
-                f"an answer; take a model or an engine with a longer context, or leave {one.name} out"
+                f"a response; take a model or an engine with a longer context, or leave {one.name} out"
             )
     return engine
 
@@ -190,10 +192,10 @@ def _ask(
     one: _Set,
     file: AnswerFile,
     config: BenchmarksConfig,
-    listen: Listener,
+    listen: ProgressListener,
 ) -> None:
-    """Every answer that is not in the file yet."""
-    under_way: dict[str, tuple[int, int]] = {}  # by the uid of its request, problem number and sample
+    """Generate and score every response that is not in the file yet."""
+    under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (problem number, sample)
     done, fresh, tokens, began = file.done, 0, 0, time.monotonic()
 
     def requests() -> Iterator[Request]:
@@ -225,10 +227,10 @@ def _ask(
 
 
 def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Sequence[_Set]) -> dict[str, Any]:
-    """config.yaml: what was asked. What an earlier start asked must agree.
+    """Write config.yaml, after comparing it with the one of an earlier process.
 
     Raises:
-        CheckpointError: the difference, setting by setting.
+        CheckpointError: settings differ; the message lists them.
     """
     path = folder / "config.yaml"
     asked = json.loads(config.model_dump_json())
@@ -240,7 +242,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
         if difference := list(differences(old, new)):
             listed = "\n  ".join(difference)
             raise CheckpointError(
-                f"{folder} holds an evaluation that asked something else:\n  {listed}\n"
+                f"{folder} holds an evaluation with other settings:\n  {listed}\n"
                 f"Use the same settings to continue it, or --out with another folder"
             )
         record["data"] = before["data"] | data
@@ -251,10 +253,10 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """What an earlier start asked; None in a folder where none was.
+    """Read the config.yaml of an earlier process; None in a folder without an evaluation.
 
     Raises:
-        CheckpointError: it cannot be read, or is not of an evaluation, or there are answers without it.
+        CheckpointError: it cannot be read, it is not of an evaluation, or there are responses without it.
     """
     if not path.is_file():
         names = (f"{name}{ending}" for name in SETS for ending in (".parquet", ".jsonl"))
@@ -277,7 +279,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings and digests that decide the answers."""
+    """Select the settings and digests that decide the responses."""
     kept = {
         key: value
         for key, value in _flat(record["asked"]).items()
@@ -295,7 +297,7 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:
-    """summary.json: every set of the folder that is done."""
+    """Write summary.json and return the summary of every complete set of the folder."""
     seed = record["asked"]["seed"]
     tables = {name: folder / f"{name}.parquet" for name in record["data"]}
     summaries = {

@@ -1,4 +1,4 @@
-"""Both models of a run answering, before and after training."""
+"""Samples responses of both models of a run, before and after training."""
 
 import logging
 from contextlib import closing
@@ -19,19 +19,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class SampledResponse:
+    """A response of one model to a held-out problem, and whether it is correct."""
+
     role: Role
-    after: bool  # False: the model that the run began with
+    after: bool  # True: the model of the newest checkpoint; False: the one that the run began with
     response: str
     correct: bool
 
 
-def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[Answer]]]:
-    """Sampled answers to the first held-out problems, by the models at the start and at the newest checkpoint that is
-    not corrupt.
+def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[SampledResponse]]]:
+    """Sample responses to the first held-out problems from the models at the start and at the newest whole checkpoint.
 
     Raises:
-        CheckpointError: no run in the folder, no checkpoint yet, or only corrupt ones.
+        CheckpointError: the folder has no run, no checkpoint yet, or only corrupt ones.
     """
     config = run_config(run)
     checkpoint, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).find()
@@ -44,14 +45,14 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
         )
     before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config)
-    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # servers hold one model, and this needs four
+    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and this needs four
     with closing(make_task(config.task, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]
-        answers: list[list[Answer]] = [[] for _ in prompts]
+        answers: list[list[SampledResponse]] = [[] for _ in prompts]
         for role in before:
             for is_after, path in ((False, before[role]), (True, after[role])):
                 with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
                     result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed, k=1)
                 for row, response, score in zip(answers, result.responses, result.scores, strict=True):
-                    row.append(Answer(role=role, after=is_after, response=response, correct=score.correct))
+                    row.append(SampledResponse(role=role, after=is_after, response=response, correct=score.correct))
     return list(zip(prompts, answers, strict=True))

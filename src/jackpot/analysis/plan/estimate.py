@@ -1,4 +1,4 @@
-"""What a large run would need of GPUs and hours: `sharding` and `cost_model` with a run's own numbers."""
+"""Estimates the GPUs and hours of a large run: `sharding` and `cost_model` with the numbers of the run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,35 +42,38 @@ from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.load import DTYPES
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
-LARGE = 100_000_000  # parameters from which on somebody thinks of GPUs
+LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
 
 class MachineEstimate(NamedTuple):
-    """A run on some GPUs; without hours where it does not fit."""
+    """Memory and hours of a run on some GPUs."""
 
-    kind: str
+    kind: str  # name of the GPU, a key of GPUS
     shard: Shard
-    hours: Hours | None
-    alone: Hours | None  # the policy writes the same responses for itself, one step on each batch
+    hours: Hours | None  # None where the run does not fit
+    alone: Hours | None  # of the policy alone, on-policy: it generates as many responses, one step on each batch
 
 
 class CostEstimate(NamedTuple):
+    """The estimate of a run on several numbers of GPUs, and the lengths that it assumes."""
+
     prompts: PromptLengths
-    response: float  # tokens in the mean
+    response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
     stated: MachineEstimate  # on the GPUs that the recipe names, else on one H100
-    fewest: dict[str, int]  # GPUs of each kind that the run fits on; kinds that it fits on alone
+    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0 where it fits on none of COUNTS
 
 
 def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
+    """Tell whether the models have so many parameters that a plan shows GPUs and hours."""
     return sum(size.parameters for size in sizes.values()) >= LARGE
 
 
 def estimate(
     config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
 ) -> CostEstimate:
-    """Memory and hours on every number of GPUs.
+    """Estimate memory and hours of a run on each shown kind and number of GPUs, and on those that its recipe names.
 
     Raises:
         ModelError: as `plan_memory`.
@@ -90,7 +93,7 @@ def estimate(
 
 
 class _Estimator:
-    """What does not depend on the GPUs is found out once."""
+    """Holds what does not depend on the GPUs, which is computed once."""
 
     def __init__(self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths) -> None:
         self._config, self._prompt = config, prompts.longest
@@ -113,7 +116,7 @@ class _Estimator:
         config, costs = self._config, self._costs
         own = needs_of(config, "policy", config.engine, self._prompt)
         engines = {name: self._engine_speed(one, here.tensor_parallel[name], gpu) for name, one in self._needs.items()}
-        policy_writer = self._engine_speed(own, degree(own, gpu, count) or count, gpu)
+        policy_engine = self._engine_speed(own, degree(own, gpu, count) or count, gpu)
         peak, work = gpu.bf16 if config.precision == "bf16" else gpu.fp32, self._work()
         (alone, times), policy = on_policy(work), [costs["policy"]]
         hours = run_hours(work, engines["engine"], [*costs.values()], self._others, config.iterations, gpu, count, peak)
@@ -121,7 +124,7 @@ class _Estimator:
         evaluations = config.iterations // config.evaluation.every + 1
         return (
             hours._replace(evaluating=evaluation_hours(sets, evaluations, self.lengths, gpu, count)),
-            run_hours(alone, policy_writer, policy, self._others, config.iterations * times, gpu, count, peak),
+            run_hours(alone, policy_engine, policy, self._others, config.iterations * times, gpu, count, peak),
         )
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
@@ -140,7 +143,7 @@ class _Estimator:
             sequences=batch.rollouts,
             steps=batch.steps_per_iteration,
             epochs=batch.ppo_epochs,
-            written=DYNAMIC_ROUNDS if batch.filter_groups else 1.0,
+            generated=DYNAMIC_ROUNDS if batch.filter_groups else 1.0,
             lengths=self.lengths,
             checkpoints=config.activation_checkpointing,
             extra=extra_passes(config),
@@ -148,20 +151,23 @@ class _Estimator:
 
 
 def extra_passes(config: Config) -> float:
-    """Forward passes without gradient over a rollout batch: one for the anchors of several steps, and one in every
-    epoch for kappa where it is wanted beforehand and the anchors do not tell it."""
+    """Return the number of forward passes without gradient over a rollout batch.
+
+    One is for the anchors of several steps. One in every epoch is for kappa, where it is computed beforehand and the
+    anchors do not give it.
+    """
     steps, correction = config.batch.steps_per_iteration, config.objective.correction
     anchored = steps > 1 and getattr(correction, "target", "old") == "old"
     needs_pass = getattr(correction, "kappa", "none") == "prepass" and not anchored
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
 
 
-def _evaluated(config: Config, writer: EngineSpeed, policy_engine: EngineSpeed) -> list[tuple[EngineSpeed, int]]:
-    """Answers in one evaluation: both models' to the task's own problems, the policy's to each other set."""
+def _evaluated(config: Config, rollout: EngineSpeed, policy: EngineSpeed) -> list[tuple[EngineSpeed, int]]:
+    """Return engine and number of responses for each set: both models answer the task, the policy each other set."""
     settings = config.evaluation
     sizes = [settings.problems, *(BENCHMARKS[name].test.size for name in settings.benchmarks if name in BENCHMARKS)]
-    sets = [(policy_engine, size * settings.k) for size in sizes]
-    return sets if config.rollout_model is None else [*sets, (writer, settings.problems * settings.k)]
+    sets = [(policy, size * settings.k) for size in sizes]
+    return sets if config.rollout_model is None else [*sets, (rollout, settings.problems * settings.k)]
 
 
 def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
@@ -177,8 +183,10 @@ def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
 
 
 def _others(config: Config, lengths: Lengths, policy: ModelCost) -> float:
-    """FLOPs of one sequence: a reference reads it once; a critic is as large as the policy, reads once more and has no
-    output layer."""
+    """Return the FLOPs of reference and critic for one sequence.
+
+    The reference reads it once. The critic is as large as the policy, reads it once more and has no output layer.
+    """
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)

@@ -1,6 +1,6 @@
-"""What a run takes of each of several GPUs, if they share it.
+"""Plans the memory of a run on each of several GPUs.
 
-The plan: weights, gradients and moments are sharded fully (FSDP), every layer is gathered in float32 when it is
+Weights, gradients and moments are sharded fully (FSDP), every layer is gathered in float32 when it is
 computed, and each GPU has an engine, or a part of one. This version trains in one process on one GPU: docs/cost.md.
 """
 
@@ -25,45 +25,45 @@ from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
 from jackpot.models.load import DTYPES
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried
-TENSOR_PARALLEL = (1, 2, 4, 8)  # GPUs of one engine, within a machine
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried
+TENSOR_PARALLEL = (1, 2, 4, 8)  # numbers of GPUs of one engine, within a machine
 ENGINE_BYTES = 2e9
-"""That a vLLM engine takes of its share for activations and CUDA graphs. Assumed."""
+"""Memory of a vLLM engine for activations and CUDA graphs, within its share of the GPU. Assumed."""
 _GIB = 2**30
 
 
 class Blocks(NamedTuple):
-    """Parameters of what is gathered as a whole."""
+    """Numbers of parameters that each GPU gathers as a whole."""
 
-    layer: int  # the largest one of all models
-    heads: int  # output layers of policy and rollout model, which the joint head needs together
-    copied: int  # matrices of trained models that autocast copies where nothing is sharded
+    layer: int  # of the largest layer of all models
+    heads: int  # of the output layers of policy and rollout model, which the joint head needs together
+    copied: int  # of the matrices of trained models that autocast copies where nothing is sharded
 
 
 class EngineNeeds(NamedTuple):
-    """What one copy of a model takes in its engine."""
+    """The memory that one copy of a model needs in its engine."""
 
     role: Role
     settings: EngineConfig
-    weights: int  # bytes
-    token: int  # bytes of keys and values of one token
-    longest: int  # tokens of a whole sequence
+    weights: int  # size of all weights, bytes
+    token: int  # keys and values of one token, bytes
+    longest: int  # greatest length of a sequence, tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Bytes on each of `gpus` GPUs at the worst moment."""
+    """The bytes on each of `gpus` GPUs at the peak."""
 
     gpus: int
-    limit: float  # bytes that the GPU has
+    limit: float  # memory of the GPU
     weights: float  # float32, of all models in training
     optimizer: float
     gradients: float
-    gathered: float  # whole layers on their way, and their gradients
-    training: float | None  # activations and loss of a micro-batch; None where shapes alone do not tell
-    resting: float  # what engines keep while the learner trains
-    generation: float  # what engines keep while they generate
-    tensor_parallel: dict[str, int]  # GPUs of one engine; 0 where it finds no room
+    gathered: float  # whole layers that are gathered at once, and their gradients
+    training: float | None  # activations and loss of a micro-batch; None where shapes alone do not decide them
+    resting: float  # memory of engines while the learner trains
+    generation: float  # memory of engines while they generate
+    tensor_parallel: dict[str, int]  # GPUs of one engine, by setting; 0 where it does not fit
 
     @property
     def peak(self) -> float:
@@ -77,7 +77,7 @@ class Shard:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """In the body autocast keeps no copies of weights: where they are sharded, a layer's goes with the layer."""
+    """Let autocast keep no copies of weights in the body; where they are sharded, a copy is freed with its layer."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -87,7 +87,11 @@ def sharded() -> Iterator[None]:
 
 
 def blocks(config: Config) -> Blocks:
-    """Raises ModelError as `load_meta_model`."""
+    """Count the parameters that each GPU gathers as a whole.
+
+    Raises:
+        ModelError: as `load_meta_model`.
+    """
     models = {role: outline(path) for role, path in model_paths(config, None).items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
     return Blocks(
@@ -113,17 +117,17 @@ def _layer(model: PreTrainedModel) -> int:
 
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
-    """By setting: the writer's engine, and the policy's in evaluations where that is another, as `make_engines`."""
+    """Return the needs of the rollout engine, and of the evaluation engine where it is another, by setting."""
     paths, settings = model_paths(config, None), config.evaluation.engine
-    writer: Role = "rollout_model" if "rollout_model" in paths else "policy"
-    needs = {"engine": needs_of(config, writer, config.engine, prompt_tokens)}
-    if settings is not None or writer != "policy":
+    role: Role = "rollout_model" if "rollout_model" in paths else "policy"
+    needs = {"engine": needs_of(config, role, config.engine, prompt_tokens)}
+    if settings is not None or role != "policy":
         needs["evaluation.engine"] = needs_of(config, "policy", settings or config.engine, prompt_tokens)
     return needs
 
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
-    """Of an engine with `settings` that holds the model of `role`."""
+    """Return the needs of an engine with `settings` that holds the model of `role`."""
     model, size = outline(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
     weights = size * sum(parameter.numel() for parameter in model.parameters())
     return EngineNeeds(
@@ -132,7 +136,7 @@ def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: 
 
 
 def shard(memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int) -> Shard:
-    """The share of one GPU of `gpus`. `memory` was planned inside `sharded`."""
+    """Return the memory of each of `gpus` GPUs; `memory` must have been planned inside `sharded`."""
     degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
     held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
     whole = 4 * (2 * parts.layer + parts.heads) + 4 * max(parts.layer, parts.heads)
@@ -151,7 +155,7 @@ def shard(memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], g
 
 
 def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Room of one engine on `spread` GPUs for keys and values; of one without a limit of its own, what is left."""
+    """Return the bytes of one engine on `spread` GPUs for keys and values; without a limit of its own, the rest."""
     settings = one.settings
     if isinstance(settings, VLLMEngineConfig) and settings.kv_cache_memory_bytes is None:
         return spread * (settings.gpu_memory_utilization * gpu.memory - ENGINE_BYTES) - one.weights
@@ -161,7 +165,7 @@ def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
 
 
 def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
-    """The fewest GPUs for one engine that hold its weights and the longest sequence; 0 where all of them do not."""
+    """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0 where none suffice."""
     if not isinstance(one.settings, VLLMEngineConfig):
         return 1
     wanted = one.token * one.longest
@@ -170,7 +174,7 @@ def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 
 
 def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Of one GPU; the cache of a transformers engine is not in it, for that comes and goes with each batch."""
+    """Return the bytes of an engine on one GPU, without the cache of transformers, which each batch allocates anew."""
     settings = one.settings
     if isinstance(settings, VLLMEngineConfig) and settings.kv_cache_memory_bytes is None:
         return settings.gpu_memory_utilization * gpu.memory

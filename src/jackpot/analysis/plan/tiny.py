@@ -1,28 +1,29 @@
-"""Any recipe, made so small that it runs anywhere in a moment: `jackpot train RECIPE --tiny`.
+"""Shrinks any recipe until it runs on any machine in about a minute: `jackpot train RECIPE --tiny`.
 
-`tiny` says what changes; all else is the recipe's: what corrects, the objective, the template, the rewards, the number
-of optimizer steps on one rollout batch and how old its text is, dynamic sampling, precision, adapters, the critic. It
-changes
+`tiny` makes the changes below. Everything else stays as in the recipe: correction, objective, template, rewards, the
+number of optimizer steps on one rollout batch and the age of its rollouts, dynamic sampling, precision, adapters and
+the critic.
 
 | setting | becomes |
 |---|---|
-| models | of the same architecture, with few random parameters; starters and small folders stay |
-| `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where no file is here |
+| models | the same architecture with few random parameters; starters and small folders stay, if tokenizers fit |
+| tokenizers | the built-in one for all models, unless every model has its own on the disk and these agree |
+| `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where there is no local file |
 | `engine`, `evaluation.engine` | transformers, in the same dtype |
 | `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong_buffer.len` is the same share of it |
 | `sampling.stop_token_ids` | the end token of the built-in tokenizer, where that is used |
-| `batch` | as few sequences as the number of optimizer steps allows; at most `GROUP` in a group |
+| `batch` | as few sequences as the number of optimizer steps allows; at most `GROUP` for each prompt |
 | `batch.micro_batch_tokens` | room for the longest prompt and response: one or a few sequences |
 | `iterations`, `evaluation.problems`, `evaluation.k` | at most `ITERATIONS`, `PROBLEMS`, `ANSWERS` |
 | `device: cuda` | `auto` |
 
-Everything else here makes the models and the data. Neither weights nor data are downloaded.
+The other functions make the models and the data. Neither weights nor data are downloaded.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path, PurePath
@@ -46,25 +47,31 @@ from jackpot.rollout.tasks.files import SUFFIXES
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
 ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4
-NEW_TOKENS, TOP_LOG_PROBS = 32, 128  # tokens of a response, and captured for each: the small vocabularies have few more
-PROBLEM_BYTES = 300  # of a problem's text
-SEQUENCES = 32  # of a rollout batch, at least: 8 groups, of which 2 in 10,000 times none has two rewards
-STEP_SEQUENCES = 2  # of an optimizer step, at least
-AROUND_TOKENS = 120  # of a prompt: what a chat template puts around the texts, at most
-SMALL_ENOUGH = 10_000_000  # parameters of a model that stays as it is
+NEW_TOKENS = 32  # most tokens of a response
+TOP_LOG_PROBS = 128  # most captured log-probs of a token; the built-in vocabulary has a few hundred tokens
+PROBLEM_BYTES = 300  # longest text of a problem, bytes
+SEQUENCES = 32  # fewest sequences of a rollout batch: in 2 of 10,000 batches none of the 8 groups has two rewards
+STEP_SEQUENCES = 2  # fewest sequences of an optimizer step
+AROUND_TOKENS = 120  # most tokens that a chat template adds to the texts of a prompt
+SMALL_ENOUGH = 10_000_000  # most parameters of a local model that stays as it is
 
-Replaced = Mapping[str, PreTrainedConfig | None]  # path of each model -> its config; None: the model stays
+
+class ReplacedModels(NamedTuple):
+    """The models that small ones replace, and whether these take the built-in tokenizer."""
+
+    configs: dict[str, PreTrainedConfig | None]  # by the model's path; None: the model stays
+    why_built_in: str | None  # why all models take the built-in tokenizer; None: each model keeps its own
 
 
 class TinyRun(NamedTuple):
-    """A small run that stands for a recipe's, and how it differs."""
+    """The settings of a small run, and how they differ from those of its recipe."""
 
     config: Config
     changes: list[tuple[str, Any, Any]]  # (setting, value in the recipe, value here)
-    data: list[str]  # for each set of problems, where they come from
+    data: list[str]  # a sentence for each set of problems: where they come from
 
 
-def tiny(config: Config, models: Replaced, folder: Path) -> Config:
+def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
     """Return the settings of a small run, whose models and data will be in `folder`."""
     rollout_model, reference = config.rollout_model, config.objective.reference
     changes: dict[str, Any] = {
@@ -100,14 +107,13 @@ def tiny(config: Config, models: Replaced, folder: Path) -> Config:
     return validated(Config, merge(config.model_dump(), changes))
 
 
-def _sampling(config: Config, models: Replaced) -> dict[str, Any]:
+def _sampling(config: Config, models: ReplacedModels) -> dict[str, Any]:
     sampling = config.sampling
     changes: dict[str, Any] = {
         "max_new_tokens": min(sampling.max_new_tokens, NEW_TOKENS),
         "num_top_log_probs": min(sampling.num_top_log_probs, TOP_LOG_PROBS),
     }
-    is_built_in = models[config.policy.path] is not None and own_tokenizer(config.policy.path) is None
-    if sampling.stop_token_ids and is_built_in:
+    if sampling.stop_token_ids and models.why_built_in:
         changes["stop_token_ids"] = (built_in_tokenizer().convert_tokens_to_ids(END),)
     return changes
 
@@ -124,18 +130,12 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    kept = {
-        "max_num_seqs",
-        "dtype",
-        "attn_implementation",
-        "quantization",
-        "kv_cache_dtype",
-    }  # of those that this one has
+    kept = {"max_num_seqs", "dtype", "attn_implementation", "quantization", "kv_cache_dtype"}  # where the engine has it
     return {"name": "transformers", **engine.model_dump(include=kept)}
 
 
 def _longest_prompt(task: MathConfig) -> int:
-    """Return an upper bound of a prompt's tokens, each of which has a byte or more."""
+    """Return an upper bound of the tokens of a prompt: its bytes, as each token has a byte or more."""
     texts = (task.instruction, task.system_prompt or "")
     return PROBLEM_BYTES + AROUND_TOKENS + sum(len(text.encode()) for text in texts)
 
@@ -158,15 +158,15 @@ def _data_folder(folder: Path) -> Path:
     return folder / "data"
 
 
-def _model_path(path: str, models: Replaced, folder: Path) -> str:
-    """Return where the model that stands for `path` is; two roles that share a path share the model."""
-    if models[path] is None:
+def _model_path(path: str, models: ReplacedModels, folder: Path) -> str:
+    """Return the path of the model that replaces the one at `path`; two roles that share a path share the model."""
+    if models.configs[path] is None:
         return path
-    return str(folder / "models" / path.strip("/.~").replace("/", "--"))
+    return str(folder / "models" / path.strip("/.~").replace("/", "--").replace(":", "--"))
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield every setting that differs with both values; for a block with another `name` only the name."""
+    """Yield every setting that differs, with both values; of a block whose `name` differs yield only the name."""
     both = isinstance(old, Mapping) and isinstance(new, Mapping)
     if both and old.get("name") != new.get("name"):
         yield key, old.get("name"), new.get("name")
@@ -179,13 +179,13 @@ def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 
 @contextmanager
 def tiny_run(config: Config, folder: Path) -> Iterator[TinyRun]:
-    """Make the models and the data of a small run in `folder`, the same each time; the body launches it.
+    """Make the models and the data of a small run in `folder`, the same each time; the caller launches it in the body.
 
     In the body, and only there, benchmarks are read from `folder`.
 
     Raises:
-        ModelError: a model whose config is neither here nor in the table of published models.
-        DataError: an unknown benchmark, or data that is here and cannot be read.
+        ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
+        DataError: a benchmark is unknown, or local data cannot be read.
     """
     models = replaced_models(config)
     small = tiny(config, models, folder)
@@ -194,7 +194,13 @@ def tiny_run(config: Config, folder: Path) -> Iterator[TinyRun]:
     with _benchmarks_from(_data_folder(folder)):
         with checkpoint_error_in(folder):
             _write_models(config, small, models, folder)
-        yield TinyRun(small, list(changed(config.model_dump(), small.model_dump())), data)
+        yield TinyRun(small, [*_tokenizer_change(models), *changed(config.model_dump(), small.model_dump())], data)
+
+
+def _tokenizer_change(models: ReplacedModels) -> list[tuple[str, Any, Any]]:
+    if models.why_built_in is None:
+        return []
+    return [("tokenizer", f"each model's own ({models.why_built_in})", "built-in byte-level, plain chat format")]
 
 
 @contextmanager
@@ -209,26 +215,37 @@ def _benchmarks_from(folder: Path) -> Iterator[None]:
             os.environ[DATA_FOLDER] = before
 
 
-def replaced_models(config: Config) -> dict[str, PreTrainedConfig | None]:
-    """Find the config of each model that a small one replaces; None for a model that stays.
+def replaced_models(config: Config) -> ReplacedModels:
+    """Find the config of each model that a small one replaces, and choose the tokenizer.
+
+    The recipe's tokenizer is used only where every model of the run has it on the disk. Otherwise all models take the
+    built-in one, and those that would stay are replaced too, as their vocabulary is another.
 
     Raises:
-        ModelError: a model whose config is neither here nor in the table of published models.
+        ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
     """
     others = [config.rollout_model, config.critic, config.objective.reference]
     paths = [config.policy.path, *(one.path for one in others if one and one.path)]
-    return {path: _replaced(path) for path in paths}
+    configs = {path: _replaced(path) for path in paths}
+    if not any(configs.values()):
+        return ReplacedModels(configs, None)
+    why_built_in = _why_built_in(configs)
+    if why_built_in:
+        configs = {path: found or load_config(path) for path, found in configs.items()}
+    return ReplacedModels(configs, why_built_in)
 
 
 def _replaced(path: str) -> PreTrainedConfig | None:
+    """Return the config of the model at `path`; None for a starter and for a small folder, which stay."""
     if path.startswith(STARTER_PREFIX):
         return None
     try:
         config = load_config(path)
     except ModelError as error:
         raise ModelError(
-            f"--tiny needs the architecture of {path!r}, whose config.json was not found: {error}. Name a published "
-            f"model of the same architecture, for example policy.path=Qwen/Qwen3-4B-Base, or starter:policy"
+            f"--tiny needs the architecture of {path!r}, whose config.json was not found: {error}. --tiny needs no "
+            f"weights: give a folder that has the model's config.json, or a published model of the same architecture, "
+            f"for example policy.path=Qwen/Qwen3-4B-Base, or add the model's shape to models/published.py"
         ) from error
     is_here = Path(path).expanduser().is_dir()
     if is_here and sum(parameter.numel() for parameter in load_meta_model(path).parameters()) <= SMALL_ENOUGH:
@@ -236,16 +253,26 @@ def _replaced(path: str) -> PreTrainedConfig | None:
     return config
 
 
-def _write_models(config: Config, small: Config, models: Replaced, folder: Path) -> None:
-    """Write the small models that are not there yet; a continued run keeps those that it began with."""
+def _why_built_in(paths: Iterable[str]) -> str | None:
+    """Say why the models in `paths` cannot keep their own tokenizers; None where all are on the disk and agree."""
+    tokenizers = {path: own_tokenizer(path) for path in paths}
+    if missing := [path for path, tokenizer in tokenizers.items() if tokenizer is None]:
+        return f"not on this disk: {', '.join(missing)}"
+    first, *others = [tokenizer.get_vocab() for tokenizer in tokenizers.values()]
+    return "they differ" if any(vocabulary != first for vocabulary in others) else None
+
+
+def _write_models(config: Config, small: Config, models: ReplacedModels, folder: Path) -> None:
+    """Write the small models that do not exist yet; a continued run keeps those that it began with."""
     answers = _answers(small)
-    for path, like in models.items():
+    for path, like in models.configs.items():
         place = Path(_model_path(path, models, folder))
         if like is None or place.exists():
             continue
         size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
+        tokenizer = built_in_tokenizer() if models.why_built_in else own_tokenizer(path)
         unfinished = place.with_name(f"{place.name}.unfinished")
-        save_tiny(unfinished, path, like, size, answers, fold_in(0, "tiny", path))
+        save_tiny(unfinished, like, size, tokenizer, answers, fold_in(0, "tiny", path))
         unfinished.rename(place)
 
 
@@ -289,7 +316,7 @@ def _sources(config: Config) -> dict[str, DataSource]:
 
 
 def _source(data: DataConfig, split: Split) -> DataSource:
-    """Locate the rows; a file that is not here counts as one of the hub."""
+    """Locate the rows of a set; a path without a local file counts as a set of the hub."""
     path = Path(data.source).expanduser()
     if not path.exists() and (path.suffix in SUFFIXES or "/" in data.source) and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})
@@ -297,7 +324,7 @@ def _source(data: DataConfig, split: Split) -> DataSource:
 
 
 def _rows(source: DataSource, number: int) -> list[dict[str, Any]]:
-    """Return a few rows with the set's own columns and problems cut short; made-up rows where the set is on the hub."""
+    """Return a few rows in the columns of the set, with problems cut short; made-up rows for a set of the hub."""
     if not source.is_local:
         return synthetic_rows(source, number * PROBLEMS, PROBLEMS)
     columns = (source.settings.columns.problem, *source.benchmark.problem)

@@ -1,9 +1,9 @@
-r"""Makes small models with random weights that stand for large ones of the same architecture.
+r"""Makes small models with random weights that replace large ones of the same architecture.
 
-Their tokenizer is that of the large model where its files are on the disk, else a built-in one: 512 byte-level tokens
-for plain text, four special tokens and a plain chat template. Behind it come the answers of some problems, each as one
-token `\boxed{72}`. So random responses are right now and then, rewards differ, and every part of training is used. As
-in published models, the output layer has some rows more than there are tokens.
+Their tokenizer is that of the large model or the built-in one: 512 byte-level tokens for plain text, five special
+tokens and a plain chat template. To either, the answers of some problems are added, each as one token such as
+`\boxed{72}`. So random responses are right now and then, rewards differ, and every part of training is used. As in
+published models, the output layer has a few more rows than there are tokens.
 """
 
 import math
@@ -37,13 +37,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}" + END + "\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-CONTEXT = 4096  # tokens
-_ROUNDED_TO = 64  # rows of the output layer
+CONTEXT = 4096  # longest sequence, tokens
+_ROUNDED_TO = 64  # the rows of the output layer are a multiple of it
 _INITIALIZER_RANGE = 0.05  # far enough from uniform that two models differ, near enough that all tokens occur
 _LONGEST_ANSWER = 100  # characters of an answer that becomes a token
-# Each answer in several tokens: of 32 random tokens one or two are answers, and a quarter of the responses is right.
+# Each answer becomes several tokens: one or two of 32 random tokens are answers, and a quarter of responses right.
 _AROUND = ("{}", " {}", ": {}", "{}.", " {}.", "{}\n", "({})", "${}$", " ${}$", "${}$.", "\\[{}\\]", "**{}**")
-_TEXTS = 200  # problems that the tokens for plain text are made of
+_TEXTS = 200  # made-up problems on which the built-in tokenizer is trained
 _KEPT_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "rms_norm_eps")
 
 
@@ -64,9 +64,11 @@ SMALL = TinySize(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1)
 def own_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a model from its folder or from the hub's cache; None where neither has it."""
     try:
-        return AutoTokenizer.from_pretrained(resolve_path(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):  # what transformers raises for missing files, by kind of tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(resolve_path(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):  # raised for missing files; the class depends on the kind of tokenizer
         return None
+    # From a lone config.json transformers makes a tokenizer of special tokens only.
+    return tokenizer if tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) else None
 
 
 def built_in_tokenizer() -> PreTrainedTokenizerFast:
@@ -78,13 +80,14 @@ def built_in_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         eos_token=END,
         pad_token=PAD,
+        unk_token=PAD,  # never produced; else the tokenizer class of some architectures adds a token of its own
         clean_up_tokenization_spaces=False,
         model_max_length=CONTEXT,
     )
 
 
 def with_answers(tokenizer: PreTrainedTokenizerBase, answers: Iterable[str]) -> PreTrainedTokenizerBase:
-    """Add tokens that answer with each of `answers`, behind all others; returns the tokenizer."""
+    """Append tokens that each hold one of `answers` in a box to the vocabulary; return the tokenizer."""
     boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
     tokenizer.add_tokens([AddedToken(around.format(one), normalized=False) for one in boxed for around in _AROUND])
     return tokenizer
@@ -117,8 +120,8 @@ def tiny_model(config: PreTrainedConfig, plain_tokens: int, num_tokens: int, see
     """Make a model with random weights, without touching the caller's random state.
 
     Args:
-        plain_tokens: tokens before those of answers.
-        num_tokens: all tokens.
+        plain_tokens: number of tokens before those of answers.
+        num_tokens: number of all tokens.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -148,10 +151,14 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
 
 
 def save_tiny(
-    folder: Path, path: str, like: PreTrainedConfig, size: TinySize, answers: Sequence[str], seed: int
+    folder: Path,
+    like: PreTrainedConfig,
+    size: TinySize,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[str],
+    seed: int,
 ) -> None:
-    """Write a small model that stands for the one in `path`, whose config is `like`, and its tokenizer."""
-    tokenizer = own_tokenizer(path) or built_in_tokenizer()
+    """Save a small model with the architecture of `like`, and `tokenizer`, to which `answers` are added."""
     plain_tokens = len(tokenizer)
     with_answers(tokenizer, answers)
     config = tiny_config(like, size, tokenizer)
@@ -161,7 +168,7 @@ def save_tiny(
 
 @lru_cache(maxsize=1)
 def _plain_text() -> str:
-    """Train a tokenizer for any text: the 256 bytes and the pairs that are most frequent in some text. Returns JSON."""
+    """Train the built-in tokenizer, 256 bytes and frequent pairs, on made-up problems; return its JSON."""
     backend = Tokenizer(tokenizer_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

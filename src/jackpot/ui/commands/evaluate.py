@@ -8,7 +8,13 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.analysis.evaluate.run import EvaluationProgress, Listener, Result, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import (
+    BenchmarkResult,
+    EvaluationProgress,
+    ProgressListener,
+    evaluate_model,
+    evaluation_config,
+)
 from jackpot.config.recipes import parse_override, split_names
 from jackpot.rollout.pass_at_k import CONFIDENCE, BootstrapEstimate, EvaluationSummary
 from jackpot.ui.results import default_folder
@@ -35,7 +41,7 @@ def evaluate(
 
 
 @contextmanager
-def _listener(console: Console) -> Iterator[Listener]:
+def _listener(console: Console) -> Iterator[ProgressListener]:
     """Yield a listener that shows answers, speed and time left of each benchmark.
 
     It shows no accuracy: the answers that end first are the short ones.
@@ -56,7 +62,7 @@ def _listener(console: Console) -> Iterator[Listener]:
         yield listen
 
 
-def _show(console: Console, results: Sequence[Result], folder: Path) -> None:
+def _show(console: Console, results: Sequence[BenchmarkResult], folder: Path) -> None:
     """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers."""
     if all(result.was_done for result in results):
         print_line(console, "This evaluation was finished before; nothing was generated.")
