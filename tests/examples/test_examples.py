@@ -10,6 +10,7 @@ import torch
 from helpers.commands import jackpot
 from helpers.paths import ROOT
 from helpers.runs import SMALL, run
+from jackpot.analysis.replay.settings import settings_of
 from jackpot.config.recipes import resolve
 from jackpot.models.load import load_tokenizer
 from jackpot.objectives.corrections import CorrectionInputs, construct_correction
@@ -82,3 +83,9 @@ def test_the_correction_is_smooth_and_never_above_its_cap() -> None:
     expected = torch.tensor([[0.0099999629, 0.9645382126, 2.2847824670, 3.0]])  # 3 tanh(rho / 3), by hand
     torch.testing.assert_close(found.weights, expected)
     assert found.accept_mask.eq(1.0).all() and found.capped.tolist() == [[False, False, False, True]]
+
+
+def test_a_replay_of_a_run_with_an_own_correction_has_it_with_its_settings() -> None:
+    [own] = [one for one in settings_of(resolve("examples/own_correction.yaml", None, []), []) if one.is_own]
+    assert dict(own.numbers) == {"import_path": "examples.own_correction:SoftCap", "kwargs": {"cap": 3.0}}
+    assert own.name == "custom" and type(own.objective.correction).__name__ == "SoftCap"

@@ -31,7 +31,7 @@ _NEW = {  # aligned to the policy that is updated, for stale rollouts; PPO's rat
 class CorrectionSetting:
     """A correction with fixed settings."""
 
-    name: str  # key of CORRECTIONS
+    name: str  # key of CORRECTIONS, or custom
     label: str  # the name, with what is not the default
     objective: PolicyObjective
     numbers: tuple[tuple[str, object], ...]  # settings that differ from the defaults, by their names in a recipe
@@ -82,8 +82,9 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
     clips = {side: CLIP if getattr(base, side) is None else getattr(base, side) for side in ("clip_low", "clip_high")}
     objective = ObjectiveConfig(correction={"name": name, **numbers}, **clips)
     correction = objective.correction
-    defaults = type(correction)()
-    changed = {key: value for key, value in correction.model_dump().items() if value != getattr(defaults, key)}
+    fields = type(correction).model_fields  # a custom correction has settings without a default
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
+    changed = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
     label = " ".join(filter(None, [name, *(_short(key, value) for key, value in changed.items())]))
     return CorrectionSetting(
         name=name,
