@@ -230,7 +230,8 @@ def diagnose(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that contain run folders.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file; default report.html in or beside the run folders.")
+        Path | None,
+        typer.Option(help="The file; default report.html in the run folder, or in that of several runs."),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=0, help="Saved tokens that the page carries; default 100,000.")

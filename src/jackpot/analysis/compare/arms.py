@@ -20,7 +20,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonPlan:
-    """What a comparison measures: the budget of each run, the accuracy to which costs are counted, and the baseline."""
+    """Says what a comparison measures: the budget of each run, the accuracy to which costs count, and the baseline."""
 
     unit: Unit = "sequences"  # unit of the budget
     budget: float | None = None  # budget of each run, in `unit`; None: what the recipe's iterations spend
@@ -37,7 +37,7 @@ def run_arms(
     at_once: int | None,
     listen: ArmListener,
 ) -> tuple[Comparison, list[RunSummary]]:
-    """Run or continue every arm and seed and compare them. Writes summaries.jsonl into `folder`.
+    """Run or continue every arm and seed, write summaries.jsonl into `folder`, and compare the runs.
 
     Args:
         configs: resolved settings by (arm, seed), with seed, threads and iterations in them.

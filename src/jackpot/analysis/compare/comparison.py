@@ -19,40 +19,42 @@ UNITS: dict[Unit, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedSpread:
-    """The values of one number over seeds, with mean and errors."""
+    """Holds the values of one quantity over seeds, and computes their mean and errors."""
 
     values: tuple[float, ...]  # in the order of the seeds
 
     @property
     def mean(self) -> float:
+        """Return the mean over seeds."""
         return statistics.fmean(self.values)
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation; None for a single seed."""
+        """Return the standard deviation; None for a single seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean."""
+        """Return the standard error of the mean; None for a single seed."""
         return self.deviation / len(self.values) ** 0.5 if self.deviation is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Paired difference of an arm to the baseline, seed by seed, which cancels the chance that both arms share."""
+    """Holds the difference of an arm to the baseline, paired by seed, which cancels the chance that both arms share."""
 
     spread: SeedSpread
     higher: int  # number of seeds on which the arm is above the baseline
 
     @property
     def seeds(self) -> int:
+        """Return the number of seeds that arm and baseline share."""
         return len(self.spread.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostToAccuracy:
-    """Cost until the first evaluation at which the policy reaches an accuracy, as medians over all runs.
+    """Gives the cost until the first evaluation at which the policy reaches an accuracy, as medians over runs.
 
     A run that never reaches it counts as infinite; an infinite median is None.
     """
@@ -67,7 +69,7 @@ class CostToAccuracy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmRow:
-    """The results of one arm. Accuracies at the budget are those of the last evaluation within it."""
+    """Holds the results of one arm. Accuracies at the budget are those of the last evaluation within it."""
 
     arm: str
     seeds: tuple[int, ...]
@@ -83,7 +85,7 @@ class ArmRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Arms compared at one budget and one accuracy."""
+    """Holds the results of all arms, compared at one budget and one accuracy."""
 
     unit: Unit
     budget: float

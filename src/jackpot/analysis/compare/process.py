@@ -27,7 +27,7 @@ TERMINATIONS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmRun:
-    """One training run of a comparison: an arm with a seed, and where its files go."""
+    """Describes one training run of a comparison: its arm, seed, settings and files."""
 
     arm: str
     seed: int
@@ -37,6 +37,7 @@ class ArmRun:
 
     @property
     def name(self) -> str:
+        """Return the name of the run in messages: arm and seed."""
         return f"{self.arm}, seed {self.seed}"
 
 
@@ -94,7 +95,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _ignored_signals() -> Iterator[None]:
-    """Ignore Ctrl-C and terminations, as a process that is started meanwhile then does.
+    """Ignore Ctrl-C and terminations in the body; a process started there inherits this.
 
     The fork server shares the terminal with its parent. A signal sent to both would end the server, and with it the
     parent's knowledge of how runs end.

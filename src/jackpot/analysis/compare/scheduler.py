@@ -120,7 +120,7 @@ def _end_of_log(run: ArmRun) -> str:
 
 @contextmanager
 def _stops_all(running: list[_Running]) -> Iterator[None]:
-    """Send SIGTERM to every run that goes on when the body ends, and wait for its checkpoint; Ctrl-C then kills."""
+    """Send SIGTERM to every run still going when the body ends, and wait for its checkpoint; Ctrl-C then kills them."""
 
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -17,7 +17,7 @@ PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationPoint:
-    """One evaluation and what had been spent until then; means are over the iterations since the evaluation before."""
+    """Holds one evaluation and the costs until then; means are over the iterations since the previous evaluation."""
 
     iteration: int
     sequences: float  # generated responses, those that group filtering drops too
@@ -34,7 +34,7 @@ class EvaluationPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """The summary of one seed of one arm."""
+    """Holds the evaluations, settings and environment of one seed of one arm."""
 
     arm: str
     seed: int
@@ -47,6 +47,7 @@ class RunSummary:
 
     @property
     def last(self) -> EvaluationPoint:
+        """Return the last evaluation."""
         return self.points[-1]
 
     @property
@@ -55,10 +56,12 @@ class RunSummary:
         return self.collapse is not None or self.last.iteration >= self.iterations
 
     def to_json(self) -> str:
+        """Return the summary as one line of JSON."""
         return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "RunSummary":
+        """Read a summary from a line of `to_json`."""
         fields = json.loads(text)
         fields["points"] = tuple(EvaluationPoint(**point) for point in fields["points"])
         fields["collapse"] = Collapse(**fields["collapse"]) if fields["collapse"] else None

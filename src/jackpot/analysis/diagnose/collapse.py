@@ -16,7 +16,7 @@ MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collapse:
-    """When and why a run collapsed."""
+    """Says when and why a run collapsed."""
 
     iteration: int  # iteration of the first low evaluation, or at which the run stopped itself
     accuracy: float  # accuracy of the policy in that evaluation
@@ -26,7 +26,7 @@ class Collapse:
 
 
 def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
-    """Return the collapse of a run, or None.
+    """Return when and why a run collapsed; None where it did not.
 
     A run has collapsed where in 2 evaluations in a row the policy has less than half of its best accuracy, by more than
     two standard errors, or where a guard stopped the run.

@@ -11,7 +11,7 @@ from jackpot.config.run import Config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A metric beyond its limit. Values are aggregated over a window as the rule says."""
+    """Describes a metric beyond its limit. Values are aggregated over a window as the rule says."""
 
     group: Group
     metric: str
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The verdict on a run, and the metrics that are beyond their limits."""
+    """Holds the verdict on a run, and the metrics that are beyond their limits."""
 
     verdict: Literal["healthy", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
     iteration: int  # the newest iteration in the metrics

@@ -142,7 +142,7 @@ def two_errors(problems: int, accuracy: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """A metric and its limits: a run is unhealthy where the aggregated metric is below `low` or above `high`."""
+    """Names a metric and its limits: a run is unhealthy where the aggregated metric is below `low` or above `high`."""
 
     group: Group
     metric: str
@@ -156,6 +156,7 @@ class Rule:
 
     @property
     def name(self) -> str:
+        """Return the name of the quantity: the metric, or the ratio of two."""
         return f"{self.metric} / {self.over}" if self.over else self.metric
 
     @property

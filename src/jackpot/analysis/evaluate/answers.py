@@ -62,7 +62,8 @@ class AnswerFile:
     """Stores `k` scored responses to each problem of a set; opening it finds those of earlier processes."""
 
     def __init__(self, folder: Path, name: str, problems: int, k: int) -> None:
-        """
+        """Open the file of a set, and find the responses in it.
+
         Raises:
             CheckpointError: the table exists and its number of rows is not problems x k.
         """
@@ -78,6 +79,7 @@ class AnswerFile:
 
     @property
     def is_finished(self) -> bool:
+        """Return whether the table exists, which holds all responses."""
         return self.path.is_file()
 
     @property

@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationProgress:
-    """The progress of one set. Responses count when they are scored."""
+    """Reports the progress of one set. Responses count when they are scored."""
 
     benchmark: str
     done: int  # responses so far, those of earlier processes too
@@ -72,7 +72,7 @@ ProgressListener = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkResult:
-    """The results of one complete set."""
+    """Holds the results of one complete set."""
 
     benchmark: str
     summary: EvaluationSummary
@@ -82,7 +82,7 @@ class BenchmarkResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Set:
-    """One set of problems, opened for an evaluation."""
+    """Holds one set of problems, opened for an evaluation."""
 
     name: str
     task: Task
@@ -91,6 +91,7 @@ class _Set:
     longest: tuple[int, str]  # tokens and uid of the longest prompt
 
     def prompt(self, number: int) -> Prompt:
+        """Return the prompt of a problem by its number."""
         return self.task.prompt("test", number)
 
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledResponse:
-    """A response of one model to a held-out problem, and whether it is correct."""
+    """Holds a response of one model to a held-out problem, and whether it is correct."""
 
     role: Role
     after: bool  # True: the model of the newest checkpoint; False: the one that the run began with

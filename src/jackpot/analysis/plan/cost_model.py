@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """The data sheet of a GPU. Drivers report 5 to 7 % more memory, which pays for CUDA's context and fragmentation."""
+    """Holds the data sheet of a GPU. Drivers report 5 to 7 % more memory, used by CUDA's context and fragmentation."""
 
     bf16: float  # FLOP/s of dense matrix products
     fp32: float  # FLOP/s without TF32, which torch leaves off
@@ -62,7 +62,7 @@ def mean_response(limit: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Assumed lengths: equal prompts, and responses that end after each token with one probability or at the limit."""
+    """Assumes equal prompts, and responses that end after each token with one probability, or at the limit."""
 
     prompt: float  # length of each prompt, tokens
     mean: float  # mean length of responses, tokens; at most `limit`
@@ -113,7 +113,7 @@ def _cut_mean(scale: float, limit: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """The size of a model and the FLOPs of its forward pass, as models/cost.py counts them."""
+    """Holds the size of a model and the FLOPs of its forward pass, as models/cost.py counts them."""
 
     parameters: int  # number of all parameters
     trained: int  # number of trained parameters: all, those of an adapter, or none
@@ -143,7 +143,7 @@ class ModelCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpeed:
-    """What decides how fast an engine generates: its model, limits and GPUs."""
+    """Computes how fast an engine generates, from its model, limits and GPUs."""
 
     model: ModelCost
     number_bytes: int  # size of a number in weights and cache, bytes
@@ -175,7 +175,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The work of one iteration. Sequences are responses with their prompts."""
+    """Describes the work of one iteration. Sequences are responses with their prompts."""
 
     sequences: int  # number of sequences trained on
     steps: int  # number of optimizer steps
@@ -187,7 +187,7 @@ class Work:
 
 
 class Hours(NamedTuple):
-    """The hours of a whole run by activity."""
+    """Holds the hours of a whole run by activity."""
 
     generation: float  # of rollouts
     training: float
@@ -196,6 +196,7 @@ class Hours(NamedTuple):
 
     @property
     def all(self) -> float:
+        """Return the hours of all activities."""
         return sum(self)
 
     @property
@@ -205,6 +206,7 @@ class Hours(NamedTuple):
 
     @property
     def iterations(self) -> float:
+        """Return the hours of all iterations, without evaluations."""
         return self.generation + self.training + self.sending
 
 

@@ -49,7 +49,7 @@ RUN_TILES = 2  # of the output layer: the second one has what all later ones hav
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that are made under it: those alive now, and the most there ever were."""
+    """Counts the bytes of all storages that are made under it: those alive now, and the most at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def tracked_fake_tensors() -> Iterator[MemoryTracker]:
 
 
 class MicroBatchShape(NamedTuple):
-    """Shape of the largest micro-batch of a run."""
+    """Holds the shape of the largest micro-batch of a run."""
 
     prompts: int  # different ones
     rows: int  # sequences
@@ -94,7 +94,7 @@ class MicroBatchShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DryModels:
-    """The models of a run, with weights on the meta device, and the micro-batch that they read."""
+    """Holds the models of a run, with weights on the meta device, and the micro-batch that they read."""
 
     config: Config
     shape: MicroBatchShape
@@ -108,7 +108,7 @@ class _DryModels:
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step has several micro-batches, so that gradients exist before the one that is run."""
+        """Return whether an optimizer step has several micro-batches, so that gradients exist before the one run."""
         batch = self.config.batch
         return self.shape.rows < (batch.mini_batch_size or batch.rollouts)
 
@@ -146,7 +146,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 
 
 def _iteration(dry: _DryModels, tracker: MemoryTracker) -> int:
-    """Score and train once; later iterations need no more."""
+    """Score and train once; later iterations need no more memory."""
     for model in dry.all:
         if dry.accumulates and not (dry.shape.prompts < dry.shape.rows and can_share_prompts(model)):
             _shorten(model, tracker)

@@ -47,7 +47,7 @@ SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
 
 class MachineEstimate(NamedTuple):
-    """Memory and hours of a run on some GPUs."""
+    """Holds memory and hours of a run on some GPUs."""
 
     kind: str  # name of the GPU, a key of GPUS
     shard: Shard
@@ -56,7 +56,7 @@ class MachineEstimate(NamedTuple):
 
 
 class CostEstimate(NamedTuple):
-    """The estimate of a run on several numbers of GPUs, and the lengths that it assumes."""
+    """Holds the estimates of a run on several numbers of GPUs, and the lengths that they assume."""
 
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
@@ -106,9 +106,11 @@ class _Estimator:
         self._others = _others(config, self.lengths, self._costs["policy"])
 
     def shard(self, kind: str, count: int) -> Shard:
+        """Return the memory on each of `count` GPUs of a kind."""
         return shard(self._memory, self._blocks, self._needs, GPUS[kind], count)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
+        """Return memory and hours on `count` GPUs of a kind."""
         here = self.shard(kind, count)
         return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None)))
 

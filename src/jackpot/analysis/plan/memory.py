@@ -27,7 +27,7 @@ from jackpot.models.quantization.quantizer import SCHEMES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Bytes of a run's tensors. Training and generation do not hold theirs at the same time."""
+    """Holds the bytes of a run's tensors. Training and generation do not hold theirs at the same time."""
 
     weights: int  # of all models in training, float32
     engines: int  # the engines' own copies of the weights
@@ -38,6 +38,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
+        """Return the bytes at the peak, the larger one of training and generation."""
         lasting = self.weights + self.engines + self.optimizer
         return lasting + max(self.gradients + (self.training or 0), self.generation)
 

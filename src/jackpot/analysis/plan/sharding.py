@@ -33,7 +33,7 @@ _GIB = 2**30
 
 
 class Blocks(NamedTuple):
-    """Numbers of parameters that each GPU gathers as a whole."""
+    """Counts the parameters that each GPU gathers as a whole."""
 
     layer: int  # of the largest layer of all models
     heads: int  # of the output layers of policy and rollout model, which the joint head needs together
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 class EngineNeeds(NamedTuple):
-    """The memory that one copy of a model needs in its engine."""
+    """Holds the memory that one copy of a model needs in its engine."""
 
     role: Role
     settings: EngineConfig
@@ -52,7 +52,7 @@ class EngineNeeds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The bytes on each of `gpus` GPUs at the peak."""
+    """Holds the bytes on each of `gpus` GPUs by purpose."""
 
     gpus: int
     limit: float  # memory of the GPU
@@ -67,11 +67,13 @@ class Shard:
 
     @property
     def peak(self) -> float:
+        """Return the bytes at the peak, the larger one of training and generation."""
         train = self.gradients + self.gathered + (self.training or 0) + self.resting
         return self.weights + self.optimizer + max(train, self.generation)
 
     @property
     def fits(self) -> bool:
+        """Return whether the GPU holds the peak and every engine fits."""
         return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
 
 

@@ -22,7 +22,7 @@ from jackpot.rollout.tasks.registry import make_task
 
 
 class ModelSize(NamedTuple):
-    """How many parameters a model has, and how many of them are trained."""
+    """Holds how many parameters a model has, and how many of them are trained."""
 
     parameters: int  # of the model, tied ones once, without an adapter
     trained: int  # all of them, those of the adapter alone, or 0 where it is frozen
@@ -68,7 +68,7 @@ LONGEST_PROMPT = 1024  # tokens, where nothing is known and nothing is set
 
 
 class PromptLengths(NamedTuple):
-    """Lengths of the task's prompts, tokens."""
+    """Holds the lengths of the task's prompts, tokens."""
 
     longest: int
     mean: float

@@ -57,14 +57,14 @@ SMALL_ENOUGH = 10_000_000  # most parameters of a local model that stays as it i
 
 
 class ReplacedModels(NamedTuple):
-    """The models that small ones replace, and whether these take the built-in tokenizer."""
+    """Names the models that small ones replace, and why these take the built-in tokenizer."""
 
     configs: dict[str, PreTrainedConfig | None]  # by the model's path; None: the model stays
     why_built_in: str | None  # why all models take the built-in tokenizer; None: each model keeps its own
 
 
 class TinyRun(NamedTuple):
-    """The settings of a small run, and how they differ from those of its recipe."""
+    """Holds the settings of a small run, and how they differ from those of its recipe."""
 
     config: Config
     changes: list[tuple[str, Any, Any]]  # (setting, value in the recipe, value here)

@@ -49,7 +49,7 @@ _KEPT_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinySize:
-    """The size of a small model."""
+    """Sets the size of a small model."""
 
     hidden_size: int
     num_layers: int

@@ -142,7 +142,7 @@ class _ChartMaker:
         if not set(names) <= set(self._names):
             return
         self._drawn |= set(names)
-        if len(self._arms) > 1:  # bands over bands could not be told apart
+        if len(self._arms) > 1:  # overlapping bands could not be distinguished
             labels = ("median", *entry.ends)
             lines = [
                 self._series(name, label, place) for place, (name, label) in enumerate(zip(names, labels, strict=True))

@@ -164,7 +164,7 @@ def even_shares(sizes: Sequence[int], most: int) -> list[int]:
 def spread_rows(lengths: Sequence[int], budget: int, most: float = 0) -> list[int]:
     """Return rows from all over the file whose tokens fit into the budget, in the file's order.
 
-    Steps of the golden ratio visit the file evenly whatever number of rows is taken. The first row that does not fit
+    Steps of the golden ratio visit the file evenly for any number of rows. The first row that does not fit
     ends the choice: taking only shorter rows after it would over-represent short responses.
 
     Args:

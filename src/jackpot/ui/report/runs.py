@@ -139,7 +139,7 @@ def common_folder(folders: Sequence[Path]) -> Path:
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """Group runs into arms, in the order of their first runs; arms of one name are told apart by differing settings."""
+    """Group runs into arms, in the order of their first runs; arms of one name are labeled by differing settings."""
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(json.dumps(settings(run.config), sort_keys=True), []).append(run)
