@@ -204,7 +204,7 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_it_with_an_error_and_the_next_start_goes_on(whole, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot write .*arithmetic\.jsonl.*goes on from"), largest_file(3000):
+    with pytest.raises(CheckpointError, match=r"cannot write .*arithmetic\.jsonl.*to continue"), largest_file(3000):
         evaluation(tmp_path)
     assert 0 < (tmp_path / "arithmetic.jsonl").stat().st_size <= 3000
     evaluation(tmp_path)
