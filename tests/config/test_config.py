@@ -315,14 +315,9 @@ def test_the_critics_optimizer_says_what_differs_from_the_policys():
     assert "critic.optimizer: is missing" in message(changes, {"critic": {}})
 
 
-def test_the_test_data_say_what_differs_from_the_train_data_or_are_a_whole_block():
-    own = {"source": "mine", "columns": {"answer": "gold"}, "answers": "boxed"}
-    task = {"task": {"name": "math", "train": own, "test": {"split": "validation"}}}
-    test = build(task).task.test
-    assert (test.source, test.split, test.columns.answer, test.answers) == ("mine", "validation", "gold", "boxed")
-    assert build(task, {"task.test": "gsm8k"}).task.test == config_tasks.DataConfig(source="gsm8k")
-    assert build(task, {"task.train": "gsm8k"}).task.test == config_tasks.DataConfig(source="gsm8k", split="validation")
-    assert "test.streaming needs test.limit" in message(task, {"task.train.streaming": True})
+def test_test_data_without_a_source_are_refused_and_never_those_of_training():
+    task = {"task": {"name": "math", "train": {"source": "mine"}, "test": {"limit": 5}}}
+    assert "task.test.source: is missing" in message(task)
 
 
 def test_the_engine_of_evaluations_says_what_differs_from_engine_or_is_a_whole_engine():

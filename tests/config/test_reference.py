@@ -11,7 +11,7 @@ from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
 SETTINGS = settings(*COMMANDS)
-DIFFERENCES = ("evaluation.engine.", "critic.optimizer.", "task.test.")
+DIFFERENCES = ("evaluation.engine.", "critic.optimizer.")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,6 @@ DIFFERENCES = ("evaluation.engine.", "critic.optimizer.", "task.test.")
         ),
         ("critic.optimizer", "settings of policy.optimizer", "required", "jackpot train"),
         ("evaluation.engine", "settings of engine", "null", "jackpot train"),
-        ("task.test", "settings of task.train", "required", "jackpot train, jackpot mismatch, with task=math"),
     ],
 )
 def test_a_setting_has_its_values_its_default_and_its_users(key: str, values: str, default: str, users: str) -> None:

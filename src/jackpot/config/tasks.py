@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jackpot.config.base import Count, Differences, Finite, ImportPath, Positive, Strict, by_name
+from jackpot.config.base import Count, Finite, ImportPath, Positive, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -138,9 +138,8 @@ class MathConfig(QuestionConfig):
     name: Literal["math"] = "math"
     train: Data
     """Problems that the models are trained on: a source, or a block with a source."""
-    test: Annotated[Data, Differences("task.train")]
-    """Held-out problems of evaluations: what differs from `task.train`, such as {split: validation}, or a whole block
-    where `source` is given."""
+    test: Data
+    """Held-out problems of evaluations: a source, or a block with a source."""
     max_prompt_tokens: Count | None = None
     """Longest prompt, tokens: problems with longer ones are left out and counted; null: no limit."""
 
