@@ -65,7 +65,10 @@ class CorrectionFn(Protocol):
     lam: float  # at which acceptance and Z are measured
 
     def measure(self, inputs: CorrectionInputs) -> Sums:
-        """Sum acceptance, Z and the like over the response tokens of a micro-batch (see `measure_overlap`)."""
+        """Sum acceptance, Z and the like over the response tokens of a micro-batch.
+
+        The learner reads the names of `measure_overlap`, so one's own sums come in addition to those.
+        """
         ...
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
