@@ -141,7 +141,7 @@ def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
     changed = load_model(base, torch.float32)
     changed.model.norm.weight.data[0] += 1e-3
     changed.save_pretrained(base)
-    with pytest.raises(CheckpointError, match="trained beside other weights"):
+    with pytest.raises(CheckpointError, match="trained on other"):
         launch(config, tmp_path / "run", lambda line: None)
 
 

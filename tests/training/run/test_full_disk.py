@@ -107,7 +107,7 @@ def test_lines_wait_for_room_and_other_files_are_given_up_and_named(whole, tmp_p
     assert [event["file"] for event in events(tmp_path, "write_failed")] == ["rollouts", "rollouts", *evaluations]
     assert not list(tmp_path.rglob("*.partial"))
     assert not (tmp_path / "rollouts" / "iteration-000003.parquet").exists()
-    assert caplog.text.count("metrics.jsonl: [Errno 27] File too large; what belongs there waits") == 1
+    assert caplog.text.count("metrics.jsonl: [Errno 27] File too large; new lines wait in memory") == 1
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
     assert [point.step for point in shown] == list(range(1, 7))
 
