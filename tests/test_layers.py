@@ -70,11 +70,10 @@ def test_each_folder_imports_only_those_before_it():
 
 
 def test_no_two_files_import_each_other_in_a_circle():
-    names = {name: {f"jackpot.{name}"} for name in modules()}
+    imported = {name: imports(tree) for name, tree in modules().items() if name not in ("__init__", "__main__")}
     arrows = {
-        name: {other for other in modules() if other != name and names[other] & imports(tree)}
-        for name, tree in modules().items()
-        if name not in ("__init__", "__main__")
+        name: {other for other in imported if other != name and f"jackpot.{other}" in names}
+        for name, names in imported.items()
     }
     while leaves := [name for name, others in arrows.items() if not others & arrows.keys()]:
         for name in leaves:
@@ -105,10 +104,9 @@ def test_no_module_imports_the_package_inside_a_function():
 
 
 def test_heavy_packages_are_imported_in_one_file_each():
+    roots = {name: {module.split(".")[0] for module in imports(tree)} for name, tree in modules().items()}
     for package in sorted(HEAVY):
-        users = [
-            name for name, tree in modules().items() if any(module.split(".")[0] == package for module in imports(tree))
-        ]
+        users = [name for name, found in roots.items() if package in found]
         assert len(users) <= 1, f"{package} is imported by {users}"
 
 

@@ -150,8 +150,9 @@ def test_what_a_reward_function_prints_is_no_answer(says):
     assert says.scores([answer(r"print \boxed{18}")]) == [score(11.0, True)]
 
 
-def test_a_reward_function_that_keeps_memory_does_not_make_others_fail(says):
-    scores = says.scores([answer(f"leak {number}") for number in range(9)])  # 2.7 GB, and the limit is 2 GiB
+def test_a_reward_function_that_keeps_memory_does_not_make_others_fail():
+    with closing(reward_fn_of("helpers.reward_functions:says", timeout=PATIENCE)) as one:
+        scores = one.scores([answer(f"leak {number}") for number in range(9)])  # 2.7 GB, and the limit is 2 GiB
     assert scores == [score(1.0, False)] * 9
 
 
