@@ -23,7 +23,7 @@ def test_the_numbers_before_training_are_those_of_the_command() -> None:
     """Within 2 %: other machines and versions round differently, and then sample differently."""
     (one,) = simulate_candidates(resolve("quickstart", None, []), [], PROMPTS, 0).candidates
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", TUTORIAL.read_text(), re.M))
-    told = {
+    stated = {
         name: [float(text.replace(",", "")) for text in re.findall(r"[\d.,]*\d", row)] for name, row in rows.items()
     }
     expected = {
@@ -32,7 +32,7 @@ def test_the_numbers_before_training_are_those_of_the_command() -> None:
         "KL(policy ‖ rollout model)": [one.kl_policy_rollout],
     }
     for name, numbers in expected.items():
-        assert told[name] == pytest.approx(numbers, rel=0.02), name
-    (effective,) = (numbers for name, numbers in told.items() if name.startswith("responses left in effect"))
+        assert stated[name] == pytest.approx(numbers, rel=0.02), name
+    (effective,) = (numbers for name, numbers in stated.items() if name.startswith("effective share of the responses"))
     assert effective == pytest.approx([100 * one.sequence_ess], rel=0.02)
     assert f"{one.states:,} tokens" in TUTORIAL.read_text()
