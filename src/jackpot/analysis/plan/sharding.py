@@ -29,7 +29,6 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried
 TENSOR_PARALLEL = (1, 2, 4, 8)  # numbers of GPUs of one engine, within a machine
 ENGINE_BYTES = 2e9
 """Memory of a vLLM engine for activations and CUDA graphs, within its share of the GPU. Assumed."""
-_GIB = 2**30
 
 
 class Blocks(NamedTuple):

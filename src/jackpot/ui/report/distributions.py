@@ -12,8 +12,6 @@ from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, flat_
 from jackpot.ui.charts import Heatmap
 from jackpot.ui.report.runs import Arm
 
-_LOG_PROBS = ("old_log_probs", "rollout_log_probs")
-
 
 def _ratio(columns: dict[str, np.ndarray]) -> np.ndarray:
     return np.exp(columns["old_log_probs"] - columns["rollout_log_probs"])
