@@ -106,8 +106,8 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
 ) -> None:
     without_hub(monkeypatch, tmp_path / "nothing")
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
-    name = "Qwen/Qwen2.5-0.5B-Instruct"
-    monkeypatch.setitem(PUBLISHED, name, PUBLISHED[name] | {"num_hidden_layers": 2})  # the rest would only take longer
+    name = "Qwen/Qwen2.5-Two-Layers"  # of its own: what has counted a published model in this process keeps the count
+    monkeypatch.setitem(PUBLISHED, name, PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 2})
     small = (f"policy.path={name}", "task.max_prompt_tokens=700")
     result = jackpot("train", "stale_4b", *small, "--dry-run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
