@@ -24,6 +24,14 @@ def test_acceptance_is_the_ratio_over_lam_and_never_above_one(pair, lam):
     assert a[sampled].tolist() == pytest.approx([expected[index] for index in sampled], rel=RTOL)
 
 
+def test_a_token_outside_both_supports_is_never_accepted_and_a_row_without_overlap_keeps_nothing():
+    nothing, a_token = torch.tensor([-math.inf]), torch.tensor([-1.0])
+    assert [obrs.acceptance(*pair, 2.0).item() for pair in ((nothing, nothing), (nothing, a_token))] == [0.0, 1.0]
+    assert obrs.acceptance(a_token, nothing, 2.0).item() == 0.0
+    log_inf, log_target = tensors([0.0, -math.inf, -math.inf], [-math.inf, 0.0, -math.inf])
+    assert obrs.post_rejection(log_inf, log_target, 1.0).exp().tolist() == [0.0, 0.0, 0.0]
+
+
 def test_acceptance_is_one_up_to_the_smallest_ratio_and_falls_with_lam():
     log_inf, log_target = tensors(np.log([0.5, 0.3, 0.2]), np.log([0.1, 0.3, 0.6]))
     assert obrs.acceptance(log_inf, log_target, 0.2 - 1e-12).tolist() == [1.0, 1.0, 1.0]

@@ -27,9 +27,10 @@ from torch.nn.functional import pad
 def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
     """a(x) = min(1, p_target(x) / (lam p_inf(x))) of sampled tokens (eq. 3), in [0, 1]. Any shape, kept.
 
-    A sampled token has p_inf > 0; where `rollout_log_probs` is -inf the token cannot have been sampled.
+    It is 0 where p_target is 0, also for a token outside both supports.
     """
-    return (target_log_probs - rollout_log_probs - log_lam(lam)).clamp(max=0.0).exp()
+    ratio = target_log_probs - rollout_log_probs - log_lam(lam)  # NaN where both are -inf
+    return torch.where(target_log_probs.isneginf(), 0.0, ratio.clamp(max=0.0).exp())
 
 
 def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
@@ -51,8 +52,9 @@ def exact_z(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Te
 
 
 def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """log p~, the distribution of accepted tokens (eq. 4): [..., V] -> [..., V]."""
-    return torch.log_softmax(log_kept_mass(rollout_log_probs, target_log_probs, lam), dim=-1)
+    """log p~, the distribution of accepted tokens (eq. 4): [..., V] -> [..., V]; -inf throughout where Z is 0."""
+    kept = log_kept_mass(rollout_log_probs, target_log_probs, lam)
+    return torch.where(kept.isneginf().all(-1, keepdim=True), -torch.inf, torch.log_softmax(kept, dim=-1))
 
 
 class ZEstimate(NamedTuple):
