@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jackpot.config.corrections import CORRECTION_SETTINGS
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import add_sums
-from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, make_correction
+from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, construct_correction, make_correction
 from jackpot.objectives.obrs import ZEstimate
 
 RTOL = 1e-12
@@ -204,6 +204,14 @@ def test_corrections_say_which_sums_they_want_first():
 
 
 # The Bernoulli mask
+
+
+@pytest.mark.parametrize("name", ["obrs", "reweight_only", "z_only"])
+def test_auto_kappa_is_none_where_z_is_exact(name):
+    settings = CORRECTION_SETTINGS[name]
+    assert construct_correction(settings()).kappa == "auto"
+    assert construct_correction(settings(normalizer="exact")).kappa == "none"
+    assert construct_correction(settings(normalizer="exact", kappa="prepass")).kappa == "prepass"
 
 
 def mask_patterns(inputs, lam):

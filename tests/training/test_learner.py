@@ -178,6 +178,21 @@ def test_auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of
     assert [value(step, "obrs/kappa") for step in steps] == pytest.approx(expected)
 
 
+def test_kappa_is_not_carried_between_z_with_and_without_fill_ins():
+    """The first step on a batch has fill-ins of the rollout model; the later ones, after it has moved, have none."""
+    objective = policy_objective(kappa="auto", target="new")
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
+    own, used = [], []
+    for _ in range(2):
+        items = write(learner._models["rollout_model"], num_top_log_probs=2, version=learner.version)
+        steps = train(learner, batches(items, epochs=3, budget=40))
+        own += [value(step, "obrs/acceptance") / value(step, "obrs/z") for step in steps]
+        used += [value(step, "obrs/kappa") for step in steps]
+        learner.load_state_dict(learner.state_dict())  # a resumed run carries the same
+    assert min(own[1], own[2], own[4], own[5]) > 1.1 * max(own[0], own[3])
+    assert used == pytest.approx([own[0], own[1], own[1], own[0], own[2], own[4]])
+
+
 @pytest.mark.parametrize("kappa", ["prepass", "previous", "none"])
 def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(kappa, monkeypatch):
     forwards = []

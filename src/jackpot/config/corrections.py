@@ -158,8 +158,8 @@ class ZCorrection(_LamCorrection):
     which needs rollouts of the unquantized, untruncated weights that training holds."""
     kappa: Kappa = "auto"
     """Factor that brings the mean of Z over an optimizer step to the mean acceptance: measured on this step before its
-    first backward pass (prepass, one more forward pass), taken from the step before (previous), or 1 (none). auto: this
-    step's where it costs no forward pass, else the previous one's."""
+    first backward pass (prepass, one more forward pass), taken from the step before (previous), or 1 (none). auto: none
+    with `normalizer: exact`; else this step's where it costs no forward pass, and the previous one's where it does."""
 
 
 class OBRSCorrection(ZCorrection):

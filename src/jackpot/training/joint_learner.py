@@ -166,7 +166,7 @@ class JointLearner(Learner):
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         micro_batches = [replace(micro, tokens=batch_to(micro.tokens, self._device)) for micro in micro_batches]
-        totals, prepass_seconds = self._totals.before_backward(micro_batches, self._forward)
+        totals, prepass_seconds = self._totals.before_backward(micro_batches, self._forward, self._has_fill_ins)
         traces: dict[str, dict[str, Tensor]] = {}
         sums: Sums = {}
         measured: Sums = {}
@@ -253,7 +253,8 @@ class JointLearner(Learner):
             wanted = self._reference if with_reference else None
             reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
         distill = self._rollout_objective.distill if self._rollout_objective else None
-        return token_scores(head, batch, self._generated_by_current(batch), lam, normalizer, distill, reference_kl)
+        current = self._generated_by(self.version, batch)
+        return token_scores(head, batch, current, lam, normalizer, distill, reference_kl)
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
         """Add up the critic's gradient on a micro-batch, and return its metrics."""
@@ -283,9 +284,14 @@ class JointLearner(Learner):
     def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
         return list(self._models.items()) if self._separate else [("policy", self._models["policy"])]
 
-    def _generated_by_current(self, batch: TokenBatch) -> Tensor:
-        """Mark the tokens sampled from the distribution that the rollout model has in training now: [B, T] bool."""
-        return (batch.versions[..., 1] == self.version.rollout_model) & self._engine_is_exact
+    def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
+        """Mark the tokens sampled from the distribution that the rollout model has in training: [B, T] bool."""
+        return (batch.versions[..., 1] == version.rollout_model) & self._engine_is_exact
+
+    def _has_fill_ins(self, micro: MicroBatch) -> bool:
+        """Return whether Z contains log-probs of the rollout model in training, where it has the engine's weights."""
+        at = self._old_version if holds_target(micro.old, self._objective) else self.version
+        return bool((self._generated_by(at, micro.tokens) & micro.tokens.response_mask).any())
 
     @property
     def _device(self) -> torch.device:
