@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import Mean, Sum, Sums, add_sums
+from jackpot.core.metrics import EffectiveSampleSize, Mean, Sum, Sums, add_sums
 from jackpot.core.types import TrainingSample
 from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
-WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens; first epoch only
+FEWEST_TOKENS = 100  # the effective share of fewer is near 1 whatever their weights are
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
     **{name: {f"{name}_stderr": lambda entry: entry.standard_error} for name in WITH_STANDARD_ERROR},
     "mismatch/log_ratio": {
@@ -21,16 +22,17 @@ _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers f
         for percent in (0.1, 1, 50, 99, 99.9)
     },
     "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
-    "correction/weight": {"correction/ess": lambda entry: entry.effective_share},
+    "correction/weight": {"correction/ess": lambda entry: _of_many(entry, entry.effective_share)},
 }
-_DERIVED["mismatch/ratio"] |= {"mismatch/ess": lambda entry: entry.effective_share}
+_DERIVED["mismatch/ratio"] |= {"mismatch/ess": lambda entry: _of_many(entry, entry.effective_share)}
 _NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage", "mismatch/log_ratio", "critic/error")
 
 
 def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResult], components: RunComponents) -> Sums:
     """Add up the metrics of all optimizer steps of an iteration, and count what was trained on.
 
-    A metric with a standard error takes the first epoch only: it must not count a token twice.
+    The metrics of `WITH_STANDARD_ERROR`, and the effective share `mismatch/ess` that is computed from one of them, are
+    of the first epoch only: a standard error must not count a token twice.
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
@@ -47,7 +49,11 @@ def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResul
 
 def metric_values(sums: Sums) -> dict[str, float]:
     """Return name and value of every metric, with the numbers derived from its sums; one wait for the device."""
-    values: dict[str, Tensor] = {name: entry.value for name, entry in sums.items() if name not in _NOT_SHOWN}
+    values: dict[str, Tensor] = {
+        name: _of_many(entry, entry.value) if name.startswith("mismatch/prefix_ess_") else entry.value
+        for name, entry in sums.items()
+        if name not in _NOT_SHOWN
+    }
     for name, derived in _DERIVED.items():
         if name in sums:
             values |= {other: value(sums[name]) for other, value in derived.items()}
@@ -58,6 +64,11 @@ def metric_values(sums: Sums) -> dict[str, float]:
     device = next(iter(values.values())).device
     packed = torch.stack([value.detach().double().to(device) for value in values.values()])
     return dict(zip(values, packed.tolist(), strict=True))
+
+
+def _of_many(entry: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
+    """Return an effective share of tokens; NaN where fewer than `FEWEST_TOKENS` were counted."""
+    return torch.where(entry.count < FEWEST_TOKENS, torch.nan, share)
 
 
 def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overlaps: bool) -> dict[str, float]:
