@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackpot.objectives.advantages import ADVANTAGES, compute_advantages, gae, whiten
+from jackpot.objectives.advantages import ADVANTAGES, all_equal, compute_advantages, gae, whiten
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 reward = st.one_of(st.sampled_from([0.0, 1.0, 0.1]), st.floats(-100.0, 100.0).map(lambda x: round(x, 6)))
@@ -45,6 +45,23 @@ def test_a_group_of_equal_rewards_gets_exactly_zero(name, value, size):
         found = compute_advantages(name, rewards, torch.tensor([3] * size + [1, 1]))
         assert found[:size].tolist() == [0.0] * size
         assert (found[size:] != 0.0).all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("scale", [1.0, -1e6, 1e-12])
+def test_rewards_that_differ_by_rounding_alone_are_equal(name, scale):
+    """A weighted sum of the same parts in another order: 0.1 + 0.2 is not 0.3 in floats."""
+    rewards = scale * torch.tensor([0.1 + 0.2, 0.3] * 4, dtype=torch.float64)
+    assert all_equal(rewards.tolist())
+    assert compute_advantages(name, rewards, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])).tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rewards_that_differ_by_more_than_rounding_are_not_equal(name):
+    for rewards in ([1.0, 1.0 + 2e-9], [0.0, 2e-9], [-1e6, -1e6 - 2e-3]):
+        assert not all_equal(rewards)
+        found = compute_advantages(name, torch.tensor(rewards, dtype=torch.float64), torch.tensor([0, 0]))
+        assert found.sign().tolist() == [1.0, -1.0] if rewards[0] > rewards[1] else [-1.0, 1.0]
 
 
 def test_a_standardised_group_has_mean_zero_and_sample_deviation_one():

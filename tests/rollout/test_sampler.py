@@ -162,6 +162,13 @@ def test_dynamic_sampling_writes_rounds_until_there_are_enough_unequal_groups():
     assert value(batch, "tokens/rollout") == 48 * LENGTH
 
 
+def test_dynamic_sampling_takes_rewards_that_differ_by_rounding_alone_for_equal():
+    rounded = (0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2)
+    sampler, *_ = sampler_of(lambda number: MIXED if number % 2 else rounded, DYNAMIC)
+    batch = sampler.next_batch(1)
+    assert kept(batch) == [1, 3, 5, 7] and without_advantage(batch) == 0.0
+
+
 def test_surplus_unequal_groups_are_left_out_and_counted():
     sampler, *_ = sampler_of(lambda number: RIGHT if number < 2 else MIXED, DYNAMIC)
     batch = sampler.next_batch(1)

@@ -1,16 +1,18 @@
 """Advantages computed from rewards: GRPO and its variants, REINFORCE++, and GAE.
 
 A group is the responses to one prompt. Groups of equal reward have advantage 0 and are counted in every denominator.
-Shapes: `B` responses, `T` response tokens.
+Rewards are equal where they differ by rounding alone (`all_equal`). Shapes: `B` responses, `T` response tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from jackpot.core.errors import unknown_name
+
+EQUAL_SPREAD = 1e-9  # largest difference of equal rewards, as a share of max(1, largest |reward|)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +39,7 @@ def dr_grpo(outcomes: Outcomes) -> Tensor:
     """A = r - mean of group, Dr. GRPO, arXiv 2503.20783: [B]; equal rewards give exactly 0."""
     rewards, groups = outcomes.rewards, outcomes.groups
     mean = _group_sum(rewards, groups) / _group_sizes(outcomes)
-    equal = _group_extreme(rewards, groups, "amax") == _group_extreme(rewards, groups, "amin")
+    equal = _no_spread(_group_extreme(rewards, groups, "amin"), _group_extreme(rewards, groups, "amax"))
     return torch.where(equal, 0.0, rewards - mean)
 
 
@@ -93,16 +95,27 @@ def compute_advantages(name: str, rewards: Tensor, groups: Tensor, lengths: Tens
     return ADVANTAGES[name](Outcomes(rewards=rewards, groups=groups, lengths=lengths))
 
 
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Return whether the rewards of a group are equal: they differ by at most 1e-9 x max(1, largest |reward|).
+
+    A weighted sum of equal parts may differ in its last digits: 0.1 + 0.2 is not 0.3. Dividing by the standard
+    deviation would make advantages of full size of that.
+    """
+    values = torch.tensor(rewards, dtype=torch.float64)
+    return not rewards or bool(_no_spread(values.min(), values.max()))
+
+
 def whiten(values: Tensor, counts: Tensor) -> Tensor:
     """(v - mean) / std over entries that each count `counts` times; sample variance. All [B], or all [B, T].
 
-    Equal values, and a single entry, give exactly 0; no epsilon enters otherwise. An entry of count 0 becomes 0.
+    Values that are equal up to rounding, and a single entry, give exactly 0; no epsilon enters otherwise. An entry of
+    count 0 becomes 0.
     """
     counts = counts.to(values.dtype)
     values = torch.where(counts > 0, values, 0.0)
     total = counts.sum()
     present = values[counts > 0]
-    if not len(present) or present.min() == present.max():
+    if not len(present) or _no_spread(present.min(), present.max()):
         return torch.zeros_like(values)
     centred = values - (values * counts).sum() / total
     std = ((centred.square() * counts).sum() / (total - 1)).sqrt()
@@ -133,6 +146,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         following = torch.where(sampled, values[:, t], following)
         advantages[:, t] = torch.where(sampled, advantage, 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def _no_spread(lowest: Tensor, highest: Tensor) -> Tensor:
+    """Return where values between these two are equal up to rounding: bool of the same shape."""
+    return highest - lowest <= EQUAL_SPREAD * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
 
 
 def _group_sizes(outcomes: Outcomes) -> Tensor:

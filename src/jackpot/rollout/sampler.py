@@ -13,6 +13,7 @@ from jackpot.core.metrics import Mean, Sum, Sums
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
+from jackpot.objectives.advantages import all_equal
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import score_rollouts
 from jackpot.rollout.multi_turn import stream_rollouts
@@ -191,7 +192,7 @@ class Sampler:
             ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
-        return PromptGroup(members=members, has_equal_rewards=len({score.reward for score in scores}) == 1)
+        return PromptGroup(members=members, has_equal_rewards=all_equal([score.reward for score in scores]))
 
 
 def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
