@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.learners import policy_objective
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import OldLogProbs, PolicyObjective, RolloutModelObjective, joint_loss, token_scores
+from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss, token_scores
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.objectives.obrs import ZEstimate
@@ -94,23 +95,9 @@ class Case:
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def objective(
-    name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
-):
-    if name == "obrs":
-        numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", kappa="none") | numbers
-    clips = {key: numbers.pop(key, value) for key, value in CLIPS.items()}
-    return PolicyObjective(
-        entropy_coeff=0.0,
-        kl_loss_coef=0.0,
-        correction=make_correction(name, **numbers),
-        target=target,
-        proximal=proximal,
-        normalizer=normalizer,
-        aggregate=LOSS_AGG_MODES[aggregate],
-        count=count,
-        **clips,
-    )
+def objective(name="obrs", **changes):
+    numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", kappa="none") if name == "obrs" else {}
+    return policy_objective(name, **numbers | CLIPS | changes)
 
 
 def rollout_objective(**changes):

@@ -16,29 +16,18 @@ import pytest
 import torch
 
 from helpers import tabular
+from helpers.learners import policy_objective
 from helpers.tabular import VOCAB, World
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import OldLogProbs, PolicyObjective, RolloutModelObjective, joint_loss
+from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
 
 
-def make_objective(name="obrs", *, target="old", proximal="old", aggregate="token-mean", count="proposed", **numbers):
-    if name == "obrs":
-        numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", kappa="none") | numbers
-    return PolicyObjective(
-        entropy_coeff=0.0,
-        kl_loss_coef=0.0,
-        correction=make_correction(name, **numbers),
-        target=target,
-        proximal=proximal,
-        normalizer="topk",
-        clip_low=math.inf,
-        clip_high=math.inf,
-        aggregate=LOSS_AGG_MODES[aggregate],
-        count=count,
-    )
+def make_objective(name="obrs", **changes):
+    numbers = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", kappa="none") if name == "obrs" else {}
+    return policy_objective(name, **numbers | dict(clip_low=math.inf, clip_high=math.inf) | changes)
 
 
 class Setting:
