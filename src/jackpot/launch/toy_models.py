@@ -9,7 +9,7 @@ the responses of the smaller model are off-policy for the larger one.
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -86,28 +86,16 @@ STUDY_MODELS: dict[str, ToyModelSpec] = {
         num_layers=3,
         num_heads=4,
         num_kv_heads=2,
-        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
+        mixture=TOY_MODELS["policy"].mixture,
         steps=800,
     ),
-    "close": ToyModelSpec(
-        hidden_size=64,
-        intermediate_size=160,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        mixture=Mixture(correct=0.30, faulty=0.45, guess=0.25, offsets=(-10, -1, 1, 10)),
-        steps=1600,  # half as many leave three times the KL to the policy
-        learning_rate=5e-3,
+    "close": replace(  # half as many steps leave three times the KL to the policy
+        TOY_MODELS["rollout_model"], mixture=TOY_MODELS["policy"].mixture, steps=1600
     ),
-    "far": ToyModelSpec(  # its mistakes are of a kind that the policy never makes
-        hidden_size=64,
-        intermediate_size=160,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
+    "far": replace(  # its mistakes are of a kind that the policy never makes
+        TOY_MODELS["rollout_model"],
         mixture=Mixture(correct=0.25, faulty=0.60, guess=0.15, offsets=(-20, -2, 2, 20), fault_rate=0.7),
         steps=1000,
-        learning_rate=5e-3,
     ),
 }
 
