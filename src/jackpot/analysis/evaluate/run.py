@@ -28,14 +28,13 @@ from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import checkpoint_error_in, hold_lock, write_whole
-from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import pick_device, threads
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import eval_request, generate_and_score
-from jackpot.rollout.pass_at_k import CONFIDENCE, RESAMPLES, EvaluationSummary, summarize
+from jackpot.rollout.pass_at_k import CONFIDENCE, EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
 from jackpot.training.run.models import config_of_run, resolve_model_path
@@ -299,14 +298,9 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:
     """Write summary.json and return the summary of every complete set of the folder."""
-    seed = record["asked"]["seed"]
     tables = {name: folder / f"{name}.parquet" for name in record["data"]}
-    summaries = {
-        name: summarize(read_outcomes(table), fold_in(seed, "bootstrap", name))
-        for name, table in tables.items()
-        if table.is_file()
-    }
-    interval = {"level": CONFIDENCE, "method": "percentile bootstrap over problems", "resamples": RESAMPLES}
+    summaries = {name: summarize(read_outcomes(table)) for name, table in tables.items() if table.is_file()}
+    interval = {"level": CONFIDENCE, "method": "Wilson, over problems, with Student's t"}
     content = {
         "schema_version": SCHEMA_VERSION,
         "model": record["asked"]["model"],
