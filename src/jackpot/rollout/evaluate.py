@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Sampling
@@ -17,6 +18,7 @@ from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
+from jackpot.rollout.pass_at_k import standard_error
 from jackpot.rollout.tasks.base import Task, decode
 
 OWN_SET = ""  # name of the task's own held-out problems among the evaluation sets
@@ -37,6 +39,12 @@ class Evaluation:
     def accuracy(self) -> float:
         """Return mean@k, the share of all responses that are correct."""
         return sum(score.correct for score in self.scores) / len(self.scores)
+
+    @property
+    def accuracy_stderr(self) -> float:
+        """Return the standard error of `accuracy` over problems like these."""
+        correct = np.array([score.correct for score in self.scores], dtype=np.float64)
+        return standard_error(correct.reshape(-1, self.k).mean(axis=1))
 
     @property
     def pass_at_k(self) -> float:
@@ -66,7 +74,7 @@ class Evaluation:
 
     def role_metrics(self) -> dict[str, float]:
         """Return the metrics of the task's own problems, logged as `eval/ROLE_...`."""
-        numbers = {"accuracy": self.accuracy, "reward": self.reward}
+        numbers = {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr, "reward": self.reward}
         numbers |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
         return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
@@ -74,6 +82,7 @@ class Evaluation:
         """Return the metrics of another evaluation set, logged as `eval/NAME/...`."""
         return {
             "mean_at_k": self.accuracy,
+            "mean_at_k_stderr": self.accuracy_stderr,
             "pass_at_k": self.pass_at_k,
             "tokens": self.mean_tokens,
             "truncated": self.truncated,

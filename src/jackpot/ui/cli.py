@@ -133,7 +133,8 @@ def compare(
     ] = None,
     unit: Annotated[str, typer.Option(help="Unit of the budget: sequences, tokens or flops.")] = "sequences",
     accuracy: Annotated[
-        float | None, typer.Option(help="Accuracy up to which costs are counted; default one that all runs reach.")
+        float | None,
+        typer.Option(help="Accuracy to which costs are counted; default one that all rising runs reach."),
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Arm that the others are compared with; default the first.")] = (
         None

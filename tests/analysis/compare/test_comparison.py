@@ -9,6 +9,7 @@ from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.core.errors import ConfigError
+from jackpot.ui.views.comparison import comparison_charts, comparison_tables, difference_cells
 
 COLLAPSE = Collapse(iteration=20, accuracy=0.1, best=0.5, first_sign="KL", why="10.0% right")
 
@@ -95,6 +96,34 @@ def test_costs_are_to_the_first_evaluation_at_the_accuracy_and_endless_where_it_
     assert (other.reached, other.of, other.flops, other.cpu_seconds) == (2, 3, 80.0, 2.0)  # 80, 80, never
     assert rows(RUNS, accuracy=0.8)["base"].cost.flops is None  # one of three got there
     assert compare(RUNS).accuracy == 0.6  # what the worst run reached
+
+
+def test_the_accuracy_that_costs_are_counted_to_lies_above_every_start() -> None:
+    """A run that never rose has its best at or near its start, where every arm would arrive at no cost."""
+    rising, falling = summary("a", 1, 0.4, 0.6, 0.7), summary("b", 1, 0.4, 0.38, 0.36)
+    found = compare([rising, falling])
+    assert found.accuracy == 0.7
+    assert [(row.cost.reached, row.cost.flops) for row in found.rows] == [(1, 20.0), (0, None)]
+    assert compare([rising, summary("b", 1, 0.4, 0.43, 0.41)]).accuracy == 0.7  # 6 points are two standard errors
+    assert compare([rising, summary("b", 1, 0.1, 0.39, 0.39)]).accuracy == 0.7  # below the other's start
+    flat = compare([falling])
+    assert flat.accuracy is None and flat.rows[0].cost is None
+    titles = [table.title for table in comparison_tables(flat)]
+    assert len(titles) == 1 and "costs of an accuracy are not compared" in comparison_tables(flat)[0].note
+    assert comparison_charts(flat, [falling])[0].guides == ()
+
+
+@pytest.mark.parametrize(("seeds", "error"), [(1, 0.028284), (2, 0.02), (3, 0.0)])
+def test_few_seeds_that_agree_by_chance_have_the_error_of_their_problems(seeds: int, error: float) -> None:
+    def run(arm: str, seed: int, accuracy: float) -> RunSummary:
+        one = summary(arm, seed, 0.3, accuracy)
+        points = (replace(point, policy_accuracy_stderr=0.02) for point in one.points)
+        return replace(one, points=tuple(points))
+
+    arms = [run(arm, seed, accuracy) for arm, accuracy in (("a", 0.7), ("b", 0.6)) for seed in range(seeds)]
+    found = rows(arms)["b"].difference
+    assert found.error == pytest.approx(error, abs=1e-6)
+    assert difference_cells(found)[0] == f"-10.0 ± {100 * error:.1f}"
 
 
 def test_a_collapsed_run_sets_neither_the_budget_nor_the_accuracy_and_keeps_its_place() -> None:

@@ -2,14 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
+from jackpot.analysis.diagnose.limits import two_errors
 from jackpot.core.errors import ConfigError
 
 Unit = Literal["sequences", "tokens", "flops"]
+FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
 UNITS: dict[Unit, str] = {
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
@@ -45,6 +47,14 @@ class Difference:
 
     spread: SeedSpread
     higher: int  # number of seeds on which the arm is above the baseline
+    noise: float | None  # standard error by the evaluations' problems alone, as if each arm had its own; None: unknown
+
+    @property
+    def error(self) -> float | None:
+        """Return the standard error of the mean; of fewer than `FEW_SEEDS` seeds not less than `noise`."""
+        if self.seeds >= FEW_SEEDS:
+            return self.spread.error
+        return max(filter(None, (self.spread.error, self.noise)), default=None)
 
     @property
     def seeds(self) -> int:
@@ -78,7 +88,7 @@ class ArmRow:
     rollout_model_after: SeedSpread | None  # None where the policy generates its own rollouts
     spent: SeedSpread  # amount of the budget spent at the evaluation that counts
     difference: Difference | None  # None for the baseline, or without a seed in common
-    cost: CostToAccuracy
+    cost: CostToAccuracy | None  # None without an accuracy to count to
     collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
     short: int  # number of runs that ended before the budget without a collapse
 
@@ -90,7 +100,7 @@ class Comparison:
     unit: Unit
     budget: float
     baseline: str
-    accuracy: float  # accuracy to which costs are counted
+    accuracy: float | None  # accuracy to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
 
 
@@ -107,8 +117,8 @@ def compare(
         runs: at least one; arms keep the order in which they come.
         unit: unit of the budget.
         budget: None takes the most that every run which did not collapse has spent.
-        accuracy: accuracy to which costs are counted; None takes the highest that every run reached
-            which did not collapse.
+        accuracy: accuracy to which costs are counted; None takes the highest that all those runs reached which did not
+            collapse and rose above every run's start by more than the noise of two evaluations.
         baseline: the arm that others are compared with; None takes the first.
 
     Raises:
@@ -123,13 +133,24 @@ def compare(
     not_collapsed = [run for run in runs if run.collapse is None] or list(runs)
     budget = min(spent_on(run.last, unit) for run in not_collapsed) if budget is None else budget
     _check_budget(runs, unit, budget)
-    if accuracy is None:
-        accuracy = min(max(point.policy_accuracy for point in run.points) for run in not_collapsed)
-    base = {run.seed: _at(run, unit, budget).policy_accuracy for run in arms[baseline]}
+    accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
+    base = {run.seed: _at(run, unit, budget) for run in arms[baseline]}
     rows = tuple(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
     )
     return Comparison(unit=unit, budget=budget, baseline=baseline, accuracy=accuracy, rows=rows)
+
+
+def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
+    """Return the lowest of the best accuracies of the runs that rose; None where none did.
+
+    At an accuracy that some run began with, arms would have got there at no cost; so it must lie above all starts, by
+    two standard errors of a difference: the best of many evaluations of a flat run is a little above its start.
+    """
+    start = max(run.points[0].policy_accuracy for run in runs)
+    goal = start + max(two_errors(run.problems, start) for run in runs)
+    best = [max(point.policy_accuracy for point in run.points) for run in runs]
+    return min((accuracy for accuracy in best if accuracy > goal), default=None)
 
 
 def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None:
@@ -153,14 +174,15 @@ def _at(run: RunSummary, unit: Unit, budget: float) -> EvaluationPoint:
 
 
 def _row(
-    arm: str, runs: Sequence[RunSummary], unit: Unit, budget: float, accuracy: float, base: dict[int, float] | None
+    arm: str,
+    runs: Sequence[RunSummary],
+    unit: Unit,
+    budget: float,
+    accuracy: float | None,
+    base: Mapping[int, EvaluationPoint] | None,
 ) -> ArmRow:
     runs = sorted(runs, key=lambda run: run.seed)
     at = {run.seed: _at(run, unit, budget) for run in runs}
-    pairs = [at[seed].policy_accuracy - base[seed] for seed in at if seed in base] if base is not None else []
-    difference = (
-        Difference(spread=SeedSpread(values=tuple(pairs)), higher=sum(pair > 0 for pair in pairs)) if pairs else None
-    )
     accuracies = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
     return ArmRow(
         arm=arm,
@@ -169,10 +191,24 @@ def _row(
         after=SeedSpread(values=tuple(point.policy_accuracy for point in at.values())),
         rollout_model_after=SeedSpread(values=tuple(accuracies)) if accuracies else None,
         spent=SeedSpread(values=tuple(spent_on(point, unit) for point in at.values())),
-        difference=difference,
-        cost=_cost(runs, accuracy),
+        difference=_difference(at, base or {}),
+        cost=None if accuracy is None else _cost(runs, accuracy),
         collapsed=tuple(_collapse_sentence(run) for run in runs if run.collapse),
         short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
+    )
+
+
+def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, EvaluationPoint]) -> Difference | None:
+    """Subtract the baseline's accuracies from an arm's, by seed; None without a seed in common."""
+    pairs = [(at[seed], base[seed]) for seed in at if seed in base]
+    if not pairs:
+        return None
+    differences = tuple(one.policy_accuracy - other.policy_accuracy for one, other in pairs)
+    errors = [point.policy_accuracy_stderr for pair in pairs for point in pair]
+    return Difference(
+        spread=SeedSpread(values=differences),
+        higher=sum(one > 0 for one in differences),
+        noise=None if None in errors else math.hypot(*errors) / len(pairs),
     )
 
 

@@ -30,6 +30,7 @@ class EvaluationPoint:
     rollout_model_accuracy: float | None  # None where the policy generates its own rollouts
     acceptance: float | None  # mean of a(x) at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats a token
+    policy_accuracy_stderr: float | None = None  # standard error over problems; None in runs that did not log it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
                 iteration=line["iteration"],
                 **spent,
                 policy_accuracy=line["eval/policy_accuracy"],
+                policy_accuracy_stderr=line.get("eval/policy_accuracy_stderr"),
                 rollout_model_accuracy=line["eval/rollout_model_accuracy"] if config.rollout_model else None,
                 acceptance=_mean(since, "obrs/acceptance"),
                 kl=_mean(since, "mismatch/kl_rollout_policy"),

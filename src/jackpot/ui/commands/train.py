@@ -1,5 +1,6 @@
 """Implements `jackpot train`, which trains a recipe, prints its plan or runs its tiny version."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -84,18 +85,25 @@ def _listener(console: Console, iterations: int) -> Iterator[Callable[[Mapping[s
 def _show_result(
     console: Console, config: Config, lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
 ) -> None:
-    """Print the accuracy of both models before and after training, and the run folder."""
+    """Print the accuracy of both models before and after training, with standard errors, and the run folder."""
     evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
+    first, last = evaluated[0], evaluated[-1]
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
     shown = {role.replace("_", " "): f"eval/{role}_accuracy" for role in roles}
     shown |= {f"policy on {name}": f"eval/{name}/mean_at_k" for name in config.evaluation.benchmarks}
     rows = []
     for name, metric in shown.items():
-        before, after = evaluated[0][metric], evaluated[-1][metric]
-        rows.append((name, f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points"))
-    columns = ("model", "before", f"after {evaluated[-1]['iteration']} iterations", "change")
-    title = f"Sampled accuracy on {config.evaluation.problems} held-out problems"
+        (before, error), (after, newer) = ((line[metric], line.get(f"{metric}_stderr")) for line in (first, last))
+        both = None if error is None or newer is None else math.hypot(error, newer)
+        rows.append((name, _percent(before, error), _percent(after, newer), _percent(after - before, both, "+")))
+    columns = ("model", "before", f"after {last['iteration']} iterations", "change, points")
+    title = f"Sampled accuracy on {config.evaluation.problems} held-out problems, percent ± standard error"
     show_table(console, title, columns, rows, columns[1:])
     print_line(console, f"Run folder: {folder}")
     if not is_finished:
         print_line(console, "Stopped before the end; the same command continues.")
+
+
+def _percent(share: float, error: float | None, sign: str = "") -> str:
+    """Format a share and its standard error in percent: `41.8 ± 2.2`; without the error where it is unknown."""
+    return f"{100 * share:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

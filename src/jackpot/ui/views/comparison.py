@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jackpot.analysis.compare.comparison import (
+    FEW_SEEDS,
     UNITS,
     ArmRow,
     Comparison,
@@ -23,7 +24,14 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     """Return tables of the accuracy at the budget, the cost of an accuracy, and runs that did not end well, if any."""
     troubles = tuple((row.arm, sentence) for row in comparison.rows for sentence in _troubles(row))
     trouble = Table(title="Runs that ended early", columns=("arm", "what happened"), rows=troubles)
-    return (_accuracies(comparison), _costs(comparison), *((trouble,) if troubles else ()))
+    costs = () if comparison.accuracy is None else (_costs(comparison),)
+    return (_accuracies(comparison), *costs, *((trouble,) if troubles else ()))
+
+
+_NOTHING_ROSE = (
+    " No run rose above all starts by more than two standard errors, so costs of an accuracy are not compared; "
+    "--accuracy asks for one."
+)
 
 
 def _accuracies(comparison: Comparison) -> Table:
@@ -50,8 +58,9 @@ def _accuracies(comparison: Comparison) -> Table:
             "rollout model after",
         ),
         rows=rows,
-        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error; the next "
-        "column counts the seeds on which the arm is above.",
+        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error, with fewer "
+        f"than {FEW_SEEDS} seeds at least that of the problems; the next column counts the seeds on which the arm is "
+        "above." + (_NOTHING_ROSE if comparison.accuracy is None else ""),
     )
 
 
@@ -86,7 +95,7 @@ def difference_cells(difference: Difference | None) -> tuple[str, str]:
     """Format a difference in points, `+3.1 ± 0.9`, and the seeds on which the arm is above, `5 of 5`."""
     if difference is None:
         return "-", "-"
-    error = f" ± {100 * difference.spread.error:.1f}" if difference.spread.error is not None else ""
+    error = f" ± {100 * difference.error:.1f}" if difference.error is not None else ""
     return f"{100 * difference.spread.mean:+.1f}{error}", f"{difference.higher} of {difference.seeds}"
 
 
@@ -118,7 +127,8 @@ _OTHERS = (
 
 def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
     """Return charts of the policy's accuracy over each cost, then of the rollout model, the KL and the acceptance."""
-    guides = (Guide(text=f"{comparison.accuracy:.1%}", y=comparison.accuracy),)
+    goal = comparison.accuracy
+    guides = () if goal is None else (Guide(text=f"{goal:.1%}", y=goal),)
     accuracy = [_chart(_ACCURACY, runs, spent, label, guides) for spent, label in _BY.items()]
     others = [_chart(view, runs, comparison.unit, UNITS[comparison.unit], ()) for view in _OTHERS]
     return (*accuracy, *others)
