@@ -46,7 +46,7 @@ test-vllm-here: $(VENV)-vllm/ready
 mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/mutants $(ARGS)
 
-soak: $(VENV)/ready  # a run killed 100 times at random moments; KILLS=1000 for more
+soak: $(VENV)/ready  # runs of every regime, killed 100 times in all at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
 
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page

@@ -1,12 +1,13 @@
-"""Kills a run again and again with SIGKILL at random moments, until it has been killed often enough, then lets it end.
+"""Kills runs with SIGKILL at random moments, each until it has been killed often enough, and lets them end.
 
-    python soak.py FOLDER KILLS SEED    runs in FOLDER/killed, and once without a kill in FOLDER/whole
+    python soak.py FOLDER SEED    reads lines "SCENARIO KILLS", runs each in FOLDER/SCENARIO/killed, and once without a
+                                  kill in FOLDER/SCENARIO/whole, and answers with the JSON of `Soak`
 
-Everything is imported once and every life is a fork, so that it costs a fraction of a second. Half of the kills come at
-a moment drawn uniformly from a whole life, the others while a checkpoint is written, linked or removed. The last line
-that it prints is the JSON of `Soak`.
+Everything is imported once and every life is a fork, so that it costs a fraction of a second. Half of the kills come
+while a life starts or trains its first iterations, the others while a checkpoint is written, linked or removed.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -17,30 +18,52 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
 
-from helpers.runs import run, small_config
+from jackpot.config.recipes import load_recipe, resolve
 from jackpot.config.run import Config
+from jackpot.launch.local import launch
 from jackpot.models.load import load_model
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import RunFolder
 
+SMALL = (  # every scenario; iterations take a tenth of a second
+    "threads=1",
+    "batch.prompts=2",
+    "batch.group_size=2",
+    "sampling.max_new_tokens=8",
+    "evaluation.every=7",
+    "evaluation.problems=2",
+    "checkpoint.every=2",
+    "rollouts.every=1",
+    "rollouts.keep=100000",
+)
+MOST_LINES = 3  # of metrics.jsonl that a life writes before it is killed
 
-def soak_config(kills: int) -> Config:
-    """A run of short iterations that cannot end before it was killed often enough: a life gets one or two done."""
-    return small_config(
-        f"iterations={40 + 2 * kills}",
-        "batch.prompts=2",
-        "batch.group_size=2",
-        "sampling.max_new_tokens=8",
-        "evaluation.every=7",
-        "evaluation.problems=4",
-        "checkpoint.every=2",
-        "rollouts.every=1",
-        "rollouts.keep=100000",
-    )
+
+class Scenario(NamedTuple):
+    recipe: str
+    arm: str
+    overrides: tuple[str, ...] = ()
+
+    def config(self, kills: int) -> Config:
+        """Return settings of a run of short iterations that cannot end before it was killed `kills` times."""
+        sizes = [*SMALL, f"iterations={MOST_LINES * (kills + 1) + 2}"]
+        whole = resolve(self.recipe, self.arm, self.overrides)
+        if whole.batch.mini_batch_size:  # several optimizer steps an iteration
+            sizes.append("batch.mini_batch_size=2")
+        return resolve(self.recipe, self.arm, [*sizes, *self.overrides])
+
+
+SCENARIOS = {arm: Scenario("regimes", arm) for arm in load_recipe("regimes")["arms"]} | {
+    "ppo": Scenario("objectives", "ppo"),
+    "dynamic_sampling": Scenario("objectives", "dapo", ("objective.overlong_buffer.len=4",)),
+    "lora_on_both": Scenario("quickstart", "lora", ("rollout_model.lora={rank: 4, alpha: 8}",)),
+    "tool": Scenario("quickstart", "tool"),
+}
 
 
 @dataclass
@@ -54,27 +77,73 @@ class Soak:
     lost: list[int] = field(default_factory=list)  # iterations that each kill threw away
 
 
-def soak(home: Path, kills: int, seed: int) -> Soak:
-    config, moments, soaked = soak_config(kills), random.Random(seed), Soak()
+class Life:
+    """A process that trains the run in a folder."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.born = time.time()
+        self._lines, lines = os.pipe()
+        self.process = os.fork()
+        if self.process == 0:
+            os._exit(_train(config, folder, lines))
+        os.close(lines)
+
+    def wait_for_lines(self, count: int) -> None:
+        """Wait until the process has written `count` lines of metrics, or has ended."""
+        for _ in range(count):
+            os.read(self._lines, 1)
+
+    def is_alive(self) -> bool:
+        return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def end(self, kill: bool) -> int:
+        """Return the exit code, -SIGKILL after a kill."""
+        if kill:
+            os.kill(self.process, signal.SIGKILL)
+        os.close(self._lines)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+
+def _train(config: Config, folder: Path, lines: int) -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+    def listen(line: dict) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(lines, b".")
+
+    try:
+        with contextlib.closing(launch(config, folder, listen)) as trainer:
+            trainer.train()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def soak(home: Path, scenario: Scenario, kills: int, seed: str) -> Soak:
+    config, moments, soaked = scenario.config(kills), random.Random(seed), Soak()
     began = time.time()
-    assert finish(start(config, home / "whole")) == 0
+    assert Life(config, home / "whole").end(kill=False) == 0
     times = [line["time"] for line in RunFolder(home / "whole").read("metrics.jsonl")]
     start_up, iteration = times[0] - began, (times[-1] - times[0]) / config.iterations
     folder = home / "killed"
+    first = moments.randrange(2)
     for number in range(kills):
         left = set(unfinished(folder / "checkpoints"))  # by lives before this one
-        born = time.time()
-        life = start(config, folder)
-        if number % 2:
-            while not set(unfinished(folder / "checkpoints")) - left and is_alive(life):
+        life = Life(config, folder)
+        if kills == 1:
+            life.wait_for_lines(1 + config.checkpoint.every)  # or there is nothing to continue from
+        if (first + number) % 2:
+            while not set(unfinished(folder / "checkpoints")) - left and life.is_alive():
                 time.sleep(0.001)
             time.sleep(moments.uniform(0.0, iteration))
         else:
-            time.sleep(moments.uniform(0.0, start_up + 5.0 * iteration))
-        os.kill(life, signal.SIGKILL)
-        assert finish(life) == -signal.SIGKILL, f"a life ended by itself after {number} kills"
-        look(soaked, folder, left, born)
-    assert finish(start(config, folder)) == 0
+            lines = moments.randint(0, MOST_LINES)
+            life.wait_for_lines(lines)
+            time.sleep(moments.uniform(0.0, iteration if lines else start_up + iteration))
+        assert life.end(kill=True) == -signal.SIGKILL, f"a life ended by itself after {number} kills"
+        look(soaked, folder, left, life.born)
+    assert Life(config, folder).end(kill=False) == 0
     soaked.seconds = time.time() - began
     return soaked
 
@@ -103,29 +172,18 @@ def unfinished(checkpoints: Path) -> Iterator[tuple]:
         yield "last", max(steps)
 
 
-def start(config: Config, folder: Path) -> int:
-    """A process that trains."""
-    life = os.fork()
-    if life == 0:
-        try:
-            run(config, folder)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return life
-
-
-def is_alive(life: int) -> bool:
-    return os.waitid(os.P_PID, life, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-
-
-def finish(life: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(life, 0)[1])
-
-
-if __name__ == "__main__":
+def main() -> None:
+    home, seed = Path(sys.argv[1]), sys.argv[2]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a life prints is no answer
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     load_model("starter:policy", torch.float32)  # what transformers imports late
-    print(json.dumps(asdict(soak(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))))
+    for line in sys.stdin:
+        name, kills = line.split()
+        found = soak(home / name, SCENARIOS[name], int(kills), f"{seed} {name}")
+        print(json.dumps(asdict(found)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

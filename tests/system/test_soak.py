@@ -1,11 +1,14 @@
-"""A run that was killed many times at random moments is the run that never was. Part of `make test-all`; `make soak`
-kills it 100 times."""
+"""A run that was killed at random moments ends as one that was not: every arm of `regimes`, PPO, dynamic sampling,
+adapters on both models, a tool. `make soak` deals 100 kills out among them; `make test-all` kills eight once each, chosen
+anew every time."""
 
+import functools
 import json
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,53 +17,84 @@ import torch
 
 from helpers.paths import TESTS
 from helpers.runs import metrics, weights
-from helpers.soak import Soak, soak_config
+from helpers.soak import SCENARIOS, Soak
+from jackpot.config.run import Config
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import RunFolder
 
 pytestmark = pytest.mark.slow
-KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "12"))
-CONFIG = soak_config(KILLS)
+KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "8"))  # of all scenarios together
 SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
+SHUFFLED = random.Random(SEED).sample(list(SCENARIOS), len(SCENARIOS))
+KILLS_OF = {name: KILLS // len(SHUFFLED) + (place < KILLS % len(SHUFFLED)) for place, name in enumerate(SHUFFLED)}
+SOAKED = [name for name in SCENARIOS if KILLS_OF[name]]
+# The batch in progress is generated anew by the weights of the checkpoint: no prompt is lost or trained on twice, but
+# the responses to it may differ.
+BIT_EQUAL = [name for name in SOAKED if not SCENARIOS[name].config(1).batch.ahead]
+
+
+class Killed:
+    """A run without a kill, the same run killed many times, and what happened to that."""
+
+    def __init__(self, home: Path, scenario: str, seen: Soak) -> None:
+        self.whole, self.killed, self.seen = home / "whole", home / "killed", seen
+        self.kills = KILLS_OF[scenario]
+        self.config: Config = SCENARIOS[scenario].config(self.kills)
+        self.roles = ["policy"]
+        self.roles += ["rollout_model"] if self.config.rollout_model else []
+        self.roles += ["critic"] if self.config.critic else []
 
 
 @pytest.fixture(scope="module")
-def soaked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Soak]:
-    """The whole run, the killed one, and what happened to that."""
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Killed]]:
+    """Soaks a scenario when a test first asks for it."""
     home = tmp_path_factory.mktemp("soak")
     print(f"JACKPOT_SOAK_SEED={SEED}")  # pytest shows it where something fails
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    server = subprocess.run(
-        [sys.executable, TESTS / "helpers" / "soak.py", str(home), str(KILLS), str(SEED)],
+    server = subprocess.Popen(
+        [sys.executable, TESTS / "helpers" / "soak.py", str(home), str(SEED)],
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert server.returncode == 0
-    seen = Soak(**json.loads(server.stdout.splitlines()[-1]))
-    print(
-        f"{KILLS} kills in {seen.seconds:.0f} s, {seen.within_a_checkpoint} within a checkpoint and "
-        f"{seen.before_training} before the first line; iterations lost: {sum(seen.lost) / KILLS:.1f} on average, "
-        f"{max(seen.lost)} at most"
-    )
-    return home / "whole", home / "killed", seen
+
+    @functools.cache
+    def soaked(scenario: str) -> Killed:
+        kills = KILLS_OF[scenario]
+        print(scenario, kills, file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        assert answer, f"the soak of {scenario} failed; its reason is on standard error, the seed is {SEED}"
+        seen = Soak(**json.loads(answer))
+        print(
+            f"{scenario}: {kills} kills in {seen.seconds:.0f} s, {seen.within_a_checkpoint} within a checkpoint and "
+            f"{seen.before_training} before the first line; iterations lost: {sum(seen.lost) / kills:.1f} on average, "
+            f"{max(seen.lost)} at most"
+        )
+        return Killed(home / scenario, scenario, seen)
+
+    yield soaked
+    server.stdin.close()
+    assert server.wait() == 0
 
 
-def test_a_kill_loses_the_steps_since_the_last_checkpoint_and_no_checkpoint(soaked) -> None:
-    _, killed, seen = soaked
-    assert len(seen.steps) == KILLS and seen.within_a_checkpoint >= KILLS // 10
-    assert seen.steps == sorted(seen.steps)
-    assert max(seen.lost) <= CONFIG.checkpoint.every
-    assert not list((killed / "checkpoints").glob("*.corrupt*"))
+@pytest.mark.parametrize("scenario", SOAKED)
+def test_a_kill_loses_the_steps_since_the_last_checkpoint_and_no_checkpoint(scenario: str, soak) -> None:
+    run = soak(scenario)
+    assert len(run.seen.steps) == run.kills and run.seen.within_a_checkpoint >= run.kills // 10
+    assert run.seen.steps == sorted(run.seen.steps)
+    assert max(run.seen.lost) <= run.config.checkpoint.every
+    assert not list((run.killed / "checkpoints").glob("*.corrupt*"))
 
 
-def test_models_optimizers_and_prompts_end_bit_equal(soaked) -> None:
-    whole, killed, _ = soaked
-    for role in ("policy", "rollout_model"):
-        ours, theirs = weights(whole, role), weights(killed, role)
+@pytest.mark.parametrize("scenario", BIT_EQUAL)
+def test_models_optimizers_and_prompts_end_bit_equal(scenario: str, soak) -> None:
+    run = soak(scenario)
+    for role in run.roles:
+        ours, theirs = weights(run.whole, role), weights(run.killed, role)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    states = [Checkpoints(folder / "checkpoints", 2).find()[0].state for folder in (whole, killed)]
-    assert states[0]["iteration"] == CONFIG.iterations
+    states = [Checkpoints(folder / "checkpoints", 2).find()[0].state for folder in (run.whole, run.killed)]
+    assert states[0]["iteration"] == run.config.iterations and states[0]["version"][0] > 0
     assert_equal(*states)
 
 
@@ -80,18 +114,39 @@ def assert_equal(ours, theirs) -> None:
         assert ours == theirs
 
 
-def test_every_line_of_metrics_is_there_once_and_the_same(soaked) -> None:
-    whole, killed, _ = soaked
-    assert metrics(killed) == metrics(whole)
-    assert [line["iteration"] for line in metrics(killed)] == list(range(CONFIG.iterations + 1))
+@pytest.mark.parametrize("scenario", SOAKED)
+def test_every_line_of_metrics_is_there_once(scenario: str, soak) -> None:
+    run = soak(scenario)
+    assert [line["iteration"] for line in metrics(run.killed)] == list(range(run.config.iterations + 1))
 
 
-def test_every_prompt_is_trained_on_once_in_its_own_iteration(soaked) -> None:
-    whole, killed, _ = soaked
-    batches = [prompts(folder, CONFIG.iterations) for folder in (whole, killed)]
+@pytest.mark.parametrize("scenario", BIT_EQUAL)
+def test_metrics_events_and_checkpoints_are_the_same(scenario: str, soak) -> None:
+    run = soak(scenario)
+    assert metrics(run.killed) == metrics(run.whole)
+    assert events(run.whole) == events(run.killed)
+    ours, theirs = ({path.name for path in (folder / "checkpoints").iterdir()} for folder in (run.whole, run.killed))
+    assert ours == theirs
+    assert (run.whole / "checkpoints" / "best").readlink() == (run.killed / "checkpoints" / "best").readlink()
+
+
+def events(folder: Path) -> list[dict]:
+    """What happened, but for when, and for what every start records."""
+    lines = [
+        line for line in RunFolder(folder).read("events.jsonl") if line["event"] not in ("engine_check", "quantized")
+    ]
+    return [{name: line[name] for name in line if name != "time"} for line in lines]
+
+
+@pytest.mark.parametrize("scenario", SOAKED)
+def test_every_prompt_is_trained_on_once_in_its_own_iteration(scenario: str, soak) -> None:
+    run = soak(scenario)
+    batches = [prompts(folder, run.config.iterations) for folder in (run.whole, run.killed)]
     assert batches[0] == batches[1]
     given = [uid for batch in batches[1] for uid in batch]
-    assert len(given) == len(set(given)) == CONFIG.iterations * CONFIG.batch.prompts
+    assert len(given) == len(set(given))
+    if not run.config.batch.filter_groups:  # which leaves groups out
+        assert len(given) == run.config.iterations * run.config.batch.prompts
 
 
 def prompts(folder: Path, iterations: int) -> list[set[str]]:
@@ -100,17 +155,10 @@ def prompts(folder: Path, iterations: int) -> list[set[str]]:
     return [set(pq.read_table(file)["prompt_uid"].to_pylist()) for file in files]
 
 
-def test_checkpoints_and_other_files_are_the_same(soaked) -> None:
-    whole, killed, _ = soaked
-    for name in ("checkpoints", "rollouts", "eval"):
-        ours, theirs = ({path.name for path in (folder / name).iterdir()} for folder in (whole, killed))
+@pytest.mark.parametrize("scenario", SOAKED)
+def test_the_other_files_are_the_same(scenario: str, soak) -> None:
+    run = soak(scenario)
+    for name in ("rollouts", "eval"):
+        ours, theirs = ({path.name for path in (folder / name).iterdir()} for folder in (run.whole, run.killed))
         assert ours == theirs
-    for name in ("last", "best"):
-        assert (whole / "checkpoints" / name).readlink() == (killed / "checkpoints" / name).readlink()
-    assert events(whole) == events(killed)
-
-
-def events(folder: Path) -> list[dict]:
-    """What happened, but for when, and for the check of the engine after every start."""
-    lines = RunFolder(folder).read("events.jsonl")
-    return [{name: line[name] for name in line if name != "time"} for line in lines if line["event"] != "engine_check"]
+    assert (run.whole / "checkpoints" / "last").readlink() == (run.killed / "checkpoints" / "last").readlink()
