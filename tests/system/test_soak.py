@@ -1,5 +1,5 @@
 """A run that was killed at random moments ends as one that was not: every arm of `regimes`, PPO, dynamic sampling,
-adapters on both models, a tool. `make soak` deals 100 kills out among them; `make test-all` kills eight once each, chosen
+adapters on both models, a tool. `make soak` deals 100 kills out among them; `make test-all` kills eight once, chosen
 anew every time."""
 
 import functools
