@@ -261,6 +261,12 @@ def replay(
     ] = None,
     corrections: Annotated[str, typer.Option(help="Names of corrections, separated by commas; default all.")] = "",
     every: Annotated[int, typer.Option(min=1, help="Replay one of every so many responses of a file.")] = 1,
+    max_response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Leave out responses with more tokens; default 1,000,000.")
+    ] = None,
+    max_file_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="Leave out files that take more, unpacked; default 2 GB.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Apply every correction to saved rollouts, without training, and recommend one for this run.

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,9 +13,9 @@ import torch
 
 from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.formats import FORMATS, find_format
-from jackpot.analysis.replay.formats.base import read_files, torch_file
+from jackpot.analysis.replay.formats.base import ReadLimits, read_files, torch_file
 from jackpot.analysis.replay.responses import SavedResponse
-from jackpot.analysis.replay.run import replay
+from jackpot.analysis.replay.run import LIMITS, replay
 from jackpot.core.errors import DataError
 from jackpot.models import scoring
 
@@ -141,8 +143,8 @@ OF_POLICY = {
 
 def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
     told: list[str] = []
-    found, files = find_format(path, "auto")
-    return found.name, list(read_files(found, files, told.append)), told
+    found, files = find_format(path, "auto", LIMITS)
+    return found.name, list(read_files(found, files, told.append, LIMITS)), told
 
 
 def sampled(response: SavedResponse, column: torch.Tensor) -> list[float]:
@@ -265,20 +267,20 @@ def test_responses_without_a_policy_among_others_are_left_out_and_told(tmp_path)
 
 def test_a_look_at_a_checkpoint_reads_none_of_its_tensors(tmp_path):
     torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.pt")
-    content = torch_file(tmp_path / "optimizer.pt", print)
+    content = torch_file(tmp_path / "optimizer.pt", print, LIMITS)
     with (tmp_path / "optimizer.pt").open("r+b") as file:  # what is not read yet is what stands there now
         place = file.read().index(torch.ones(1000).numpy().tobytes())
         file.seek(place)
         file.write(torch.full((1000,), 2.0).numpy().tobytes())
     assert content["weight"].eq(2.0).all()
     torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert torch_file(tmp_path / "old.pt", print)["weight"].eq(1.0).all()
+    assert torch_file(tmp_path / "old.pt", print, LIMITS)["weight"].eq(1.0).all()
 
 
 def test_files_are_read_in_the_order_of_their_steps(tmp_path):
     for step in (10, 9, 100):
         write(tmp_path / f"{step}.jsonl", records(noise(0.1), responses=1))
-    found, files = find_format(tmp_path, "auto")
+    found, files = find_format(tmp_path, "auto", LIMITS)
     assert found.name == "jsonl" and [file.stem for file in files] == ["9", "10", "100"]
 
 
@@ -317,6 +319,126 @@ def test_a_damaged_torch_or_parquet_file_is_named_and_code_in_a_pickle_is_never_
     (tmp_path / "trl" / "completions" / "completions_00004.parquet").write_bytes(b"PAR1 nothing")
     _, responses, told = read(tmp_path / "trl")
     assert len(responses) == 2 and "completions_00004.parquet" in told[0]
+
+
+GOOD = dict(
+    tokens=torch.tensor([7, 8, 1, 2]),
+    response_lengths=2,
+    rollout_log_probs=torch.tensor([-0.5, -1.0]),
+    log_probs=torch.tensor([-0.6, -1.0]),
+)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        3,
+        "text",
+        [1, 2],
+        None,
+        {"tokens": 5, "rollout_log_probs": 1},
+        GOOD | {"response_lengths": 10**400},
+        GOOD | {"tokens": {"a": 1}},
+        GOOD | {"rollout_log_probs": [[1.0], [2.0, 3.0]]},
+        GOOD | {"loss_masks": torch.tensor(1)},
+        GOOD | {"rollout_log_probs": [[["deep"]]]},
+    ],
+    ids=str,
+)
+def test_one_bad_sample_costs_itself(bad, tmp_path):
+    torch.save({"samples": [GOOD, bad, GOOD]}, tmp_path / "3.pt")
+    _, responses, told = read(tmp_path)
+    assert len(responses) == 2 and len(told) == 1 and "3.pt, response 1" in told[0] and "left out" in told[0]
+
+
+@pytest.mark.parametrize("samples", [3, {"a": GOOD}, "text", None, []], ids=str)
+def test_samples_that_are_no_list_are_named(samples, tmp_path):
+    torch.save({"samples": samples}, tmp_path / "3.pt")
+    with pytest.raises(DataError, match=r"3\.pt has no list of samples and is left out"):
+        replay(tmp_path)
+
+
+def test_experiences_of_unequal_columns_cost_the_rows_that_lack_one(tmp_path):
+    folder = openrlhf(tmp_path / "openrlhf")
+    [batch] = torch.load(folder / "experience_3.pt")
+    short = batch | {"action_mask": batch["action_mask"][:1]}
+    torch.save([short, batch | {"sequences": 3}, batch | {"advantages": torch.tensor(1.0)}], folder / "experience_3.pt")
+    _, responses, told = read(folder)
+    assert len(responses) == 3  # one of the first batch, both of the third
+    assert len(told) == 2 and "lacks action_mask" in told[0] and "lacks sequences" in told[1]
+
+
+def test_lines_that_are_nested_without_end_are_named_and_those_alike_are_counted(tmp_path):
+    lines = [json.dumps(line) for line in records(noise(0.3), responses=60)]
+    deep = "[" * 100_000
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([*lines, *[deep] * 25]))
+    found = replay(path)
+    assert found.unreadable == 25 and float(found.run["responses"].value) == 60
+    [problem] = found.problems
+    assert "a.jsonl line 61 is no JSON" in problem and problem.endswith("(and 24 more like this)")
+
+
+def expanded_sample(folder: Path) -> None:
+    """10^11 tokens that take eight bytes in the file, where `long()` would write them out."""
+    ids = torch.zeros(1, dtype=torch.int64).expand(10**11)
+    torch.save({"samples": [GOOD | {"tokens": ids, "response_lengths": 10**11}]}, folder / "3.pt")
+
+
+def expanded_batch(folder: Path) -> None:
+    columns = ("sequences", "action_mask", "rollout_log_probs")
+    torch.save([{name: torch.zeros(1, 1).expand(10**9, 5) for name in columns}], folder / "experience_3.pt")
+
+
+def repeated_lists(folder: Path) -> None:
+    """A list of lists that is one list, a thousand times."""
+    lists = [[0.0] * 100_000] * 1_000
+    torch.save({"samples": [GOOD | {"rollout_log_probs": lists}]}, folder / "3.pt")
+
+
+def compressed_entry(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "3.pt", "w", zipfile.ZIP_DEFLATED) as content:
+        content.writestr("3/data.pkl", bytes(3 * 10**6))
+
+
+def parquet_row(folder: Path) -> None:
+    columns = {"prompt_ids": 1, "completion_ids": 2_000_000, "completion_mask": 1, "sampling_per_token_logps": 1}
+    lists = {name: pa.array([np.zeros(count, np.int8)]) for name, count in columns.items()}
+    table = pa.table({"step": [1], "prompt": ["a"], "completion": ["b"]} | lists)
+    pq.write_table(table, folder / "completions_1.parquet", compression="zstd")
+
+
+@pytest.mark.parametrize(
+    ("bomb", "limits", "why"),
+    [
+        (
+            expanded_sample,
+            LIMITS,
+            "100,000,000,000 tokens, and at most 1,000,000 are read; raise --max-response-tokens",
+        ),
+        (expanded_batch, LIMITS, "takes 20 GB unpacked, and at most 2 GB are read; raise --max-file-gb"),
+        (repeated_lists, LIMITS, "a column of 100,000,000 numbers; raise --max-response-tokens"),
+        (parquet_row, LIMITS, "2,000,000 tokens, and at most 1,000,000 are read"),
+        (parquet_row, ReadLimits(file_bytes=10**7), "takes 0.016 GB unpacked, and at most 0.01 GB are read"),
+        (compressed_entry, ReadLimits(file_bytes=10**6), "takes 0.003 GB unpacked, and at most 0.001 GB are read"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_small_file_that_stands_for_a_huge_one_is_refused_before_it_is_expanded(bomb, limits, why, tmp_path):
+    bomb(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10**6
+    with pytest.raises(DataError, match=why):
+        replay(tmp_path, limits=limits)
+
+
+def test_a_file_beyond_the_limit_is_left_out_and_the_others_are_replayed(tmp_path):
+    for step in (1, 2):
+        write(tmp_path / f"{step}.jsonl", records(noise(0.3), responses=60 * step))
+    size = (tmp_path / "1.jsonl").stat().st_size
+    found = replay(tmp_path, limits=ReadLimits(file_bytes=size + 1))
+    assert float(found.run["responses"].value) == 60 and "2.jsonl is left out: it takes" in found.problems[0]
+    with pytest.raises(DataError, match="raise --max-file-gb"):
+        replay(tmp_path, limits=ReadLimits(file_bytes=100))
 
 
 def test_what_no_format_recognises_is_refused_with_the_columns_of_bare_jsonl(tmp_path):

@@ -37,7 +37,7 @@ class ReplayResult:
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
     unreadable: int  # records and files that could not be read
-    problems: tuple[str, ...]  # the first MOST_WARNINGS reasons why records could not be read
+    problems: tuple[str, ...]  # the first of each kind of reason why records could not be read, at most MOST_WARNINGS
     answer: Recommendation
 
 

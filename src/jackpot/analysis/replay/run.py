@@ -1,5 +1,7 @@
 """`jackpot replay`: applies every correction to saved rollouts, in one pass with a few thousand tokens in memory."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from jackpot.analysis.replay.distributions import SavedDistributions, StateDistributions, saved_distributions, z_of
 from jackpot.analysis.replay.factors import GradientFactors, factors, inputs_of, needs_z
 from jackpot.analysis.replay.formats import AUTO, find_format
-from jackpot.analysis.replay.formats.base import DumpFormat, read_files
+from jackpot.analysis.replay.formats.base import DumpFormat, ReadLimits, read_files
 from jackpot.analysis.replay.gradient import StateSums, state_sums
 from jackpot.analysis.replay.recommend import recommend
 from jackpot.analysis.replay.rejected import TopRejected
@@ -25,7 +27,10 @@ from jackpot.objectives.obrs import known_z
 from jackpot.training.run.folder import run_config
 from jackpot.training.run.models import resolve_model_path
 
-MOST_WARNINGS = 20  # warnings that are kept as text; all are counted
+MOST_WARNINGS = 20  # kinds of warnings that are kept as text; all are counted
+MOST_CHARACTERS = 400  # of a warning, which may quote what the file has
+LIMITS = ReadLimits()
+_NUMBER = re.compile(r"[-+]?[0-9][0-9.,_]*(?:e[-+]?[0-9]+)?")
 SPLIT_HALVES = 2  # parts of the responses on which the recommendation is checked
 
 
@@ -37,6 +42,7 @@ def replay(
     temperature: float | None = None,
     every: int = 1,
     listen: Callable[[int], None] = lambda _: None,
+    limits: ReadLimits = LIMITS,
 ) -> ReplayResult:
     """Read all saved rollouts once, apply every correction to them and recommend one.
 
@@ -47,19 +53,20 @@ def replay(
         temperature: of the sampling, for `model`; None: the run's, or 1.
         every: one of so many responses is replayed, which suffices for a run with many tokens.
         listen: called with the number of responses read so far.
+        limits: sizes beyond which a response or a file is left out.
 
     Raises:
         ConfigError: an unknown format or correction.
         DataError: nothing to replay, or a dump without what every correction needs.
         ModelError: a model that cannot be read.
     """
-    found, files = find_format(path, name)
+    found, files = find_format(path, name, limits)
     config = run_config(path) if found.name == "jackpot" else None
     settings = settings_of(config, names)
     own = config.sampling.temperature if config else 1.0
     place = resolve_model_path(model) if model else None
     scorer = PolicyScorer(place, own if temperature is None else temperature) if place else None
-    reading = _Pass(found, files, scorer, settings, every, listen)
+    reading = _Pass(found, files, scorer, settings, every, listen, limits)
     reading.read()
     return reading.result(path, _policy(config, place, own if temperature is None else temperature))
 
@@ -75,8 +82,10 @@ class _Pass:
         settings: Sequence[CorrectionSetting],
         every: int,
         listen: Callable[[int], None],
+        limits: ReadLimits,
     ) -> None:
         self._format, self._files, self._scorer, self._listen = found, files, scorer, listen
+        self._limits = limits
         self._settings, self._every = settings, every
         self._whole = [CorrectionStats() for _ in settings]
         self._halves = [[CorrectionStats() for _ in range(SPLIT_HALVES)] for _ in settings]
@@ -85,7 +94,8 @@ class _Pass:
         self._ends = EndGaps()
         self._run_halves: list[Sums] = [{} for _ in range(SPLIT_HALVES)]
         self._left_out: dict[str, dict[str, None]] = {}  # reason -> what is left out for it
-        self._problems: list[str] = []
+        self._problems: dict[str, str] = {}  # the first of those that are alike but for numbers
+        self._alike: Counter[str] = Counter()  # and how many there are
         self._unreadable = self._responses = self._fully_masked = self._dealt = 0
         self._without_policy: str | None = None
 
@@ -101,7 +111,7 @@ class _Pass:
         if not self._responses:
             if self._without_policy:
                 raise DataError(self._without_policy)
-            why = "; ".join([*self._problems, *self._masked()]) or "its files are empty"
+            why = "; ".join([*self._problem_texts(), *self._masked()]) or "its files are empty"
             raise DataError(f"there is no response to replay in {len(self._files)} files: {why}")
 
     def result(self, path: Path, policy: str) -> ReplayResult:
@@ -124,7 +134,7 @@ class _Pass:
             corrections=corrections,
             left_out=(*self._left_out_texts(), *self._partly(), *self._masked()),
             unreadable=self._unreadable,
-            problems=tuple(self._problems),
+            problems=tuple(self._problem_texts()),
             answer=recommend(
                 self._run,
                 self._run_halves,
@@ -135,7 +145,7 @@ class _Pass:
 
     def _responses_read(self) -> Iterator[SavedResponse]:
         """Yield the responses that have log-probs of the policy and at least one sampled token."""
-        for response in islice(read_files(self._format, self._files, self._warn), 0, None, self._every):
+        for response in islice(read_files(self._format, self._files, self._warn, self._limits), 0, None, self._every):
             if not response.sampled_mask.any():
                 self._fully_masked += 1
             elif not self._scorer and response.old_log_probs is None and response.log_probs is None:
@@ -166,9 +176,17 @@ class _Pass:
         return None if is_ours or float(self._run["policy_max"].value) > 0.0 else _COPIED
 
     def _warn(self, problem: str) -> None:
+        """Count a problem; of those that differ in numbers alone the first is kept as text."""
         self._unreadable += 1
-        if len(self._problems) < MOST_WARNINGS:
-            self._problems.append(problem)
+        alike = _NUMBER.sub("0", problem[:MOST_CHARACTERS])
+        if alike in self._problems or len(self._problems) < MOST_WARNINGS:
+            self._problems.setdefault(alike, problem[:MOST_CHARACTERS])
+            self._alike[alike] += 1
+
+    def _problem_texts(self) -> Iterator[str]:
+        for alike, first in self._problems.items():
+            others = self._alike[alike] - 1
+            yield f"{first} (and {others:,} more like this)" if others else first
 
     def _leave_out(self, what: str, why: str) -> None:
         self._left_out.setdefault(why, {})[what] = None

@@ -7,7 +7,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from jackpot.analysis.replay.formats.base import ReadLimits
 from jackpot.analysis.replay.results import ReplayResult, result_numbers
+from jackpot.analysis.replay.run import LIMITS
 from jackpot.analysis.replay.run import replay as replay_rollouts
 from jackpot.config.recipes import split_names
 from jackpot.ui.charts import Section
@@ -18,16 +20,28 @@ from jackpot.ui.views.replay import facts, replay_sections
 
 
 def replay(
-    path: Path, form: str, model: str | None, temperature: float | None, corrections: str, every: int, as_json: bool
+    path: Path,
+    form: str,
+    model: str | None,
+    temperature: float | None,
+    corrections: str,
+    every: int,
+    max_response_tokens: int | None,
+    max_file_gb: float | None,
+    as_json: bool,
 ) -> None:
     """Replay the rollouts and print the tables and the recommendation, or JSON."""
     console = Console(stderr=as_json)
+    limits = ReadLimits(
+        response_tokens=max_response_tokens or LIMITS.response_tokens,
+        file_bytes=LIMITS.file_bytes if max_file_gb is None else int(max_file_gb * 1e9),
+    )
     with status(console, "reading", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
             show(f"read {responses:,} responses")
 
-        found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen)
+        found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen, limits)
     if as_json:
         typer.echo(json.dumps(to_json(result_numbers(found)), indent=2, allow_nan=False))
     else:
@@ -42,5 +56,5 @@ def _show(console: Console, found: ReplayResult) -> None:
     for text in found.problems:
         print_line(console, f"Not read: {text}")
     if found.unreadable > len(found.problems):
-        print_line(console, f"Not read: {found.unreadable:,} in all")
+        print_line(console, f"Not read: {found.unreadable:,} records or files in all")
     console.print(Text(found.answer.sentence, style="bold"), highlight=False)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jackpot.analysis.replay.formats import jackpot as own
 from jackpot.analysis.replay.formats import jsonl, openrlhf, slime, trl, verl
-from jackpot.analysis.replay.formats.base import DumpFormat
+from jackpot.analysis.replay.formats.base import DumpFormat, ReadLimits
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"
@@ -12,7 +12,7 @@ FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, json
 LOOK_AT = 8  # files whose columns are compared with those of a format
 
 
-def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
+def find_format(path: Path, name: str, limits: ReadLimits) -> tuple[DumpFormat, list[Path]]:
     """Find the format of a path and its files, damaged ones included.
 
     Raises:
@@ -30,11 +30,13 @@ def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
         return found, files
     if (path / "config.yaml").is_file() and not own.files(path):
         raise DataError(f"{path} is a run that has saved no rollouts yet. {own.HOW}")
+    problems: list[str] = []
     for found in FORMATS.values():
         files = found.files(path)
-        if any(found.recognizes(file) for file in files[:LOOK_AT]):
+        if any(found.recognizes(file, problems.append, limits) for file in files[:LOOK_AT]):
             return found, files
+    damaged = "".join(f"{problem}\n" for problem in list(dict.fromkeys(problems))[:LOOK_AT])
     raise DataError(
-        f"{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of them, "
-        f"--format says what is missing.\nEvery trainer can write bare JSONL. {jsonl.HOW}"
+        f"{damaged}{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of "
+        f"them, --format says what is missing.\nEvery trainer can write bare JSONL. {jsonl.HOW}"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from jackpot.analysis.replay.formats.base import DumpFormat, Warn, parquet_rows, responses_of
+from jackpot.analysis.replay.formats.base import DumpFormat, ReadLimits, Warn, parquet_rows, responses_of
 from jackpot.analysis.replay.responses import NEEDED, SavedResponse
 from jackpot.training.run.rollouts import UnreadableRollouts, open_rollout_file
 
@@ -20,12 +20,12 @@ def files(run: Path) -> list[Path]:
     return sorted((run / "rollouts").glob("iteration-*.parquet")) if run.is_dir() else []
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
     """Tell whether a file is of this format."""
     return path.name.startswith("iteration-") and path.parent.name == "rollouts"
 
 
-def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     """Yield the responses of one file, and warn where its footer or its end is damaged."""
     try:
         saved = open_rollout_file(path)
@@ -33,7 +33,9 @@ def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
         warn(str(error))
         return
     where = f"iteration {saved.iteration}"
-    yield from responses_of(parquet_rows(path, warn, _COLUMNS), where, warn, (*NEEDED, "old_log_probs"), HOW)
+    yield from responses_of(
+        parquet_rows(path, warn, limits, _COLUMNS), where, warn, limits, (*NEEDED, "old_log_probs"), HOW
+    )
 
 
 FORMAT = DumpFormat(name="jackpot", files=files, recognizes=recognizes, read=read, how=HOW)

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from jackpot.analysis.replay.formats.base import DumpFormat, Warn, first_keys, json_lines, matching, responses_of
+from jackpot.analysis.replay.formats.base import (
+    DumpFormat,
+    ReadLimits,
+    Warn,
+    first_keys,
+    json_lines,
+    matching,
+    responses_of,
+)
 from jackpot.analysis.replay.responses import NEEDED, SavedResponse
 
 HOW = """Write one JSON object for each response and line, with
@@ -19,14 +27,14 @@ def files(path: Path) -> list[Path]:
     return matching(path, "*.jsonl")
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
     """Tell whether a file is of this format."""
-    return path.suffix == ".jsonl" and bool(first_keys(path) & {"token_ids", "rollout_log_probs"})
+    return path.suffix == ".jsonl" and bool(first_keys(path, warn, limits) & {"token_ids", "rollout_log_probs"})
 
 
-def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     """Yield the responses of one file, and warn of those that cannot be read."""
-    yield from responses_of(json_lines(path, warn), path.name, warn, NEEDED, HOW)
+    yield from responses_of(json_lines(path, warn, limits), path.name, warn, limits, NEEDED, HOW)
 
 
 FORMAT = DumpFormat(name="jsonl", files=files, recognizes=recognizes, read=read, how=HOW)

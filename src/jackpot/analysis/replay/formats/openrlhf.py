@@ -10,8 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, Warn, matching, responses_of, torch_file
-from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.formats.base import (
+    DumpFormat,
+    DumpRecord,
+    ReadLimits,
+    Warn,
+    matching,
+    responses_of,
+    torch_file,
+)
+from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse
 
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
 add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
@@ -28,27 +36,42 @@ def files(path: Path) -> list[Path]:
     return matching(path, "*.pt")
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
     """Tell whether a file is of this format."""
-    content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
+    content = torch_file(path, warn, limits) if path.suffix == ".pt" else None
     return any("sequences" in one for one in _experiences(content))
 
 
-def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     """Yield the responses of one file, and warn of those that cannot be read."""
-    content = torch_file(path, warn)
+    content = torch_file(path, warn, limits)
     experiences = _experiences(content)
     if content is not None and not experiences:
         warn(f"{path.name} has no experiences and is left out")
-    rows = (
-        _row(experience, row) for experience in experiences for row in range(len(experience.get("sequences", ())) or 1)
-    )
-    yield from responses_of(enumerate(rows), path.name, warn, _NEEDED, HOW, _renamed)
+    rows = (_row(one, row) for one in experiences for row in range(_length(one, path.name, warn, limits)))
+    yield from responses_of(enumerate(rows), path.name, warn, limits, _NEEDED, HOW, _renamed)
+
+
+def _length(experience: DumpRecord, where: str, warn: Warn, limits: ReadLimits) -> int:
+    """Count the responses of a batch; none where it is too large. A batch without sequences counts as one."""
+    try:
+        for column in experience.values():
+            if isinstance(column, Tensor):
+                limits.check_file(column.numel() * column.element_size())
+    except DamagedRecord as error:
+        warn(f"{where}: a batch is left out: {error}")
+        return 0
+    sequences = experience.get("sequences")
+    return max(1, len(sequences)) if isinstance(sequences, Tensor) and sequences.ndim else 1
 
 
 def _row(experience: DumpRecord, row: int) -> dict[str, Any]:
-    """Return one response of a batch with the columns that the batch has."""
-    return {name: column[row] for name, column in experience.items() if isinstance(column, Tensor)}
+    """Return one response of a batch with those columns of the batch that reach to it."""
+    return {
+        name: column[row]
+        for name, column in experience.items()
+        if isinstance(column, Tensor) and column.ndim and row < len(column)
+    }
 
 
 def _experiences(content: Any) -> list[DumpRecord]:

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, Warn, matching, responses_of, torch_file
+from jackpot.analysis.replay.formats.base import (
+    DumpFormat,
+    DumpRecord,
+    ReadLimits,
+    Warn,
+    matching,
+    responses_of,
+    torch_file,
+)
 from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
@@ -23,19 +31,20 @@ def files(path: Path) -> list[Path]:
     return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
     """Tell whether a file is of this format."""
-    content = torch_file(path, lambda _: None) if path.suffix == ".pt" else None
+    content = torch_file(path, warn, limits) if path.suffix == ".pt" else None
     return isinstance(content, dict) and "samples" in content
 
 
-def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     """Yield the responses of one file, and warn of those that cannot be read."""
-    content = torch_file(path, warn)
-    samples = content.get("samples", ()) if isinstance(content, dict) else ()
-    if content is not None and not samples:
-        warn(f"{path.name} has no samples and is left out")
-    yield from responses_of(enumerate(samples), path.name, warn, _NEEDED, HOW, _renamed)
+    content = torch_file(path, warn, limits)
+    samples = content.get("samples") if isinstance(content, dict) else None
+    if content is not None and not (isinstance(samples, list) and samples):
+        warn(f"{path.name} has no list of samples and is left out")
+        return
+    yield from responses_of(enumerate(samples or ()), path.name, warn, limits, _NEEDED, HOW, _renamed)
 
 
 def _renamed(sample: DumpRecord) -> dict[str, Any]:

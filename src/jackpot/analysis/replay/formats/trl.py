@@ -17,6 +17,7 @@ import torch
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
+    ReadLimits,
     Warn,
     first_keys,
     matching,
@@ -45,27 +46,27 @@ def files(path: Path) -> list[Path]:
     return matching(path, "completions_*.parquet")
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
     """Tell whether a file is of this format."""
-    return path.suffix == ".parquet" and first_keys(path) >= {"step", "prompt", "completion"}
+    return path.suffix == ".parquet" and first_keys(path, warn, limits) >= {"step", "prompt", "completion"}
 
 
-def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     """Yield the responses of one file, and warn of those that cannot be read."""
-    yield from responses_of(parquet_rows(path, warn), path.name, warn, _NEEDED, HOW, _renamed)
+    yield from responses_of(parquet_rows(path, warn, limits), path.name, warn, limits, _NEEDED, HOW, _renamed)
 
 
-def mark(path: Path) -> str | None:
+def mark(path: Path, limits: ReadLimits) -> str | None:
     """Digest a file's batch, as TRL saves a batch again at every logged step that trains on it."""
     try:
-        there = pq.read_schema(path).names
-        table = pq.read_table(path, columns=[name for name in _OF_BATCH if name in there])
+        there = [name for name in _OF_BATCH if name in pq.read_schema(path).names]
     except (OSError, pa.ArrowException):
         return None  # the reader warns of it
+    problems: list[str] = []
     digest = hashlib.sha256()
-    for row in table.to_pylist():
+    for _, row in parquet_rows(path, problems.append, limits, there):
         digest.update(repr(row).encode())
-    return digest.hexdigest()
+    return None if problems else digest.hexdigest()
 
 
 def _renamed(row: DumpRecord) -> dict[str, Any]:

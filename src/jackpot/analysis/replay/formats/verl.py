@@ -15,6 +15,7 @@ import torch
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
+    ReadLimits,
     Warn,
     first_keys,
     json_lines,
@@ -39,14 +40,14 @@ def files(path: Path) -> list[Path]:
     return matching(path, "*.jsonl")
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
     """Tell whether a file is of this format."""
-    return path.suffix == ".jsonl" and first_keys(path) >= {"input", "output", "step"}
+    return path.suffix == ".jsonl" and first_keys(path, warn, limits) >= {"input", "output", "step"}
 
 
-def read(path: Path, warn: Warn) -> Iterator[SavedResponse]:
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     """Yield the responses of one file, and warn of those that cannot be read."""
-    yield from responses_of(json_lines(path, warn), path.name, warn, _NEEDED, HOW, _renamed)
+    yield from responses_of(json_lines(path, warn, limits), path.name, warn, limits, _NEEDED, HOW, _renamed)
 
 
 def _renamed(line: DumpRecord) -> dict[str, Any]:
