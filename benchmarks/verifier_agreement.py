@@ -4,7 +4,8 @@ r"""How the verifier agrees with the gold answers of the published sets: the tab
     python benchmarks/verifier_agreement.py --data ../shared/data --alone  what math-verify alone says of the same
 
 Every gold answer that is not a number, and 300 that are, is compared with itself, with an equal answer in another
-form and with near misses, as in training: without algebra or in workers.
+form and with near misses, as in training: without algebra or in workers. The same answers are compared in other
+spellings, each with a wrong twin (powers of ten, units, Unicode, multiple choice), of which math-verify is not asked.
 `tests/rollout/rewards/verifier/test_agreement.py` holds the page to what the first command prints, and compares all
 gold answers with themselves.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
+from jackpot.rollout.rewards.verifier.choices import choice, parse_choice
 from jackpot.rollout.rewards.verifier.compare import VERIFY, compare, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.rewards.verifier.latex import normalize
@@ -29,7 +31,9 @@ SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime2
 ALONE, PARSES = "math_verify_alone:equal", "math_verify_alone:parses"
 MOST_NUMBERS = 300
 TIMEOUT = 20.0  # for one equal: MATH's longest matrices take a few
-EQUAL = ("itself", "in another form")
+UNICODE = {r"\^2(?!\d)": "²", r"\^3(?!\d)": "³", r"\\sqrt\{(\d)\}": r"√\1"}
+UNICODE |= {rf"(?<![\d)}}])\\frac\{{1\}}\{{{bottom}\}}": sign for bottom, sign in zip("2348", "½⅓¼⅛", strict=True)}
+ANOTHER = dict(zip("²³½⅓¼⅛0123456789", "³²⅓¼⅛½1234567890", strict=True))
 UNITS = {
     r"\text{cm}": r"\text{m}",
     "%": r"\text{ dollars}",
@@ -46,6 +50,7 @@ class Case(NamedTuple):
     kind: str
     answer: str
     gold: str
+    is_right: bool = False
 
 
 def golds(folder: Path, name: str) -> list[str]:
@@ -66,11 +71,51 @@ def chosen(folder: Path) -> list[str]:
 def cases(gold: str) -> Iterator[Case]:
     """Itself, an equal answer if it has a form for that, and wrong ones."""
     text = normalize(gold)
-    yield Case(EQUAL[0], gold, gold)
+    yield Case("itself", gold, gold, True)
     if (other := doubled(text)) is not None:
-        yield Case(EQUAL[1], other, gold)
+        yield Case("in another form", other, gold, True)
     for kind, answer in near_misses(text):
         yield Case(kind, answer, gold)
+
+
+def spellings(gold: str) -> Iterator[Case]:
+    """Other spellings of a gold answer, or references made of it, each followed by a wrong twin."""
+    text = normalize(gold)
+    if re.fullmatch(r"-?[1-9]\d*", text):
+        yield from twins("in e-notation", rf"{text}0e-1", gold, rf"{text}0e1")
+        yield from twins("with a power of ten", rf"{text}\times 10^{{3}}", f"{text}e3", rf"{text}\times 10^{{-3}}")
+        yield from twins("with a power of ten", f"{text}000", rf"{text} \cdot 10^3", f"{text}00")
+        yield from twins("in \\text", rf"\text{{{text}}}", gold, rf"\text{{{text}0}}")
+        yield from twins(
+            "with a unit in \\text", rf"\text{{{text} cm}}", rf"{text} \text{{ cm}}", rf"\text{{{text} m}}"
+        )
+        hourly = rf"{text} \text{{ km/h}}"
+        yield from twins(
+            "with a unit with a slash", rf"{text}\,\mathrm{{km}}/\mathrm{{h}}", hourly, rf"{text}\text{{ km/s}}"
+        )
+        yield from twins("with a unit with a slash", rf"{text} km per hour", hourly, f"{text} km")
+    other = in_unicode(text)
+    if other != text:
+        wrong = re.sub(r"[²³½⅓¼⅛]|(?<=√)\d", lambda found: ANOTHER[found[0]], other, count=1)
+        yield from twins("in Unicode", other, gold, wrong)
+    if parse_choice(gold) is None and not re.search("[A-Z]", text):
+        reference, miss = choice("B", gold), next((answer for _, answer in near_misses(text)), f"{gold}+1")
+        yield from twins("as a letter", "(B)", reference, "(C)")
+        yield from twins("as a letter with text", rf"\textbf{{(B) }}{gold}", reference, rf"\textbf{{(C) }}{gold}")
+        yield from twins("as a letter with text", f"B. {gold}", reference, f"B. {miss}")
+        yield from twins("as the text of the letter", gold, reference, miss)
+
+
+def twins(kind: str, answer: str, gold: str, wrong: str) -> Iterator[Case]:
+    yield Case(kind, answer, gold, True)
+    yield Case(f"{kind}, but another", wrong, gold)
+
+
+def in_unicode(text: str) -> str:
+    """An answer with roots of one digit, squares, cubes and some fractions in Unicode."""
+    for latex, sign in UNICODE.items():
+        text = re.sub(latex, sign, text)
+    return text
 
 
 def doubled(text: str) -> str | None:
@@ -161,15 +206,14 @@ def table(wanted: Sequence[Case], found: Sequence[bool | None]) -> list[str]:
     """The number of cases of each kind decided as they should be, and each case that was not."""
     count, right, others = Counter(), Counter(), []
     for case, equal in zip(wanted, found, strict=True):
-        count[case.kind] += 1
-        right[case.kind] += equal is (case.kind in EQUAL)
-        if equal is not (case.kind in EQUAL):
+        kind = (case.kind, "right" if case.is_right else "wrong")
+        count[kind] += 1
+        right[kind] += equal is case.is_right
+        if equal is not case.is_right:
             said = {True: "right", False: "wrong", None: "undecided"}[equal]
             others.append(f"| `{case.gold}` | {case.kind} | `{case.answer}` | {said} |")
     lines = ["| answer | should be | how many | are |", "|---|---|---|---|"]
-    lines += [
-        f"| {kind} | {'right' if kind in EQUAL else 'wrong'} | {n} | {right[kind]} |" for kind, n in count.items()
-    ]
+    lines += [f"| {kind} | {wish} | {n} | {right[kind, wish]} |" for (kind, wish), n in count.items()]
     head = (
         ["", "| gold answer | case | answer | decided |", "|---|---|---|---|"]
         if others
@@ -204,6 +248,8 @@ def report(folder: Path, workers: int, alone: bool = False) -> list[str]:
     sys.path.append(str(Path(__file__).parent))  # where the processes find math-verify alone
     unique = chosen(folder)
     wanted = [case for gold in unique for case in cases(gold)]
+    if not alone:
+        wanted += [case for gold in unique for case in spellings(gold)]
     pool = RewardWorkerPool([ALONE, PARSES], workers=workers, timeout=TIMEOUT)
     lines = table(wanted, compare_all(pool, wanted, alone))
     if not alone:

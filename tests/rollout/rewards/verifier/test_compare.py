@@ -60,7 +60,7 @@ RIGHT = [
     ("1F", "1F_{16}"),
     ("**18**.", "18"),
     ("18 eggs", r"18\text{ eggs}"),
-    ("5 meters", r"5\text{ nanometers}"),  # any words may follow, where the reference has a label
+    ("5 meters", r"5\text{ marbles}"),  # any words may follow, where the reference has a label
     (r"\frac12 cups", "1/2"),
     (r"\frac{1}{2} x", r"\frac{1}{2}x"),
 ]
@@ -138,6 +138,7 @@ WRONG = [
     ("3 cups", r"3\text{ meters}"),
     (r"5\text{ nanometers}", r"5\text{ meters}"),
     ("5 nanometers", r"5\text{ meters}"),
+    ("5 meters", r"5\text{ nanometers}"),
     (r"5\text{ milligrams}", r"5\text{ grams}"),
     (r"5\text{ ms}", r"5\text{ m}"),
     (r"5\text{ eighths}", "5"),

@@ -7,7 +7,8 @@ Both sides are normalized (`latex.py`) and then compared by the form of the *ref
 | spelled like the answer | |
 | a number (`numbers.py`) | an equal number, exactly, and no other unit; or an expression of that value |
 | a number in a base, `12_5` (2 to 36, with a digit) | the same digits, in that base if it names one |
-| words, a letter, `\text{Evelyn}`, `\text{(C)}` | the same; case counts in letters and where all are capitals |
+| words, a letter, `\text{Evelyn}`, `C` | the same; case counts in letters and where all are capitals |
+| a choice, `\text{(C)}`, `(C) 3x+1` (`choices.py`) | the letter, alone or with the option's text, or that text alone |
 | a tuple, interval, ratio, matrix, list of words (`structure.py`) | the same brackets and members, in order |
 | a union, set, other list | as many members, each right, in any order |
 | `x = ...`, `x \in ...` | the same after the same letter, or without any |
@@ -18,16 +19,17 @@ import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
+from jackpot.rollout.rewards.verifier.choices import is_choice, parse_choice, without_letter
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
-from jackpot.rollout.rewards.verifier.latex import normalize
+from jackpot.rollout.rewards.verifier.latex import has_prose, normalize, without_text_marks
 from jackpot.rollout.rewards.verifier.numbers import (
     MeasuredExpression,
     Quantity,
     parse_quantity,
     split_unit,
-    units_agree,
 )
-from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure
+from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure, split_outside_brackets
+from jackpot.rollout.rewards.verifier.units import units_agree
 
 VERIFY = "verify"  # the job of a reward worker that compares an answer with a reference
 Equality = bool | None  # None: only algebra can decide
@@ -35,6 +37,7 @@ Algebra = Callable[[str, str], Equality]  # compares an answer and a reference, 
 
 _BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # but no variable: x_2
 _BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # but no limit: \int^1_0
+_SUM_WITH_E = re.compile(r"\de ?[-+] ?\d")
 _SMALLEST_BASE, _GREATEST_BASE = 2, 36
 _OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # denotes more than one value
 _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
@@ -42,6 +45,7 @@ _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+|[A-Z]{2}|[A-Za-z]\([A-Za-z]\))(?:_\{?\w\}?)? ?(?:=|\\in(?![A-Za-z]))")
 _TWO_NUMBERS = re.compile(r"(?<![_^\d.,])\d[\d.,]* \d")
+_WRAPPING = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|####|^\s*[\[({]\s*['\"]|</?[a-z]{2,}>", re.IGNORECASE)
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
 
 
@@ -60,7 +64,46 @@ def compare(answer: str, reference: str, algebra: Algebra) -> Equality:
     """
     if max(len(answer), len(reference)) > MAX_ANSWER_LENGTH:
         return answer == reference
-    return _compare(normalize(answer), normalize(reference), lambda one, other: _by_algebra(one, other, algebra))
+    try:
+        return _compare_texts(answer, reference, lambda one, other: _by_algebra(one, other, algebra))
+    except RecursionError:  # brackets nested some hundred times
+        return False
+
+
+def _compare_texts(answer: str, reference: str, algebra: Algebra) -> Equality:
+    """Compare an answer with a reference as they were written."""
+    if (chosen := parse_choice(reference)) is not None:
+        return is_choice(normalize(answer), chosen, lambda one, other: _compare(one, other, algebra))
+    if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
+        return True  # 2e-3 and 2e - 3, which may be meant alike
+    return _compare(without_letter(normalize(answer)), normalize(reference), algebra)
+
+
+def is_readable(reference: str) -> bool:
+    r"""Return whether an answer can equal a reference other than by having the same text.
+
+    False for what is left of a wrapping (`\boxed{5}`, `['5']`, `#### 5`), unbalanced braces, `5 apples` and sentences.
+    """
+    text = normalize(reference)
+    if _WRAPPING.search(reference) or text.count("{") != text.count("}"):
+        return False
+    try:
+        return parse_choice(reference) is not None or _has_value(text)
+    except RecursionError:
+        return False
+
+
+def _has_value(text: str) -> bool:
+    """Return whether a normalized reference is a number, words, a structure of such, or perhaps an expression."""
+    if parse_quantity(text, is_reference=True) is not None or _words(text) is not None:
+        return True
+    if _WRAPPED.fullmatch(text):
+        return True
+    structure = parse_structure(text)
+    if structure is not None:
+        return all(map(_has_value, structure.members))
+    is_misread = parse_quantity(text, is_reference=False) is not None or has_prose(text)  # words as products of letters
+    return text != "" and not is_misread
 
 
 def _by_algebra(answer: str, reference: str, algebra: Algebra) -> Equality:
@@ -75,6 +118,8 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> Equality:
     """Compare two normalized texts by the form of the reference; members of structures come here too."""
     if answer == reference:
         return reference != ""
+    if (r"\text" in answer or r"\text" in reference) and without_text_marks(answer) == without_text_marks(reference):
+        return True
     mine, theirs = _name(answer), _name(reference)
     if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
         return algebra(answer, reference)
@@ -83,7 +128,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> Equality:
         return _as_number(answer, number, algebra)
     if (based := _in_base(reference)) is not None:
         given = _in_base(answer)
-        return answer == based[0] + based[1] if given is None else given == based
+        return answer in (digits := based[0] + based[1], normalize(digits)) if given is None else given == based
     if (words := _words(reference)) is not None:
         return _same_words(words, answer)
     structure = parse_structure(_unwrapped(reference))
@@ -97,12 +142,22 @@ def _as_number(answer: str, number: Quantity, algebra: Algebra) -> Equality:
     given = parse_quantity(answer, is_reference=False)
     if given is not None:
         return given.value == number.value and units_agree(given.unit, number.unit)
+    if "=" in answer:
+        return _all(_as_number(side, number, algebra) for side in _sides(answer))
     if not _is_one_expression(answer):
         return False
     split = split_unit(answer, is_reference=False)
     if split is None or not units_agree(split.unit, number.unit) or r"\infty" in answer:
         return False
     return algebra(split.text, _latex(number.value))
+
+
+def _sides(equation: str) -> list[str]:
+    r"""Return the sides of `\frac94 = 2.25` without the name of `x = \frac94 = 2.25`; [""] for other texts."""
+    sides = split_outside_brackets(equation, lambda token: token == "=")
+    if len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}="):
+        del sides[0]
+    return sides if len(sides) > 1 else [""]
 
 
 def _in_base(text: str) -> tuple[str, str, int] | None:

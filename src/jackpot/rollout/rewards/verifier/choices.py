@@ -1,0 +1,103 @@
+r"""Judges answers to multiple-choice problems. Standard library only.
+
+The reference is a letter in parentheses, `(B)` or `\text{(B)}`, which the text of its option may follow, `(B) 142`. A
+right answer is the letter in any usual form (`B`, `(B)`, `B.`, `Option B`), alone or before the option's text, or that
+text alone. Where a letter is given it counts: another letter is wrong whatever follows, and so is the right one before
+another text. Where the reference has no text, any text but another choice may follow the letter.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
+from jackpot.rollout.rewards.verifier.latex import has_prose, normalize, without_text_marks
+from jackpot.rollout.rewards.verifier.numbers import parse_quantity
+
+_REFERENCE = re.compile(
+    r"(\\(?:text|textbf|textrm|mathrm|mathbf)\{ ?)?\((?P<letter>[A-Z])\)"
+    r"(?(1)\s*\}\s*(?P<option>.*)|(?:\s+(?P<bare_option>\S.*))?)",
+    re.DOTALL,
+)
+_NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")  # begins the rest of a formula
+_GIVEN = re.compile(
+    r"(?P<opens>\\text\{ ?)?(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?"
+    r"(?:\((?P<letter>[A-Z])\)|(?P<bare_letter>[A-Z])(?=[.:)}]|$)) ?[.:)]? ?(?P<closes>\})? ?[.:)]? ?",
+    re.IGNORECASE,
+)
+_NOT_ITS_TEXT = re.compile(
+    r"[+*/^_=<>]|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z]))"
+)
+_PREFIX = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")
+
+
+class Choice(NamedTuple):
+    """Holds the right option of a multiple-choice problem."""
+
+    letter: str  # a capital
+    option: str  # its text, normalized; empty where it is unknown
+
+
+def choice(letter: str, option: str = "") -> str:
+    """Return the reference of a multiple-choice problem, `(B)`, or `(B) 142` with the text of the option.
+
+    A text that would make the reference too long to be compared is left out.
+    """
+    text = " ".join(option.split())
+    text = f"${text}$" if _NO_OPTION.match(text) else text
+    return f"({letter.upper()}) {text}" if 0 < len(text) < MAX_ANSWER_LENGTH - 4 else f"({letter.upper()})"
+
+
+def parse_choice(reference: str) -> Choice | None:
+    r"""Return the choice that a reference names, or None; `(A) \cup (B)` is an expression."""
+    match = _REFERENCE.fullmatch(reference.strip()) if "(" in reference else None
+    if match is None or _NO_OPTION.match(option := match["option"] or match["bare_option"] or ""):
+        return None
+    return Choice(match["letter"], normalize(option))
+
+
+def letter_choice(text: str) -> str | None:
+    """Return the reference for a text that names a letter, such as `B`, `b`, `(B)` or `B. 142`, else None."""
+    if parse_choice(text) is not None:
+        return text
+    letter, option = _given(text.strip())
+    return choice(letter, option) if letter else None
+
+
+def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool | None]) -> bool | None:
+    """Return whether a normalized answer is a choice; None where only algebra can decide.
+
+    Args:
+        compare: compares two normalized texts that are no choices.
+    """
+    letter, rest = _given(answer)
+    if not letter.isupper():
+        return compare(answer, f"({wanted.letter})") or _is_option(answer, wanted.option, compare)
+    if letter != wanted.letter or not rest:
+        return letter == wanted.letter
+    return _is_option(rest, wanted.option, compare) if wanted.option else _NOT_ITS_TEXT.match(rest) is None
+
+
+def _given(text: str) -> tuple[str, str]:
+    """Return the letter that a text begins with, empty where there is none, and what follows it."""
+    match = _GIVEN.match(text)
+    if match is None or (match["closes"] and not match["opens"]):
+        return "", text
+    rest = text[match.end() :]
+    if match["opens"] and not match["closes"]:
+        rest = rf"\text{{{rest}" if rest.strip(" }") else ""
+    return match["letter"] or match["bare_letter"], rest
+
+
+def _is_option(answer: str, option: str, compare: Callable[[str, str], bool | None]) -> bool | None:
+    """Return whether an answer is the text of an option: the same prose, or equal mathematics."""
+    if not option or without_text_marks(answer).lower() == without_text_marks(option).lower():
+        return option != ""
+    if has_prose(option) and parse_quantity(option, is_reference=True) is None:
+        return False
+    return compare(answer, option)
+
+
+def without_letter(answer: str) -> str:
+    r"""Return a normalized answer without the letter of its option: `\text{(B) }142` is 142."""
+    return _PREFIX.sub("", answer, count=1)

@@ -1,0 +1,175 @@
+r"""Reads units of measure and labels. Standard library only.
+
+A unit is one of the words and symbols below, or a product or quotient of them in any usual spelling: `km/h`,
+`kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Other words are a label. Nothing is converted.
+"""
+
+import re
+
+_UNITS = {
+    "percent": "% percent percentage pct",
+    "degree": "degree deg",
+    "celsius": "celsius",
+    "fahrenheit": "fahrenheit",
+    "dollar": r"\$ dollar usd buck",
+    "cent": "cent ¢",
+    "euro": "euro € eur",
+    "pound": "lb lbs pound £",
+    "ounce": "ounce oz",
+    "millimeter": "mm",
+    "centimeter": "cm",
+    "meter": "m",
+    "kilometer": "km",
+    "inch": "inch inche in",
+    "foot": "foot feet ft",
+    "yard": "yard yd",
+    "mile": "mile mi",
+    "acre": "acre",
+    "gram": "g",
+    "kilogram": "kg",
+    "liter": "l",
+    "milliliter": "ml",
+    "gallon": "gallon gal",
+    "second": "sec s",
+    "minute": "minute min",
+    "hour": "hour hr h",
+    "day": "day",
+    "week": "week",
+    "month": "month",
+    "year": "year yr",
+    "a.m.": "am",
+    "p.m.": "pm",
+    "radian": "radian rad",
+}
+_SI = {  # symbols and names, each with a prefix or without
+    "m": "meter metre",
+    "g": "gram",
+    "l": "liter litre",
+    "L": "liter",
+    "s": "second",
+    "N": "newton",
+    "J": "joule",
+    "W": "watt",
+    "V": "volt",
+    "A": "ampere amp",
+    "C": "coulomb",
+    "F": "farad",
+    "H": "henry",
+    "K": "kelvin",
+    "T": "tesla",
+    "Pa": "pascal",
+    "Hz": "hertz",
+    "mol": "mole",
+    "eV": "electronvolt",
+    "cal": "calorie",
+    "Ω": "ohm",
+}
+_PREFIXES = {"": "", "k": "kilo", "M": "mega", "G": "giga", "c": "centi", "d": "deci", "m": "milli"}
+_PREFIXES |= {"\N{GREEK SMALL LETTER MU}": "micro", "\N{MICRO SIGN}": "micro", "n": "nano", "p": "pico"}
+_CANONICAL = {word: unit for unit, words in _UNITS.items() for word in words.split()}
+_SYMBOLS: dict[str, str] = {}  # known in \text only: elsewhere `mg` may be a product of letters
+for _symbol, _names in _SI.items():
+    for _short, _long in _PREFIXES.items():
+        _SYMBOLS[_short + _symbol] = _long + _names.split()[0]
+        _CANONICAL |= {_long + _name: _long + _names.split()[0] for _name in _names.split()}
+_QUOTIENTS = {"mph": ("mile", "hour"), "kph": ("kilometer", "hour"), "kmh": ("kilometer", "hour")}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_POWERS_AFTER = {"squared": 2, "cubed": 3}
+_MEANINGFUL = frozenset(
+    word
+    for line in (
+        "hundred thousand dozen score gross lakh crore half halves third quarter",
+        "fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth",
+        "seventeenth eighteenth nineteenth twentieth thirtieth fortieth fiftieth sixtieth seventieth eightieth",
+        "ninetieth hundredth thousandth millionth billionth",
+        "ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety",
+        "factorial negative inverse reciprocal repeating recurring choose power exp log ln lg sin cos tan cot sec csc",
+        "arcsin arccos arctan sinh cosh tanh",
+        "k or and to by pi plus minus times over divided squared cubed mod base sqrt infinity",
+        "if with remainder r not between than without except double twice thrice triple quadruple below",
+        "kilo mega giga tera milli micro nano pico centi deci bn mn",
+    )
+    for word in line.split()
+)
+_MILLIONS = re.compile("[a-z]+illions?")
+_HALF_DAY = re.compile(r"\b([ap])\. ?m\b\.?", re.IGNORECASE)
+_TEMPERATURE = re.compile(r"(?:\^\\circ ?|\bdeg(?:ree)?s? )(c|f)(?:elsius|ahrenheit)?\b", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"(?P<word>[^\W\d_]+|[%¢€£]|\\\$)(?: ?\^\{?(?P<power>-?\d)\}?)?|(?P<rest>/|\\cdot(?![a-z])|[^\s.()*-])"
+)
+_NO_LABEL = re.compile(r"\d|[=<>+*^_\\{}]|(?<![a-z])/|/(?![a-z])")
+_MOST_WORDS = 5  # of a label or a product
+LABEL = "label"  # the unit of a number that is followed by other words
+_K = "K"  # kelvin, or where the reference has no unit perhaps thousand
+
+
+def read_unit(text: str, symbols: bool) -> str | None:
+    r"""Return the unit that a text denotes: `LABEL` for other words, "" for none, None where it changes the number.
+
+    Args:
+        text: what stands in `\text{...}` or after a number, such as ` km/h`; powers in LaTeX.
+        symbols: whether all symbols of `_SI` are known.
+    """
+    text = _HALF_DAY.sub(r"\1m", text)
+    text = _TEMPERATURE.sub(lambda match: "celsius" if match[1] in "cC" else "fahrenheit", text)
+    text = text.replace(r"^\circ", "degree")
+    if text.strip() == _K:
+        return _K
+    if unit := _product(text, symbols):
+        return unit
+    words = [word for word in re.split(r"[\s.]+", text.lower()) if word]
+    parts = [part for word in words for part in word.split("/")]
+    if any(_MEANINGFUL & {part, _singular(part)} or _MILLIONS.fullmatch(part) for part in parts):
+        return None
+    if len(words) > _MOST_WORDS or any(map(_NO_LABEL.search, words)) or (len(words) == 1 and len(words[0]) == 1):
+        return None
+    return LABEL if words else ""
+
+
+def units_agree(given: str, wanted: str) -> bool:
+    """Return whether an answer's unit fits the reference's: a known unit accepts only itself or no unit."""
+    if given == _K:
+        return wanted in (_K, "kelvin")
+    return given in ("", wanted) or wanted in ("", LABEL) or (given, wanted) == ("kelvin", _K)
+
+
+def _product(text: str, symbols: bool) -> str | None:
+    """Return known units and their powers in alphabetical order, such as `hour^-1 kilometer`; None for other texts."""
+    powers: list[list] = []  # unit and exponent of each factor
+    sign, power_before = 1, 1
+    for match in _TOKEN.finditer(text):
+        word = match["word"]
+        if word is None:
+            if match["rest"] not in ("/", r"\cdot"):
+                return None
+            sign = -1 if match["rest"] == "/" else sign
+        elif (lower := word.lower()) == "per":
+            sign = -1
+        elif lower in _POWERS and match["power"] is None:
+            power_before = _POWERS[lower]
+        elif lower in _POWERS_AFTER and powers and match["power"] is None:
+            powers[-1][1] *= _POWERS_AFTER[lower]
+        elif lower in _QUOTIENTS and match["power"] is None:
+            top, bottom = _QUOTIENTS[lower]
+            powers += [[top, sign], [bottom, -sign]]
+        elif (unit := _known(word, symbols)) is not None:
+            powers.append([unit, sign * power_before * int(match["power"] or 1)])
+            power_before = 1
+        else:
+            return None
+    if len(powers) > _MOST_WORDS or power_before > 1:
+        return None
+    total = {unit: sum(power for other, power in powers if other == unit) for unit, _ in powers}
+    return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in sorted(total.items()) if power)
+
+
+def _known(word: str, symbols: bool) -> str | None:
+    """Return the unit of a word or symbol, or None; case counts in symbols of one letter."""
+    if unit := _CANONICAL.get(word) or (_SYMBOLS.get(word) if symbols else None):
+        return unit
+    return _CANONICAL.get(_singular(word.lower())) if len(word) > 1 else None
+
+
+def _singular(word: str) -> str:
+    """Return a word without its plural s; `ms` and `ls` are not plurals of one letter."""
+    return word if word in _CANONICAL or not word.endswith("s") or len(word) < 3 else word[:-1]
