@@ -120,6 +120,13 @@ def test_sequence_mask_drops_whole_responses_by_the_product_and_weighs_by_it(low
     assert_is(make_correction("seq_mask", low=low, high=high).apply(inputs, {}), wanted)
 
 
+def test_a_lower_end_of_zero_drops_no_response_however_small_its_product():
+    """R = e^-40 is usual in a long response."""
+    inputs = inputs_of(torch.full((1, 4), -10.0, dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool))
+    correction = make_correction("seq_mask", low=0.0, high=3.0).apply(inputs, {})
+    assert correction.accept_mask.all() and not correction.capped.any()
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.7, 1.4), (0.9, 1.3), (0.0, 1.0)])
 def test_geometric_mask_drops_whole_responses_by_the_mean_over_sampled_tokens_and_weighs_nothing(low, high):
     inputs = spread_inputs()
