@@ -19,10 +19,10 @@ import transformers
 from jackpot.config.run import Config
 from jackpot.core.errors import JackpotError
 from jackpot.launch.local import launch
+from jackpot.training.interrupt import TERMINATIONS
 
 # Elsewhere than on Linux a process cannot be forked safely once torch is imported, so each run imports it anew.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-TERMINATIONS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from jackpot.analysis.compare.process import TERMINATIONS, ArmRun, start_process
+from jackpot.analysis.compare.process import ArmRun, start_process
 from jackpot.config.run import Config
 from jackpot.launch.local import free_cores, pick_device, threads
+from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.run.folder import RunFolder
 
 Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
@@ -125,7 +126,8 @@ def _stops_all(running: list[_Running]) -> Iterator[None]:
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in TERMINATIONS}
+    heard = [number for number in TERMINATIONS if signal.getsignal(number) is not signal.SIG_IGN]  # not with nohup
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
