@@ -29,7 +29,7 @@ JACKPOT = Path(sys.executable).with_name("jackpot")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished small run in runs/quickstart-seed0, and what the command printed."""
     cwd = tmp_path_factory.mktemp("home")
-    result = jackpot("train", "quickstart", *SMALL, cwd=cwd)
+    result = jackpot("train", "quickstart", *SMALL, "--run", "runs/quickstart-seed0", cwd=cwd)
     assert result.returncode == 0, result.stderr
     return cwd / "runs" / "quickstart-seed0", result.stdout
 
@@ -46,14 +46,14 @@ def test_train_shows_progress_a_table_and_the_folder(trained: tuple[Path, str]) 
 def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     before = (folder / "metrics.jsonl").read_text()
-    result = jackpot("train", "quickstart", *SMALL, cwd=folder.parent.parent)
+    result = jackpot("train", "quickstart", *SMALL, "--run", str(folder), cwd=folder)
     assert result.returncode == 0 and "finished" in result.stdout and "points" in result.stdout
     assert (folder / "metrics.jsonl").read_text() == before
 
 
 def test_other_settings_in_the_same_folder_are_refused(trained: tuple[Path, str]) -> None:
     folder, _ = trained
-    result = jackpot("train", "quickstart", *SMALL, "batch.prompts=8", cwd=folder.parent.parent)
+    result = jackpot("train", "quickstart", *SMALL, "batch.prompts=8", "--run", str(folder), cwd=folder)
     assert result.returncode == 2
     assert "batch.prompts: 4 in the folder, 8 now" in result.stderr and "--run" in result.stderr
     assert "Traceback" not in result.stderr
@@ -72,6 +72,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for text in ("parameters", "sequences", "correction", "tis", "run folder", "runs/quickstart-tis-seed0"):
         assert text in result.stdout
+    result = jackpot("train", "quickstart", "objective.correction.lam=2.0", "seed=3", "--dry-run", cwd=tmp_path)
+    assert "runs/quickstart-lam2.0-seed3" in result.stdout
     assert not list(tmp_path.iterdir())
 
 

@@ -13,6 +13,7 @@ from jackpot.ui import cli
 
 OWN = """
 base: joint_3b
+threads: 1
 evaluation: {benchmarks: []}
 policy: {path: Qwen/Qwen3-8B-Base}
 rollout_model: {path: Qwen/Qwen3-1.7B-Base}
@@ -33,7 +34,7 @@ def trained(without_data: None, tmp_path_factory: pytest.TempPathFactory) -> tup
     """Somebody's own recipe, and what the command printed."""
     cwd = tmp_path_factory.mktemp("home")
     (cwd / "mine.yaml").write_text(OWN)
-    result = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", "threads=1", cwd=cwd)
+    result = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", cwd=cwd)
     assert result.returncode == 0, result.stderr
     return cwd, result.stdout
 
@@ -56,7 +57,7 @@ def test_it_says_what_it_changes_and_what_came_out(trained: tuple[Path, str]) ->
 
 def test_the_same_command_finds_the_run_and_other_commands_read_it(trained: tuple[Path, str]) -> None:
     cwd, _ = trained
-    again = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", "threads=1", cwd=cwd)
+    again = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", cwd=cwd)
     assert again.returncode == 0 and "finished (2 iterations)" in again.stdout, again.stderr
     run = "runs/mine-frozen-tiny-seed7"
     answered = jackpot("sample", run, "--problems", "1", cwd=cwd, JACKPOT_DATA=f"{run}/tiny/data")

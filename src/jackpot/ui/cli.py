@@ -97,7 +97,7 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     arm: Annotated[str | None, typer.Option(help="Arm of the recipe; default none of them.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-seedN.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-OVERRIDES-seedN.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and train nothing.")] = False,
     tiny: Annotated[
         bool,
@@ -110,8 +110,9 @@ def train(
 ) -> None:
     """Train a recipe, or continue the run in its folder from the newest intact checkpoint.
 
-    Ctrl-C or SIGTERM stops after the current iteration and saves a checkpoint; a second one stops at once. A kill
-    costs at most the iterations since the last checkpoint.
+    Ctrl-C, SIGTERM or a closed terminal stops after the current iteration and saves a checkpoint; a second signal stops
+    at once. A kill costs at most the iterations since the last checkpoint. Settings that decide no number computed
+    before, such as iterations, may change when a run continues: `jackpot config KEY` says so.
 
     Not yet run on a GPU.
     """

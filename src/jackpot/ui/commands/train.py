@@ -12,6 +12,7 @@ from jackpot.analysis.plan.estimate import estimate, is_large
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.analysis.plan.tiny import tiny_run
+from jackpot.config.names import override_labels
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
@@ -38,8 +39,8 @@ def train(
     """Train or continue the run, or print its plan with `dry_run`."""
     console = Console()
     config = resolve(recipe, arm, overrides or [])
-    name = "-".join(filter(None, [Path(recipe).stem, arm, "tiny" if tiny else None, f"seed{config.seed}"]))
-    folder = run or Path("runs") / name
+    labels = [arm, *override_labels(overrides or [], without=["seed"]), "tiny" if tiny else None]
+    folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, *labels, f"seed{config.seed}"]))
     if tiny:
         if dry_run:
             raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
@@ -64,7 +65,11 @@ def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Pat
 def _train_and_show(console: Console, config: Config, folder: Path) -> None:
     with _listener(console, config.iterations) as listen, closing(launch(config, folder, listen)) as trainer:
         if trainer.iteration == config.iterations:
-            print_line(console, f"This run is finished ({config.iterations} iterations); use --run for a new one.")
+            print_line(
+                console,
+                f"This run is finished ({config.iterations} iterations). iterations=N --run {folder} continues it with "
+                f"more; --run with another folder begins a new one.",
+            )
         is_finished = trainer.train()
     _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
 
