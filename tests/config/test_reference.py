@@ -49,6 +49,21 @@ def test_a_setting_has_its_values_its_default_and_its_users(key: str, values: st
     assert (setting.summary("values"), setting.summary("default"), setting.users) == (values, default, users)
 
 
+@pytest.mark.parametrize(
+    ("key", "resume"),
+    [
+        ("iterations", "may change"),
+        ("engine.max_num_seqs", "may change"),
+        ("device", "may change"),
+        ("objective.clip_low", "must stay the same"),
+        ("engine.dtype", "must stay the same"),
+        ("top_log_probs", ""),  # of jackpot mismatch, which continues nothing
+    ],
+)
+def test_a_setting_says_whether_it_may_change_when_a_run_continues(key: str, resume: str) -> None:
+    assert SETTINGS[key].resume == resume
+
+
 def test_where_alternatives_differ_each_says_its_own_meaning() -> None:
     meaning = SETTINGS["objective.correction.low"].summary("meaning")
     assert meaning.startswith("icepop: Smallest rho of a token") and "seq_mask: Smallest R of a response" in meaning

@@ -96,6 +96,13 @@ class FinishedRuns:
         return shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
 
 
+def contents(folder: Path) -> dict[str, bytes | str]:
+    """What every file in a folder holds, and where every link leads; the lock says who took it last."""
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.name != ".lock"}
+    links = {name: str(path.readlink()) for name, path in paths.items() if path.is_symlink()}
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()} | links
+
+
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

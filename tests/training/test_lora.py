@@ -54,8 +54,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     learner = make_learner(config, models, is_exact=True, critic=None)
     parts = replace(make_components(config, None, None), learner=learner)
     run_folder = RunFolder(folder)
-    run_folder.start(config, 1)
-    run_folder.rewind(-1)
+    run_folder.start(config, 1, -1)
     assert Trainer(parts, run_folder, None, lambda line: None).train()
     return Finished(config, adapted, folder, parts, models)
 

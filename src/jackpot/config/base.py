@@ -34,6 +34,17 @@ class Differences:
     key: str  # dotted key of the other block
 
 
+@dataclass(frozen=True, slots=True)
+class MayChange:
+    """Marks a setting that may have another value when a run continues: no number computed before came from it.
+
+    A change of device, memory or speed may still change later numbers by rounding.
+    """
+
+
+MAY_CHANGE = MayChange()
+
+
 def model_classes(annotation: Any) -> list[type[BaseModel]]:
     """Return the classes of settings that a field's annotation allows, such as those of a union."""
     if isinstance(annotation, type):

@@ -1,8 +1,7 @@
 """Builds a validated `Config` from a recipe, an arm and overrides, with errors that say what to do."""
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -140,15 +139,6 @@ def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
         return kind.model_validate(settings)
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_explain(one, settings, kind) for one in error.errors())) from None
-
-
-def differences(old: Any, new: Any, key: str = "") -> Iterable[str]:
-    """Yield a sentence for every setting that differs between a run folder and the current command."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for name in sorted(old.keys() | new.keys()):
-            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield f"{key}: {json.dumps(old)} in the folder, {json.dumps(new)} now"
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:

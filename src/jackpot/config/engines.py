@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from jackpot.config.base import Count, Names, Positive, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, Count, Names, Positive, Strict, by_name
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
@@ -34,7 +34,7 @@ class _Engine(Strict):
     """The settings that every engine has."""
 
     name: str
-    max_num_seqs: Count = 256
+    max_num_seqs: Annotated[Count, MAY_CHANGE] = 256
     """Sequences that the engine decodes at once; of servers, requests in flight to each server."""
     dtype: Dtype = "fp32"
     """Number format of the engine's weights and activations. Servers must have been started with the same one."""
@@ -59,15 +59,15 @@ class VLLMEngineConfig(_Engine):
     name: Literal["vllm"] = "vllm"
     max_model_len: Count | None = None
     """Limit of prompt and response together, tokens; null: the model's own limit."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0), MAY_CHANGE] = 0.4
     """Share of the GPU's memory that vLLM takes for weights and cache together."""
-    kv_cache_memory_bytes: Count | None = None
+    kv_cache_memory_bytes: Annotated[Count | None, MAY_CHANGE] = None
     """Size of the cache of keys and values, bytes; null: what `gpu_memory_utilization` leaves, 1 GiB on a CPU."""
-    device: Annotated[int, Field(ge=0)] | None = None
+    device: Annotated[Annotated[int, Field(ge=0)] | None, MAY_CHANGE] = None
     """Number of the GPU that vLLM runs on; null: the learner's."""
-    enable_sleep_mode: bool = False
+    enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
     """Release the GPU's memory while the learner trains. Only one engine of a process can."""
-    enforce_eager: bool | Literal["auto"] = "auto"
+    enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
 
@@ -79,16 +79,16 @@ class VLLMServerEngineConfig(_Engine):
     """
 
     name: Literal["vllm_server"] = "vllm_server"
-    urls: Annotated[Names, AfterValidator(_check_urls)]
+    urls: Annotated[Names, AfterValidator(_check_urls), MAY_CHANGE]
     """Addresses of the servers, such as http://127.0.0.1:8000."""
-    weights_folder: str
+    weights_folder: Annotated[str, MAY_CHANGE]
     """Folder through which the servers get new weights, under the same path on every machine. It needs room for two
     copies of the model."""
-    timeout: Positive = 600.0
+    timeout: Annotated[Positive, MAY_CHANGE] = 600.0
     """Time limit of one response and of one weight update, seconds."""
-    max_retries: Count = 5
+    max_retries: Annotated[Count, MAY_CHANGE] = 5
     """Failed attempts at one response, over all servers, after which the run stops."""
-    connect_timeout: Positive = 600.0
+    connect_timeout: Annotated[Positive, MAY_CHANGE] = 600.0
     """Time to wait while no server can be reached, seconds; after that the run stops."""
 
 

@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jackpot.config.base import Differences, model_classes
+from jackpot.config.base import MAY_CHANGE, Differences, model_classes
 from jackpot.config.build import moved
 from jackpot.config.run import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
 
 COMMANDS: dict[str, type[BaseModel]] = {"train": Config, "eval": BenchmarksConfig, "mismatch": MismatchConfig}
+CONTINUED = ("train", "eval")  # commands that continue what stands in their folder
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -37,6 +38,7 @@ class Use:
     values: str  # type and allowed values
     default: str  # default as YAML; "required" where there is none
     meaning: str  # docstring of the setting
+    may_change: bool  # whether a run or an evaluation that continues may have another value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,12 @@ class Setting:
         if of == "meaning":
             return " ".join([*usual, *(f"{names}: {text}" for text, names in rest.items())])
         return "; ".join([*usual, *(f"{text} ({names})" for text, names in rest.items())])
+
+    @property
+    def resume(self) -> str:
+        """Say whether the setting may change when a run or an evaluation continues; empty where nothing does."""
+        continued = [use.may_change for use in self.uses if use.command in CONTINUED]
+        return ("may change" if any(continued) else "must stay the same") if continued else ""
 
     @property
     def users(self) -> str:
@@ -203,6 +211,7 @@ def _use(place: _Place, origin: tuple[str, str], values: str, field: FieldInfo, 
         values=values,
         default=_default(field),
         meaning=_one_line(field.description),
+        may_change=MAY_CHANGE in field.metadata,
     )
 
 

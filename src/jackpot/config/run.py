@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jackpot.config.base import AnyNames, Count, Decay, Differences, Finite, Names, NonNegative, Positive, Strict
+from jackpot.config.base import (
+    MAY_CHANGE,
+    AnyNames,
+    Count,
+    Decay,
+    Differences,
+    Finite,
+    Names,
+    NonNegative,
+    Positive,
+    Strict,
+)
 from jackpot.config.corrections import (
     OBRSCorrection,
     PolicyCorrection,
@@ -216,7 +227,7 @@ class BatchConfig(Strict):
     """Sequences of one optimizer step; null: the whole rollout batch."""
     ppo_epochs: Count = 1
     """Passes over one rollout batch."""
-    micro_batch_tokens: Count = 16_384
+    micro_batch_tokens: Annotated[Count, MAY_CHANGE] = 16_384
     """Tokens of one forward pass, padding included. It changes memory and speed, and results only by rounding."""
     filter_groups: FilterGroupsConfig | None = None
     """Replace groups of equal rewards by further groups; null: train on every group."""
@@ -254,7 +265,7 @@ class BatchConfig(Strict):
 class EvaluationConfig(Strict):
     """Settings of the evaluations of policy and rollout model during a run."""
 
-    every: Count = 50
+    every: Annotated[Count, MAY_CHANGE] = 50
     """Iterations between two evaluations; there is also one before the first iteration and one after the last."""
     problems: Count = 512
     """Held-out problems of the task in each evaluation."""
@@ -270,40 +281,41 @@ class EvaluationConfig(Strict):
 class CheckpointConfig(Strict):
     """Settings of the checkpoints that a run continues from."""
 
-    every: Count = 100
+    every: Annotated[Count, MAY_CHANGE] = 100
     """Iterations between two checkpoints; there is also one after the last iteration."""
-    keep: Count = 2
+    keep: Annotated[Count, MAY_CHANGE] = 2
     """Newest checkpoints that are kept, in addition to the best; with 1 there is no other if the newest is corrupt."""
 
 
 class GuardConfig(Strict):
     """Settings of the checks that stop a run which no longer trains."""
 
-    check_engine: bool = True
+    check_engine: Annotated[bool, MAY_CHANGE] = True
     """Compare the engine's log-probs with those of training, at every evaluation and for every rollout batch before it
     is trained on; with `batch.ahead` and a trained rollout model, only for the first batch after a start."""
-    max_non_finite_steps: Count = 10
+    max_non_finite_steps: Annotated[Count, MAY_CHANGE] = 10
     """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""
 
 
 class RolloutsConfig(Strict):
     """Settings of the rollouts that a run saves for `jackpot replay` and `jackpot report`."""
 
-    every: Count = 10
+    every: Annotated[Count, MAY_CHANGE] = 10
     """Iterations between two saved rollout batches."""
-    keep: Count = 20
-    """Newest files of rollouts that are kept."""
+    keep: Annotated[Count, MAY_CHANGE] = 20
+    """Files of rollouts that are kept: the first, the newest, and others spread evenly between them."""
 
 
 class Config(Strict):
     """All settings of one run of `jackpot train`."""
 
-    description: str = ""
+    description: Annotated[str, MAY_CHANGE] = ""
     """One line about the recipe, which `jackpot recipes` prints."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of every random number of the run."""
-    iterations: Count
-    """Rollout batches that the run trains on."""
+    iterations: Annotated[Count, MAY_CHANGE]
+    """Rollout batches that the run trains on. A run that continues may have more of them, unless a learning rate falls
+    towards the last one (`schedule: linear` or `cosine`), and fewer, but not fewer than are finished."""
     task: TaskConfig = ArithmeticConfig()
     """Problems that the models answer and how responses are rewarded."""
     policy: PolicyConfig
@@ -322,13 +334,14 @@ class Config(Strict):
     """The policy's loss."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of training's forward pass (autocast); weights and optimizer states are fp32."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Keep only each layer's input for the backward pass and compute the rest again, in all trained models: much less
     memory, a third more time, and each response of a group computes the prompt again."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """Device of training and of the engine; auto: a GPU where there is one."""
-    threads: Count | Literal["auto"] = "auto"
-    """CPU threads of torch; auto: the cores that are free when the run starts."""
+    threads: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
+    """CPU threads of torch; auto: the cores that are free when the run starts. A run that continues keeps the number
+    that it began with, unless another one is given."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluations during the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jackpot.config.base import Count, Finite, ImportPath, Positive, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, Count, Finite, ImportPath, Positive, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -118,7 +118,7 @@ class QuestionConfig(Strict):
     """Text after the problem; it may be empty."""
     rewards: Rewards = (RewardConfig(name="correct"),)
     """Parts of the reward, each a name or a block of name and weight."""
-    reward_workers: Count = 1
+    reward_workers: Annotated[Count, MAY_CHANGE] = 1
     """Processes that verify answers which are not plain numbers, and call reward functions."""
     reward_timeout: Positive = 5.0
     """Time limit to verify one response or to call one reward function, seconds; after that the response counts as

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jackpot.config.base import AnyNames, Count, Finite, Names, Strict
+from jackpot.config.base import MAY_CHANGE, AnyNames, Count, Finite, Names, Strict
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig, QuestionConfig, TaskConfig, ToolArithmeticConfig
@@ -33,9 +33,9 @@ class EvaluationSampling(Sampling):
 class BenchmarksConfig(SetsConfig):
     """All settings of one evaluation by `jackpot eval`."""
 
-    model: str
+    model: Annotated[str, MAY_CHANGE]
     """Folder, hub name, or starter:NAME of the model, or the folder of a run."""
-    benchmarks: Names
+    benchmarks: Annotated[Names, MAY_CHANGE]
     """Names of the sets of problems."""
     k: Count = 1
     """Responses to each problem."""
@@ -47,9 +47,9 @@ class BenchmarksConfig(SetsConfig):
     """Inference engine that generates the responses."""
     sampling: EvaluationSampling = EvaluationSampling()
     """How responses are sampled."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """Device of the engine; auto: a GPU where there is one."""
-    threads: Count | Literal["auto"] = "auto"
+    threads: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
     """CPU threads of torch; auto: the cores that are free when the evaluation starts."""
 
 

@@ -21,11 +21,17 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; rename it to `path` when the block ends, remove it if the block raises."""
+    """Yield a temporary path to write to; rename it to `path` when the block ends, remove it if the block raises.
+
+    The content is flushed to the disk before the rename, and the name after it: a power failure leaves all of it, or
+    what was there before.
+    """
     partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
+        flush_file(partial)
         partial.replace(path)
+        flush_folder(path.parent)
     except Exception:
         partial.unlink(missing_ok=True)
         raise
@@ -35,6 +41,21 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that the file has all of it or is as before."""
     with whole_file(path) as partial:
         partial.write_bytes(content)
+
+
+def flush_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class AppendedFile:

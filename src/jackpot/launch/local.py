@@ -46,7 +46,8 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
         on_metrics: called with every line of metrics.jsonl once it is written.
 
     Raises:
-        CheckpointError: the folder is in use, holds a run with other settings, or only corrupt checkpoints.
+        CheckpointError: the folder is in use, is damaged, or holds a run with other settings or without an intact
+            checkpoint.
         ModelError, DataError, ConfigError: models, tokenizers or settings do not fit each other.
     """
     folder = RunFolder(path)
@@ -56,11 +57,12 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
         folder.check(config)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         found, corrupt = checkpoints.find()
+        if found:
+            found.check_settings(config)
         state = found.state if found else None
         components = make_components(config, found.folder if found else None, state)
         undo.callback(components.close)
-        torch.set_num_threads(folder.start(config, threads(config)))
-        folder.rewind(state["iteration"] if state else -1)
+        torch.set_num_threads(folder.start(config, threads(config), state["iteration"] if state else -1))
         for one in corrupt:
             names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
             folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)

@@ -32,7 +32,8 @@ class Checkpointer:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
             folder.failed.update(state["failed"])
-            self._prune(self._saved)
+            with folder.dispensable(self._saved, "removal of old checkpoints"):
+                self._checkpoints.remove_unfinished()
 
     def save_if_due(self, state: Mapping[str, Any], accuracy: float | None) -> None:
         """Write the checkpoint of an iteration if one is due. A failure is counted and shown, and the run goes on.
@@ -72,6 +73,8 @@ class Checkpointer:
         roles = [role for role, settings in has.items() if settings is not None]
         best = {"iteration": iteration, "accuracy": self._accuracy} if is_best else self._best
         own = {"best": best, "version": list(parts.learner.version), "failed": self._folder.failed}
+        own["settings"] = config.model_dump_json()
+        self._folder.flush(iteration)
         try:
             self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, {**state, **own}, is_best)
         except CheckpointError as error:
@@ -79,9 +82,6 @@ class Checkpointer:
             self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
             return error
         self._overdue, self._saved, self._best = False, iteration, best
-        self._prune(iteration)
-        return None
-
-    def _prune(self, iteration: int) -> None:
         with self._folder.dispensable(iteration, "removal of old checkpoints"):
             self._checkpoints.prune()
+        return None

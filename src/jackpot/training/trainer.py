@@ -111,6 +111,7 @@ class Trainer:
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             with self._clock("evaluate"):
                 values |= self._evaluator.evaluate(self.iteration)
+        self._folder.check_in_place()
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
         line = self._folder.report(self.iteration, values)
@@ -134,6 +135,7 @@ class Trainer:
 
         Their per-token log-probs, acceptance and weights are those of the first update on each rollout.
         """
+        self._folder.check_in_place()
         for event in (event for result in results for event in result.events):
             self._folder.event(number, event)
         if self._saves_rollouts(number):

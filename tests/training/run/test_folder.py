@@ -1,15 +1,21 @@
 """What a run folder still says after a kill."""
 
 import json
+import subprocess
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers.runs import small_config
+from helpers.runs import contents, small_config
 from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.training.run.environment import Environment, commit, version
 from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.training.run.rollouts import thin_rollouts
 
 
 def opened(path: Path, iteration: int = -1) -> RunFolder:
@@ -61,6 +67,14 @@ def test_rewinding_forgets_what_came_later_and_half_written_files(tmp_path: Path
         folder = opened(tmp_path, 2)
         assert iterations(folder) == iterations(folder, "events.jsonl") == [0, 1, 2]
         assert [path.name for path in folder.rollouts.iterdir()] == ["iteration-000002.parquet"]
+    superseded = tmp_path / "superseded"
+    assert [path.name for path in superseded.iterdir()] == ["1"]
+    assert {path.name for path in (superseded / "1").rglob("*.*")} == {
+        "metrics.jsonl",
+        "events.jsonl",
+        "iteration-000003.parquet",
+    }
+    assert json.loads((superseded / "1" / "metrics.jsonl").read_text())["iteration"] == 3
 
 
 def test_tensorboard_shows_every_iteration_once_after_a_kill(tmp_path: Path) -> None:
@@ -89,13 +103,122 @@ def test_a_failed_file_is_counted_named_and_shown(tmp_path: Path, caplog) -> Non
 
 def test_a_run_with_a_checkpoint_has_trained_whatever_its_metrics_say(tmp_path: Path) -> None:
     """Lines may have waited in the memory of a process that was killed."""
+    folder, other = opened(tmp_path), small_config("batch.prompts=8")
+    folder.start(small_config(), 1, -1)
+    folder.check(other)
+    (tmp_path / "checkpoints" / "step-2").mkdir()
+    with pytest.raises(CheckpointError, match=r"batch\.prompts: 4 in the folder, 8 now"):
+        folder.check(other)
+
+
+def test_a_continued_run_keeps_its_threads_unless_another_number_is_given(tmp_path: Path) -> None:
+    auto = small_config("threads=auto")
+    assert opened(tmp_path).start(auto, 3, -1) == opened(tmp_path, 2).start(auto, 7, 2) == 3
+    assert opened(tmp_path, 2).start(small_config("threads=5"), 5, 2) == 5
+    assert Environment(tmp_path).threads == 5
+
+
+def test_every_start_is_recorded_and_one_with_other_packages_is_an_event(tmp_path: Path, caplog) -> None:
+    opened(tmp_path).start(small_config(), 1, -1)
+    [start] = json.loads((tmp_path / "environment.json").read_text())["starts"]
+    assert start["jackpot"] == version() and start["torch"] == torch.__version__ and start["commit"] == commit()
+    text = (tmp_path / "environment.json").read_text()
+    (tmp_path / "environment.json").write_text(text.replace(torch.__version__, "1.0"))
+    folder = opened(tmp_path, 2)
+    folder.start(small_config(), 1, 2)
+    starts = json.loads((tmp_path / "environment.json").read_text())["starts"]
+    assert [(one["after_iteration"], one["torch"]) for one in starts] == [(-1, "1.0"), (2, torch.__version__)]
+    [event] = folder.read("events.jsonl")
+    assert event["event"] == "environment_changed" and event["torch"] == f"torch 1.0 -> {torch.__version__}"
+    assert f"torch 1.0 -> {torch.__version__}" in caplog.text and "python" not in event
+    opened(tmp_path, 2).start(small_config(), 1, 2)
+    assert len(folder.read("events.jsonl")) == 1
+
+
+def test_the_environment_of_an_earlier_version_is_its_first_start(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text('{"torch": "2.1", "threads": 3}')
+    environment = Environment(tmp_path)
+    assert environment.threads == 3 and environment.newest == {"torch": "2.1"}
+    environment.add_start(2, 3)
+    first, _ = json.loads((tmp_path / "environment.json").read_text())["starts"]
+    assert first == {"torch": "2.1"}
+
+
+def test_the_commit_is_that_of_the_files_repository_and_says_whether_they_changed(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    known, unknown = tmp_path / "known.py", tmp_path / "unknown.py"
+    for path in (known, unknown):
+        path.touch()
+    assert commit(str(known)) is None
+    git("init")
+    git("add", "known.py")
+    git("commit", "-m", "first")
+    commit.cache_clear()
+    head = git("rev-parse", "HEAD").strip()
+    assert commit(str(known)) == head and commit(str(unknown)) is None
+    known.write_text("changed")
+    commit.cache_clear()
+    assert commit(str(known)) == f"{head}-dirty"
+
+
+DAMAGE = {  # file: what it holds, and what the error says
+    "cut": (
+        "config.yaml",
+        b"policy: {path: x\nbatch:\n  prompts: [1",
+        r"config\.yaml, line 2 cannot be read: exp",
+    ),
+    "empty": ("config.yaml", b"", r"config\.yaml holds no settings: it is empty"),
+    "text": ("config.yaml", b"hello", r"config\.yaml holds no settings: it is not a mapping"),
+    "bytes": ("config.yaml", b"\xff\xfe\x00", r"config\.yaml cannot be read: 'utf-8' codec"),
+    "cut json": ("environment.json", b'{"threads": 1,\n "tor', r"environment\.json cannot be read: .* line 2 column 2"),
+    "empty json": ("environment.json", b"", r"environment\.json cannot be read: .* line 1 column 1"),
+    "other json": ("environment.json", b"[1]", r"environment\.json is not the file that jackpot writes there"),
+    "later": (
+        "environment.json",
+        b'{"format": 2, "starts": [{"jackpot": "9.1"}]}',
+        r"format 2 of jackpot 9\.1, and this version \(.*\) knows formats up to 1; use that version",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_with_its_line_and_nothing_is_changed(damage: str, tmp_path: Path) -> None:
+    name, content, says = DAMAGE[damage]
     folder = opened(tmp_path)
-    folder.start(small_config(), 1)
-    folder.check(small_config("iterations=9"))
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="iterations: 4 in the folder, 9 now"):
-        folder.check(small_config("iterations=9"))
-    assert folder.start(small_config(), 7) == json.loads((tmp_path / "environment.json").read_text())["threads"] == 1
+    folder.start(small_config(), 1, -1)
+    (tmp_path / name).write_bytes(content)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=says):
+        folder.check(small_config())
+    assert contents(tmp_path) == before
+
+
+def test_a_clock_that_was_set_back_changes_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads its files in the order of the times in their names."""
+    for start, hours in ((0, 0), (2, -1), (3, -2), (4, 5)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: 1_700_000_000.0 + 3600.0 * hours)
+        folder = opened(tmp_path, start - 1)
+        for iteration in (start, start + 1):
+            folder.report(iteration, {"loss": 10.0 * start + iteration})
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(point.step, point.value) for point in shown] == [(0, 0), (1, 1), (2, 22), (3, 33), (4, 44), (5, 45)]
+
+
+def test_the_first_and_the_newest_rollouts_are_kept_and_an_even_spread_between_them(tmp_path: Path) -> None:
+    own = {tmp_path / "iteration-000020-mine.parquet", tmp_path / "notes.txt"}
+    for path in own:
+        path.touch()
+    for iteration in [1, *range(10, 1010, 10)]:
+        (tmp_path / f"iteration-{iteration:06d}.parquet").touch()
+        thin_rollouts(tmp_path, 20)
+    kept = sorted(int(path.stem.split("-")[1]) for path in set(tmp_path.iterdir()) - own)
+    assert len(kept) == 20 and (kept[0], kept[-1]) == (1, 1000)
+    assert max(after - before for before, after in pairwise(kept)) < 2 * 999 / 19
+    thin_rollouts(tmp_path, 1)
+    assert set(tmp_path.iterdir()) == own | {tmp_path / "iteration-001000.parquet"}
 
 
 def test_settings_of_an_earlier_version_are_refused_with_their_file_and_their_new_names(tmp_path: Path) -> None:
@@ -107,8 +230,9 @@ def test_settings_of_an_earlier_version_are_refused_with_their_file_and_their_ne
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError) as error:
         run_config(tmp_path)
-    first, *rest = str(error.value).splitlines()
-    assert first == f"{tmp_path / 'config.yaml'} does not fit this version:"
+    first, *rest, advice = str(error.value).splitlines()
+    assert first == f"{tmp_path / 'config.yaml'} does not fit this version ({version()}):"
+    assert advice.startswith("Use the version that began the run, which environment.json names, or give another folder")
     assert set(rest) == {
         "unknown setting 'batch.epochs'; it is now batch.ppo_epochs",
         "unknown setting 'engine.max_batch_size'; it is now engine.max_num_seqs",

@@ -55,8 +55,11 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
 def test_a_run_killed_before_its_first_checkpoint_begins_again(regime: str, tmp_path: Path) -> None:
     config = small_config(*REGIMES[regime])
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=1)
+    (tmp_path / "killed" / "checkpoints" / "step-2.partial").mkdir()  # it was about to be written
+    before = (tmp_path / "killed" / "metrics.jsonl").read_bytes()
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+    assert (tmp_path / "killed" / "superseded" / "1" / "metrics.jsonl").read_bytes() == before
 
 
 def test_training_moves_both_models_and_counts_their_steps(finished_run: FinishedRuns) -> None:
@@ -144,7 +147,7 @@ def test_links_that_a_kill_left_behind_are_mended(finished_run: FinishedRuns, tm
 def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_start(tmp_path: Path) -> None:
     with closing(launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
         assert not trainer.train() and trainer.iteration == 0
-    assert not (tmp_path / "checkpoints").exists()
+    assert not list((tmp_path / "checkpoints").iterdir())
     run(small_config("iterations=2", "rollout_model.optimizer=null"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 2
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
+from jackpot.config.changes import settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
+from jackpot.training.run.environment import Environment
 from jackpot.training.run.folder import RunFolder, run_config
 
 Lines = Sequence[Mapping[str, Any]]
@@ -75,7 +77,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
     Raises:
         CheckpointError: the folder has no run, the run has no evaluation yet, or its costs are not known.
     """
-    config, folder = run_config(run), RunFolder(run)
+    config, folder, environment = run_config(run), RunFolder(run), Environment(run)
     lines = folder.read("metrics.jsonl")
     check_counted(run, lines)
     points = tuple(points_of(lines, config))
@@ -88,8 +90,8 @@ def summarize(run: Path, arm: str) -> RunSummary:
         iterations=config.iterations,
         problems=config.evaluation.problems,
         collapse=collapse_of(lines, folder.read("events.jsonl"), config),
-        settings=json.loads(config.model_dump_json()),
-        environment=json.loads((run / "environment.json").read_text()),
+        settings=settings_of(config),
+        environment=environment.newest | {"threads": environment.threads},
     )
 
 

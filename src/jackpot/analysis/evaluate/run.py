@@ -4,8 +4,8 @@
     NAME.parquet     every response to one set; NAME.jsonl until the set is complete (answers.py)
     summary.json     the results of every complete set
 
-The same command continues an evaluation. Settings that decide the responses may not change meanwhile; those in `_HOW`
-may, and sets may be added.
+The same command continues an evaluation. Settings that decide the responses may not change meanwhile; those marked with
+`MAY_CHANGE` may, and sets may be added.
 """
 
 import json
@@ -23,7 +23,8 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_outcomes
-from jackpot.config.build import differences, merge, validated
+from jackpot.config.build import merge, validated
+from jackpot.config.changes import changeable, changes
 from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
@@ -40,16 +41,6 @@ from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
 from jackpot.training.run.models import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
-# Settings that may change when an evaluation is continued.
-_HOW = ("model", "benchmarks", "device", "threads", "engine", "math.reward_workers")
-_KEPT = (  # settings of the engine that change responses, and so may not change
-    "engine.name",
-    "engine.dtype",
-    "engine.max_model_len",
-    "engine.attn_implementation",
-    "engine.quantization",
-    "engine.kv_cache_dtype",
-)
 _KEYS = ("schema_version", "model_digest", "data")  # keys of config.yaml other than `asked`
 _log = logging.getLogger(__name__)
 
@@ -239,7 +230,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
     if before := _read_record(path):
         known = {name: before["data"].get(name, one) for name, one in data.items()}
         old, new = _decisive(before | {"data": known}), _decisive(record)
-        if difference := list(differences(old, new)):
+        if difference := list(map(str, changes(old, new))):
             listed = "\n  ".join(difference)
             raise CheckpointError(
                 f"{folder} holds an evaluation with other settings:\n  {listed}\n"
@@ -280,11 +271,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Select the settings and digests that decide the responses."""
-    kept = {
-        key: value
-        for key, value in _flat(record["asked"]).items()
-        if key in _KEPT or not any(key == how or key.startswith(f"{how}.") for how in _HOW)
-    }
+    kept = {key: value for key, value in _flat(record["asked"]).items() if key not in changeable(BenchmarksConfig)}
     return kept | {key: record[key] for key in _KEYS}
 
 

@@ -7,13 +7,13 @@
     checkpoints/step-N.corrupt                   put there by `set_aside`; nothing reads or removes it
 
 N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a killed
-run leaves either all of it or a `.partial` folder that the next `prune` removes. Checksums detect later damage.
+run leaves either all of it or a `.partial` folder that the next start removes. Checksums detect later damage.
 """
 
 import hashlib
 import itertools
 import json
-import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +23,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.core.errors import CheckpointError
-from jackpot.core.files import PARTIAL, checkpoint_error_in
+from jackpot.config.build import build_config
+from jackpot.config.changes import fixed_changes, settings_of
+from jackpot.config.run import Config
+from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.files import PARTIAL, checkpoint_error_in, flush_file, flush_folder
 from jackpot.core.types import Role
 from jackpot.training.learner import Learner
 
@@ -46,6 +49,29 @@ class Checkpoint:
 
     folder: Path
     state: dict[str, Any]  # content of state.pt
+
+    def check_settings(self, config: Config) -> None:
+        """Refuse to continue from the checkpoint of a run with other settings.
+
+        Raises:
+            CheckpointError: settings that decide its numbers differ; lists them.
+        """
+        written = self.state.get("settings")
+        if written is None:  # by a version that did not save them
+            return
+        try:
+            old = settings_of(build_config(json.loads(written)))
+        except ConfigError as error:
+            raise CheckpointError(
+                f"the settings in {self.folder / 'state.pt'} do not fit this version:\n{error}\nContinue the run with "
+                f"the version that began it, or give --run another folder"
+            ) from error
+        if differing := fixed_changes(Config, old, settings_of(config)):
+            listed = "\n  ".join(map(str, differing))
+            raise CheckpointError(
+                f"{self.folder} is of another run:\n  {listed}\nPut this run's own checkpoints back, or give --run "
+                f"another folder"
+            )
 
 
 class Checkpoints:
@@ -75,7 +101,7 @@ class Checkpoints:
         place = self._place(iteration)
         partial = place.with_name(place.name + PARTIAL)
         try:
-            if not place.exists():  # else only its links failed
+            if not place.exists():  # else what comes after the rename failed
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 for role in roles:
@@ -86,7 +112,7 @@ class Checkpoints:
                 _write_checksums(partial)
                 _flush(partial)
                 partial.rename(place)
-                _flush_folder(self._folder)
+            flush_folder(self._folder)
             self._link("last", place)
             if is_best:
                 self._link("best", place)
@@ -164,7 +190,7 @@ class Checkpoints:
         return kept
 
     def prune(self) -> None:
-        """Remove checkpoints that are neither new nor best, and what a kill left half written or half removed."""
+        """Remove checkpoints that are neither new nor best, then what `remove_unfinished` does."""
         best = self._folder / "best"
         kept = {path.name for path in self._steps()[-self._keep :]}
         if best.is_symlink():
@@ -172,8 +198,13 @@ class Checkpoints:
         for path in self._steps():
             if path.name not in kept:  # rename first, so that no checkpoint is ever seen half removed
                 path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
+        self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Remove checkpoints that a kill left half written or half removed."""
         for path in self._folder.glob(f"step-*{PARTIAL}"):
-            shutil.rmtree(path)
+            if re.fullmatch(rf"step-\d+(\.old)?{re.escape(PARTIAL)}", path.name):
+                shutil.rmtree(path)
 
     def _place(self, iteration: float) -> Path:
         return self._folder / f"step-{int(iteration)}"
@@ -243,19 +274,10 @@ def _cause(error: BaseException) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush every file below `folder` to the disk, before the folder gets its final name."""
+    """Flush everything in `folder` to the disk, before the folder gets its final name."""
     for path in folder.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            flush_file(path)
         else:
-            _flush_folder(path)
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush_folder(path)
+    flush_folder(folder)

@@ -1,38 +1,40 @@
 """The run folder holds everything that a run writes, and what a later start needs to continue it.
 
-    config.yaml        resolved settings          environment.json   versions, machine, threads
+    config.yaml        resolved settings          environment.json   versions and machine of every start, threads
     metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
     rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
+    superseded/        lines and files of iterations that were run again, one folder for each start that found any
 
 Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric without any
-counted entry is null. A full disk does not end the run: lines wait in memory until there is room; a file of rollouts or
-of an evaluation is given up, counted and named in events.jsonl.
+counted entry is null. A start removes nothing but half-written files: what it replaces goes to superseded/. A full disk
+does not end the run: lines wait in memory until there is room; a file of rollouts or of an evaluation is given up,
+counted and named in events.jsonl.
 """
 
 import json
 import logging
 import math
 import os
-import platform
 import re
-import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-import transformers
 import yaml
 
-from jackpot.config.build import build_config, differences
+from jackpot.config.build import build_config
+from jackpot.config.changes import Change, changes, falling_rates, fixed_changes, settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError
-from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, hold_lock, write_whole
+from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
 from jackpot.rollout.evaluate import Evaluation
-from jackpot.training.run.tensorboard import event_file_name, metrics_record, restart_records
+from jackpot.training.run.environment import Environment, version
+from jackpot.training.run.superseded import Superseded
+from jackpot.training.run.tensorboard import event_file_name, event_files, metrics_record, restart_records
 
+_HISTORY = "# after iteration"  # begins a comment of config.yaml about a setting that changed
 _log = logging.getLogger(__name__)
 
 
@@ -40,16 +42,33 @@ def run_config(run: Path) -> Config:
     """Read the settings of the run in a folder.
 
     Raises:
-        CheckpointError: the folder holds no run.
+        CheckpointError: the folder holds no run, or its config.yaml is damaged.
         ConfigError: its config.yaml does not fit the settings of this version.
     """
     path = run / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
     try:
-        return build_config(yaml.safe_load(path.read_text()))
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        why = getattr(error, "problem", None) or error
+        raise CheckpointError(
+            f"{path}{place} cannot be read: {why}. Bring the file back from a copy, or give another folder"
+        ) from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(
+            f"{path} holds no settings: it is {'empty' if settings is None else 'not a mapping'}. Bring the file back "
+            f"from a copy, or give another folder"
+        )
+    try:
+        return build_config(settings)
     except ConfigError as error:
-        raise ConfigError(f"{path} does not fit this version:\n{error}") from None
+        raise ConfigError(
+            f"{path} does not fit this version ({version()}):\n{error}\nUse the version that began the run, which "
+            f"environment.json names, or give another folder"
+        ) from None
 
 
 class RunFolder:
@@ -63,7 +82,7 @@ class RunFolder:
         self.failed = {"checkpoint/failed": 0, "files/failed": 0}
         self._lock: IO[str] | None = None
         self._appended: dict[str, AppendedFile] = {}
-        self._tensorboard = f"tensorboard/{event_file_name()}"
+        self._tensorboard = ""  # name of this start's event file
 
     @property
     def checkpoints(self) -> Path:
@@ -84,48 +103,133 @@ class RunFolder:
             self._lock = hold_lock(self.path / ".lock")
 
     def check(self, config: Config) -> None:
-        """Refuse to continue a run that has trained with other settings; one that has not may begin anew.
+        """Refuse to continue a run with settings that its numbers are not of, or without its checkpoints.
+
+        A run that has not trained may begin anew, with any settings.
 
         Raises:
-            CheckpointError: the settings differ; lists them.
+            CheckpointError: settings differ that may not change, which are listed; the checkpoints of a run that has
+                trained are gone; a file of the folder is damaged, or of a later version.
+            ConfigError: config.yaml does not fit the settings of this version.
         """
-        if not self._has_trained():
+        Environment(self.path)
+        finished, has_checkpoint = self._finished(), self._has_checkpoint()
+        if not (finished or has_checkpoint or (self.path / "config.yaml").exists()):
             return
-        if difference := list(differences(_settings(run_config(self.path)), _settings(config))):
-            listed = "\n  ".join(difference)
+        before = run_config(self.path)
+        if finished or has_checkpoint:
+            self._check_settings(before, config, finished)
+        if not has_checkpoint:
+            self._check_checkpoints(before, finished)
+
+    def _check_settings(self, before: Config, config: Config, finished: int) -> None:
+        refused = [str(change) for change in fixed_changes(Config, settings_of(before), settings_of(config))]
+        if before.iterations != config.iterations:
+            change = str(Change("iterations", before.iterations, config.iterations))
+            if schedules := falling_rates(before):
+                given = ", ".join(schedules)
+                refused.append(f"{change}; the rates used so far fell towards the last one ({given})")
+            elif config.iterations < finished:
+                refused.append(f"{change}; {finished} are finished")
+        if refused:
+            listed = "\n  ".join(refused)
             raise CheckpointError(
-                f"{self.path} holds a run with other settings:\n  {listed}\n"
-                f"Use the same settings to continue it, or --run with another folder"
+                f"{self.path} holds a run with other settings:\n  {listed}\nUse the same settings to continue it, or "
+                f"--run with another folder (`jackpot config KEY` says whether a setting may change)"
             )
 
-    def start(self, config: Config, threads: int) -> int:
-        """Write settings and environment of a new run, and return the number of threads to use.
+    def _check_checkpoints(self, before: Config, finished: int) -> None:
+        """Refuse finished iterations without a checkpoint, unless a kill came before the first checkpoint was due.
 
-        A continued run keeps the threads it began with: sums in another order would not be bit-equal. `check` comes
-        first.
+        `start` makes the folder of the checkpoints, so where it is missing, it was removed.
+        """
+        first_due = min(before.checkpoint.every, before.iterations)
+        is_folder = self.checkpoints.is_dir()
+        if self.checkpoints.is_symlink() and not is_folder:
+            why = f"is a link to {self.checkpoints.readlink()}, which is not there"
+        elif finished and not is_folder:
+            why = "is not there"
+        elif finished > first_due:
+            why = "holds none"
+        else:
+            return
+        raise CheckpointError(
+            f"{self.path} has {finished} finished iterations and no checkpoint to continue from: {self.checkpoints} "
+            f"{why}. Bring the checkpoints back (mount the disk, or copy them there), or give --run another folder to "
+            f"begin anew; nothing was changed"
+        )
+
+    def start(self, config: Config, threads: int, iteration: int) -> int:
+        """Make the folder what a run is that continues after `iteration` (-1: a new run). `check` comes first.
+
+        Lines and files of later iterations move to superseded/. Changed settings and another environment are recorded
+        in config.yaml, environment.json and events.jsonl.
+
+        Returns:
+            The number of threads to use. A continued run keeps those that it began with, unless the settings give
+            another number: sums in another order would not be bit-equal.
         """
         with checkpoint_error_in(self.path):
-            if self._has_trained():
-                return json.loads((self.path / "environment.json").read_text())["threads"]
-            write_whole(self.path / "environment.json", json.dumps(_environment(threads), indent=2).encode() + b"\n")
-            write_whole(self.path / "config.yaml", yaml.safe_dump(_settings(config), sort_keys=False).encode())
+            before = run_config(self.path) if iteration >= 0 else None
+            if not before and (finished := self._finished()):
+                _log.warning(
+                    "%s: %d finished iterations without a checkpoint move to superseded/; the run begins anew",
+                    self.path,
+                    finished,
+                )
+            self.rewind(iteration)
+            environment = Environment(self.path)
+            if before and before.threads == config.threads:
+                threads = environment.threads or threads
+            other = environment.add_start(iteration, threads)
+            changed = list(changes(settings_of(before), settings_of(config))) if before else []
+            if changed or not before:
+                self._write_config(config, iteration, changed)
+            self.checkpoints.mkdir(exist_ok=True)
+        if changed:
+            self.event(iteration, {"event": "settings_changed", "changes": {one.key: one[1:] for one in changed}})
+        if before and other:
+            shown = {name: f"{name} {old} -> {new}" for name, (old, new) in other.items()}
+            self.warn(iteration, {"event": "environment_changed"} | shown)
         return threads
 
     def rewind(self, iteration: int) -> None:
-        """Remove lines and files of iterations after `iteration`, where the run continues; -1 removes all."""
+        """Move what is of iterations after `iteration`, where the run continues, to superseded/; -1 moves all."""
+        superseded = Superseded(self.path)
         with checkpoint_error_in(self.path):
             for name in ("metrics.jsonl", "events.jsonl"):
-                _cut(self.path / name, iteration)
-            for folder in (self.rollouts, self.path / "eval"):
-                for path in folder.glob("iteration-*"):
-                    number = int(re.match(r"iteration-(\d+)", path.name)[1])
-                    if number > iteration or path.suffix == PARTIAL:
-                        path.unlink()
-            folder = self.path / "tensorboard"
+                _cut(self.path / name, iteration, superseded)
+            for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
+                written = re.fullmatch(rf"iteration-(\d+)(\.parquet|-.+\.jsonl)({re.escape(PARTIAL)})?", path.name)
+                if written and written[3]:
+                    path.unlink()
+                elif written and int(written[1]) > iteration:
+                    superseded.move(path)
             if iteration < 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(exist_ok=True)
+                for path in [self.path / "config.yaml", *event_files(self.path / "tensorboard")]:
+                    if path.exists():
+                        superseded.move(path)
+            (self.path / "tensorboard").mkdir(exist_ok=True)
+        self._tensorboard = f"tensorboard/{event_file_name(self.path / 'tensorboard')}"
         self._append(self._tensorboard, restart_records(max(iteration + 1, 0)))
+
+    def check_in_place(self) -> None:
+        """Refuse to go on where the folder of this process was removed or replaced: another run may be there by now.
+
+        Raises:
+            CheckpointError: the folder's lock is not the one that this process holds.
+        """
+        if not self._is_in_place():
+            raise CheckpointError(
+                f"{self.path} was removed or replaced while this process trained in it; it stops here, and what it has "
+                f"not written yet is lost. Remove a run folder only after its process has ended"
+            )
+
+    def flush(self, iteration: int) -> None:
+        """Wait until all lines are on the disk, so that no power failure leaves a checkpoint without them."""
+        for name in self._appended:
+            with self.dispensable(iteration, name):
+                flush_file(self.path / name)
 
     def report(self, iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
         """Append the metrics of an iteration to metrics.jsonl and TensorBoard, and return the line."""
@@ -193,10 +297,34 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def _has_trained(self) -> bool:
-        return self.checkpoints.exists() or any(line["iteration"] for line in self.read("metrics.jsonl"))
+    def _finished(self) -> int:
+        """Return the newest finished iteration in metrics.jsonl; 0 where there is none."""
+        return max((line["iteration"] for line in self.read("metrics.jsonl")), default=0)
+
+    def _has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint, corrupt ones included. Lines of its iterations may be lost."""
+        return any(path.suffix != PARTIAL for path in self.checkpoints.glob("step-*"))
+
+    def _write_config(self, config: Config, iteration: int, changed: Sequence[Change]) -> None:
+        """Write config.yaml, with one comment for every change of a setting since the run began."""
+        path = self.path / "config.yaml"
+        lines = path.read_text().splitlines() if changed else []
+        history = [line for line in lines if line.startswith(_HISTORY)]
+        when = f"{_HISTORY} {iteration}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+        history += [f"{when}: {one.key}: {json.dumps(one.old)} -> {json.dumps(one.new)}" for one in changed]
+        text = yaml.safe_dump(settings_of(config), sort_keys=False) + "".join(f"{line}\n" for line in history)
+        write_whole(path, text.encode())
+
+    def _is_in_place(self) -> bool:
+        try:
+            path = (self.path / ".lock").stat()
+            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), path)
+        except FileNotFoundError:
+            return self._lock is None
 
     def _append(self, name: str, record: bytes) -> None:
+        if not self._is_in_place():
+            return  # the folder may be another run's; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))
         waited = bool(file.waiting)
         try:
@@ -204,10 +332,6 @@ class RunFolder:
         except OSError as error:
             if not waited:
                 _log.warning("%s: %s; new lines wait in memory until there is room", file.path, error)
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    return json.loads(config.model_dump_json())
 
 
 def _json_line(line: Mapping[str, Any]) -> bytes:
@@ -221,32 +345,26 @@ def _lines(path: Path) -> list[bytes]:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl or events.jsonl; None for one that was cut short."""
     try:
-        return json.loads(text) if text.endswith(b"\n") else None
+        line = json.loads(text) if text.endswith(b"\n") else None
     except ValueError:
         return None
+    return line if isinstance(line, dict) and isinstance(line.get("iteration"), int) else None
 
 
-def _cut(path: Path, iteration: int) -> None:
-    """Keep the complete lines up to `iteration`. A full disk lets a file be truncated, not rewritten."""
-    if not path.exists():
-        return
+def _cut(path: Path, iteration: int, superseded: Superseded) -> None:
+    """Keep the complete lines up to `iteration`; the others go to superseded/ first."""
+
+    def stays(text: bytes) -> bool:
+        return (line := _parsed(text)) is not None and line["iteration"] <= iteration
+
     texts = _lines(path)
-    kept = [text for text in texts if (line := _parsed(text)) and line["iteration"] <= iteration]
+    kept = list(filter(stays, texts))
+    if len(kept) == len(texts):
+        return
     if torn := [number for number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
         _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
+    superseded.keep(path.name, b"".join(text for text in texts if not stays(text)))
     if kept == texts[: len(kept)]:
         os.truncate(path, sum(map(len, kept)))
     else:
         write_whole(path, b"".join(kept))
-
-
-def _environment(threads: int) -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "threads": threads,
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }

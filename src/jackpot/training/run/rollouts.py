@@ -4,6 +4,7 @@ List columns have one entry for each response token; `*_top_ids` and `*_top_log_
 from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from jackpot.core.types import TrainingSample
 from jackpot.rollout.tasks.base import decode
 
 SCHEMA_VERSION = 1
+_FILE_NAME = re.compile(r"iteration-\d{6,}\.parquet")
 
 
 def write_rollouts(
@@ -32,7 +34,7 @@ def write_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
 ) -> Path:
-    """Write iteration-N.parquet, and remove all but the newest `rollouts.keep` files.
+    """Write iteration-N.parquet, and thin out the files where there are more than `rollouts.keep` then.
 
     Args:
         folder: `rollouts` in the run folder.
@@ -47,9 +49,20 @@ def write_rollouts(
     path = folder / f"iteration-{iteration:06d}.parquet"
     with whole_file(path) as partial:
         pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
-    for old in sorted(folder.glob("iteration-*.parquet"))[: -config.rollouts.keep]:
-        old.unlink()
+    thin_rollouts(folder, config.rollouts.keep)
     return path
+
+
+def thin_rollouts(folder: Path, keep: int) -> None:
+    """Remove files between the first and the newest until `keep` are left, each time the one that leaves the least gap.
+
+    No gap is twice as wide as if all were equal.
+    """
+    files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
+    while len(files) > keep:
+        numbers = sorted(files)
+        gaps = {two: three - one for one, two, three in zip(numbers, numbers[1:], numbers[2:], strict=False)}
+        files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else numbers[0]).unlink()
 
 
 def _row(

@@ -7,17 +7,32 @@ writer would lose them.
 import io
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+_PREFIX = "events.out.tfevents."
 
-def event_file_name() -> str:
-    """Name a new event file as TensorBoard does: by time, machine and process."""
-    return f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
+
+def event_files(folder: Path) -> list[Path]:
+    """List the event files in a folder in the order in which TensorBoard reads them."""
+    return sorted(folder.glob(f"{_PREFIX}*"))
+
+
+def event_file_name(folder: Path) -> str:
+    """Name a new event file as TensorBoard does: by time, machine and process.
+
+    TensorBoard reads files in the order of their names, so a clock that was set back counts on from the newest file.
+    """
+    names = [path.name.removeprefix(_PREFIX) for path in event_files(folder)]
+    times = [match[0] for name in names if (match := re.match(r"\d{10}", name))]
+    seconds = max([time.time(), *(float(one) + 1.0 for one in times)])
+    return f"{_PREFIX}{seconds:017.6f}.{platform.node()}.{os.getpid()}"
 
 
 def restart_records(iteration: int) -> bytes:

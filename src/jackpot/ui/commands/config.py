@@ -16,8 +16,9 @@ _INTRODUCTION = """\
 # Settings
 
 Every setting of `jackpot train`, then what `jackpot eval` and `jackpot mismatch` have in addition. A recipe sets them
-as YAML, the command line as `key=value`. `jackpot config KEY` explains one. `jackpot config --markdown` made this page
-from the docstrings in `src/jackpot/config`.
+as YAML, the command line as `key=value`. `jackpot config KEY` explains one. "May change": a run or an evaluation that
+continues may have another value; all others decide numbers that were computed before. `jackpot config --markdown` made
+this page from the docstrings in `src/jackpot/config`.
 """
 
 
@@ -72,8 +73,10 @@ def show_setting(console: Console, key: str) -> None:
         ("  values", setting.summary("values")),
         ("  default", setting.summary("default")),
         ("  used by", setting.users),
+        ("  resume", setting.resume),
     ):
-        print_line(console, f"{title:<11}{text}".rstrip())
+        if text or title == setting.key:
+            print_line(console, f"{title:<11}{text}".rstrip())
     print_line(console, f"  {setting.summary('meaning')}")
 
 
@@ -124,7 +127,7 @@ def _cells(setting: Setting) -> list[str]:
         f"`{setting.key}`",
         setting.summary("values"),
         default if default == "required" else f"`{default}`",
-        setting.summary("meaning") + choice,
+        setting.summary("meaning") + choice + (" May change." if setting.resume == "may change" else ""),
     ]
 
 

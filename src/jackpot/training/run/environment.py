@@ -1,0 +1,124 @@
+"""environment.json says which program, packages and machine each start of a run had, and how many threads it uses."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from jackpot.core.errors import CheckpointError
+from jackpot.core.files import write_whole
+
+FORMAT = 1  # number of the run folder's format, which rises when older versions could not continue a newer folder
+
+
+class Environment:
+    """Reads and extends environment.json: {"format", "threads", "starts": one entry for each start, oldest first}.
+
+    Args:
+        run: the run folder; a new one has no file yet.
+
+    Raises:
+        CheckpointError: the file is damaged, or of a later format.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "environment.json"
+        self._content = _read(self._path)
+
+    @property
+    def threads(self) -> int | None:
+        """Return the number of CPU threads that the run began with; None for a new run."""
+        return self._content["threads"]
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """Return versions and machine of the newest start; empty for a new run."""
+        starts = self._content["starts"]
+        return dict(starts[-1]) if starts else {}
+
+    def add_start(self, iteration: int, threads: int) -> dict[str, tuple[Any, Any]]:
+        """Append this process, which continues after `iteration` (-1: a new run), and write the file.
+
+        Returns:
+            What differs from the start before, as (before, now) by its name; empty for the first start.
+        """
+        before, now = self.newest, _environment()
+        start = {"time": time.time(), "after_iteration": iteration} | now
+        self._content = {"format": FORMAT, "threads": threads, "starts": [*self._content["starts"], start]}
+        write_whole(self._path, json.dumps(self._content, indent=2).encode() + b"\n")
+        return {name: (before.get(name), now[name]) for name in now if before and before.get(name) != now[name]}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read the file, also one of the versions that wrote versions and machine of the first start only."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {"format": FORMAT, "threads": None, "starts": []}
+    except (OSError, ValueError) as error:  # a JSON error names line and column
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Bring it back from a copy; without the file the run continues too, but "
+            f"with another number of threads perhaps, and then not bit-equal"
+        ) from error
+    written = content.get("format", FORMAT) if isinstance(content, dict) else None
+    if isinstance(written, int) and written > FORMAT:
+        by = (content.get("starts") or [{}])[-1].get("jackpot", "a later version")
+        raise CheckpointError(
+            f"{path.parent} has the format {written} of jackpot {by}, and this version ({version()}) knows formats up "
+            f"to {FORMAT}; use that version, or give another folder"
+        )
+    if isinstance(content, dict) and isinstance(content.get("threads"), int):
+        first = {name: value for name, value in content.items() if name != "threads"}
+        starts = content.get("starts", [first])
+        if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
+            return {"format": FORMAT, "threads": content["threads"], "starts": starts}
+    raise CheckpointError(
+        f"{path} is not the file that jackpot writes there: threads and starts are missing; give another folder"
+    )
+
+
+def version() -> str:
+    """Return the version of the package; "unknown" where its source is used without being installed."""
+    try:
+        return metadata.version("jackpot-rl")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "jackpot": version(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+@cache
+def commit(file: str = __file__) -> str | None:
+    """Return the git commit that a file of the package belongs to, with -dirty where files have changed since.
+
+    None where git does not know the file, as in an installed package, or where there is no git.
+    """
+    git = ["git", "-C", str(Path(file).parent)]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", file], capture_output=True, timeout=10.0, check=True)
+        done = subprocess.run(
+            [*git, "--no-optional-locks", *describe], capture_output=True, text=True, timeout=10.0, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,219 @@
+"""What a start does with a folder in which something stands: it continues or refuses, and removes nothing."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from helpers.runs import FinishedRuns, assert_same_run, contents, metrics, run, small_config, weights
+from jackpot.config.changes import changeable
+from jackpot.config.run import Config
+from jackpot.core.errors import CheckpointError
+from jackpot.launch.local import launch
+from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.training.trainer import MetricsLine
+
+BOTH = ["policy", "rollout_model"]
+
+
+def start(folder: Path, *overrides: str) -> None:
+    """Begin or continue a run, and end it before its next iteration."""
+    launch(small_config(*overrides), folder, lambda line: None).close()
+
+
+def lose(checkpoints: Path) -> None:
+    shutil.rmtree(checkpoints)
+
+
+def leave_a_link(checkpoints: Path) -> None:
+    """As where the disk of the checkpoints is not mounted."""
+    shutil.rmtree(checkpoints)
+    checkpoints.symlink_to("/nowhere/checkpoints")
+
+
+def empty(checkpoints: Path) -> None:
+    shutil.rmtree(checkpoints)
+    checkpoints.mkdir()
+
+
+def leave_an_unfinished_one(checkpoints: Path) -> None:
+    empty(checkpoints)
+    (checkpoints / "step-4.partial").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lose, "is not there"),
+        (leave_a_link, "is a link to /nowhere/checkpoints, which is not there"),
+        (empty, "holds none"),
+        (leave_an_unfinished_one, "holds none"),
+    ],
+)
+def test_finished_iterations_without_a_checkpoint_are_refused_and_kept(
+    change: Callable[[Path], None], why: str, finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    finished_run.copy(tmp_path)
+    change(tmp_path / "checkpoints")
+    before = contents(tmp_path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"4 finished iterations and no checkpoint .* {why}\. Bring the"):
+            start(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_start_removes_no_file_of_the_users_and_no_finished_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    """It continues after iteration 2 of 3; what it runs again moves to superseded/."""
+    finished_run.copy(tmp_path, "checkpoint.every=1", kill_after=3)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-3")
+    (tmp_path / "rollouts" / "iteration-000003.parquet").write_bytes(b"superseded")
+    for name in (
+        "notes.md",
+        "eval/iteration-000003-notes.txt",
+        "rollouts/iteration-000003-mine.parquet",
+        "tensorboard/notes",
+        "checkpoints/step-9-mine.partial/notes",
+        "checkpoints/notes.partial",
+        "checkpoints/step-1/model",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    (tmp_path / "rollouts" / "iteration-000003.parquet.partial").write_bytes(b"half a file")
+    start(tmp_path, "checkpoint.every=1", "checkpoint.keep=1", "rollouts.keep=1")
+    after = contents(tmp_path)
+    assert "rollouts/iteration-000003.parquet.partial" not in after
+    moved = {name for name in before if f"superseded/1/{name}" in after}
+    assert (
+        {"metrics.jsonl", "rollouts/iteration-000003.parquet"}
+        <= moved
+        <= {
+            "metrics.jsonl",
+            "events.jsonl",
+            "rollouts/iteration-000003.parquet",
+        }
+    )
+    assert before["metrics.jsonl"] == after["metrics.jsonl"] + after["superseded/1/metrics.jsonl"]
+    written = {*moved, "events.jsonl", "config.yaml", "environment.json", "checkpoints/last"}
+    assert {name: before[name] for name in before.keys() - written} == {
+        name: after[name] for name in before.keys() - written
+    }
+
+
+def test_another_runs_checkpoint_is_refused(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    finished_run.copy(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    other = finished_run("iterations=2", arm="on_policy") / "checkpoints"
+    shutil.copytree(other, tmp_path / "checkpoints", symlinks=True)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-2 is of another run:\n(?s:.*)rollout_model: null in the folder"):
+        start(tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_process_whose_folder_was_removed_ends_and_writes_nothing_more(replaced: bool, tmp_path: Path) -> None:
+    """`rm -r RUN`, perhaps followed by another start."""
+    folder = tmp_path / "run"
+
+    def listen(line: MetricsLine) -> None:
+        shutil.rmtree(folder)
+        if replaced:
+            RunFolder(folder).lock()
+
+    trainer = launch(small_config("iterations=2"), folder, listen)
+    with pytest.raises(CheckpointError, match="was removed or replaced while this process trained in it"):
+        trainer.train()
+    trainer.close()
+    assert folder.exists() == replaced and not contents(tmp_path / "run")
+
+
+def test_settings_that_decide_no_number_computed_before_may_change_and_are_recorded(
+    finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    finished_run.copy(tmp_path, kill_after=3)
+    changed = ["iterations=5", "evaluation.every=3", "rollouts.every=1", "engine.max_num_seqs=3", "description=hello"]
+    start(tmp_path, *changed)
+    assert run_config(tmp_path) == small_config(*changed)
+    [event] = [line for line in RunFolder(tmp_path).read("events.jsonl") if line["event"] == "settings_changed"]
+    assert event["iteration"] == 2 and event["changes"]["iterations"] == [4, 5] and len(event["changes"]) == 5
+    start(tmp_path, *changed, "device=auto")
+    text = (tmp_path / "config.yaml").read_text()
+    assert [line.partition("Z: ")[2] for line in text.splitlines() if line.startswith("# after iteration 2, ")] == [
+        f'description: "{small_config().description}" -> "hello"',
+        "engine.max_num_seqs: 256 -> 3",
+        "evaluation.every: 2 -> 3",
+        "iterations: 4 -> 5",
+        "rollouts.every: 10 -> 1",
+        'device: "cpu" -> "auto"',
+    ]
+    assert Config.model_validate(yaml.safe_load(text)).device == "auto"
+
+
+def test_a_run_that_got_more_iterations_is_the_run_that_had_them_from_the_start(
+    finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    """But for what was measured more often: the last iteration saves its rollouts, and some metrics with them."""
+    finished_run.copy(tmp_path, "iterations=2")
+    run(small_config(), tmp_path)
+    whole = finished_run()
+    for role in BOTH:
+        ours, theirs = weights(tmp_path, role), weights(whole, role)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert metrics(tmp_path)[3:] == metrics(whole)[3:] and metrics(tmp_path)[:2] == metrics(whole)[:2]
+
+
+REFUSED = {
+    "objective.correction.lam=2.0": r"objective\.correction\.lam: 1\.0 in the folder, 2\.0 now",
+    "seed=1": "seed: 0 in the folder, 1 now",
+    "evaluation.problems=9": r"evaluation\.problems: 8 in the folder, 9 now",
+    "engine.dtype=bf16": r'engine\.dtype: "fp32" in the folder, "bf16" now',
+    "iterations=2": "iterations: 4 in the folder, 2 now; 3 are finished",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_settings_of_numbers_computed_before_may_not_change(override: str, finished_run: FinishedRuns) -> None:
+    with pytest.raises(CheckpointError, match=REFUSED[override]):
+        RunFolder(finished_run(kill_after=3)).check(small_config(override))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("role", BOTH)
+def test_iterations_may_not_change_where_rates_fell_towards_the_last(schedule: str, role: str, tmp_path: Path) -> None:
+    falling = f"{role}.optimizer.schedule={schedule}"
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    folder.start(small_config(falling), 1, -1)
+    (tmp_path / "checkpoints" / "step-2").mkdir()
+    with pytest.raises(CheckpointError, match=rf"the rates used so far fell .* \({role}\.optimizer\.schedule\)"):
+        folder.check(small_config(falling, "iterations=9"))
+    folder.check(small_config(falling, "evaluation.every=3"))
+    folder.close()
+
+
+def test_only_what_decides_no_number_computed_before_may_change() -> None:
+    engine = {"device", "enable_sleep_mode", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes"}
+    engine |= {"max_num_seqs", "urls", "weights_folder", "timeout", "max_retries", "connect_timeout"}
+    blocks = [f"{block}.{name}" for block in ("engine", "evaluation.engine") for name in engine]
+    cadence = ["evaluation.every", "checkpoint.every", "checkpoint.keep", "rollouts.every", "rollouts.keep"]
+    machine = ["device", "threads", "batch.micro_batch_tokens", "activation_checkpointing", "task.reward_workers"]
+    guards = ["guard.check_engine", "guard.max_non_finite_steps"]
+    assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *blocks}
+
+
+def test_a_clock_that_jumps_changes_nothing_but_timestamps(
+    finished_run: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(1_000_000))
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0 + (3600.0 if next(calls) % 3 else -3600.0))
+    lines = run(small_config(), tmp_path)
+    monkeypatch.undo()
+    assert_same_run(finished_run(), tmp_path, BOTH)
+    assert [line["time"] for line in lines] != sorted(line["time"] for line in lines)
+    seconds = [value for line in lines for name, value in line.items() if name.startswith("seconds/")]
+    assert seconds and all(0.0 <= value < 60.0 for value in seconds)
