@@ -16,12 +16,14 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
+from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerPool
+from jackpot.rollout.rewards.rewards import VERIFY
 from jackpot.rollout.rewards.verifier.choices import choice, parse_choice
-from jackpot.rollout.rewards.verifier.compare import VERIFY, compare, compare_without_algebra
+from jackpot.rollout.rewards.verifier.compare import compare, compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.rewards.verifier.latex import normalize
 from jackpot.rollout.rewards.verifier.numbers import parse_quantity
@@ -188,18 +190,21 @@ def joined(structure: Structure, members: Sequence[str]) -> str:
     return opening + ", ".join(members) + closing
 
 
-def compare_all(pool: RewardWorkerPool, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
+def compare_all(workers: int, wanted: Sequence[Case], alone: bool) -> list[bool | None]:
     """What the verifier, or math-verify alone, says of each case; None for a timeout or crash."""
     found = [None if alone else compare_without_algebra(case.answer, case.gold) for case in wanted]
     asked = [number for number, equal in enumerate(found) if equal is None]
     print(f"{len(wanted)} cases, {len(asked)} of them for the processes", file=sys.stderr)
-    jobs = [
-        RewardJob(ALONE if alone else VERIFY, {"answer": wanted[number].answer, "reference": wanted[number].gold})
-        for number in asked
-    ]
-    for number, outcome in zip(asked, pool.run(jobs), strict=True):
+    items = [{"answer": wanted[number].answer, "reference": wanted[number].gold} for number in asked]
+    for number, outcome in zip(asked, run(ALONE if alone else VERIFY, items, workers), strict=True):
         found[number] = None if outcome.error else outcome.value == 1.0
     return found
+
+
+def run(function: str, items: Sequence[dict[str, str]], workers: int) -> list[RewardResult]:
+    """Call a function in reward workers for every item."""
+    with closing(RewardWorkerPool(function, CallLimits(TIMEOUT), workers=workers)) as pool:
+        return pool.run(items)
 
 
 def table(wanted: Sequence[Case], found: Sequence[bool | None]) -> list[str]:
@@ -222,14 +227,14 @@ def table(wanted: Sequence[Case], found: Sequence[bool | None]) -> list[str]:
     return lines + head + [line.replace("||", r"\|\|") for line in others]
 
 
-def unparsable(pool: RewardWorkerPool, unique: Sequence[str], wanted: Sequence[Case]) -> list[str]:
+def unparsable(workers: int, unique: Sequence[str], wanted: Sequence[Case]) -> list[str]:
     """Gold answers with a part that is left to math-verify and that it cannot parse."""
     parts: dict[str, str] = {}
     for case in wanted:
         compare(
             case.answer, case.gold, lambda answer, reference, gold=case.gold: parts.setdefault(reference, gold) and None
         )
-    outcomes = pool.run([RewardJob(PARSES, {"text": part}) for part in parts])
+    outcomes = run(PARSES, [{"text": part} for part in parts], workers)
     bad = {gold for (_, gold), outcome in zip(parts.items(), outcomes, strict=True) if outcome.value != 1.0}
     return [gold for gold in unique if gold in bad]
 
@@ -250,12 +255,10 @@ def report(folder: Path, workers: int, alone: bool = False) -> list[str]:
     wanted = [case for gold in unique for case in cases(gold)]
     if not alone:
         wanted += [case for gold in unique for case in spellings(gold)]
-    pool = RewardWorkerPool([ALONE, PARSES], workers=workers, timeout=TIMEOUT)
-    lines = table(wanted, compare_all(pool, wanted, alone))
+    lines = table(wanted, compare_all(workers, wanted, alone))
     if not alone:
-        listed = ", ".join(f"`{gold}`" for gold in unparsable(pool, unique, wanted))
+        listed = ", ".join(f"`{gold}`" for gold in unparsable(workers, unique, wanted))
         lines += ["", f"Left to math-verify, which cannot parse them: {listed or 'none'}."]
-    pool.close()
     return lines
 
 

@@ -4,22 +4,25 @@
 
 Every second answer is wrong. `plain` are GSM8K's own solutions, scored in this process; `plain, long` the same with the
 answer in a box after 4,000 characters of text; `algebra` are MATH's gold answers e, written as e + 0, of those that are
-neither numbers nor words: compared in one reward worker, whose CPU seconds count.
+neither numbers nor words: compared in one reward worker, whose CPU seconds count. `algebra, shuffled` are the same gold
+answers, each against that of another problem, as wrong answers of a model are.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.types import DecodedResponse, Prompt
-from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
-from jackpot.rollout.rewards.rewards import RewardFn
-from jackpot.rollout.rewards.verifier.compare import VERIFY, compare_without_algebra
+from jackpot.rollout.rewards.pool import CallLimits, RewardWorkerPool
+from jackpot.rollout.rewards.rewards import VERIFY, RewardFn
+from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 
 GROUP = 8  # responses scored together, as the sampler does; equal pairs among them are compared once
@@ -44,14 +47,16 @@ def plain_answers(folder: Path, long: bool) -> list[DecodedResponse]:
     return answers
 
 
-def algebra_jobs(folder: Path) -> list[RewardJob]:
+def algebra_items(folder: Path, shuffled: bool) -> list[dict[str, str]]:
+    """Pairs that only algebra decides: e + 0 or e + 1 with e, or one gold answer with another."""
     golds = [str(row["answer"]) for row in rows(folder / "math500.jsonl")]
-    pairs = [(f"{gold}+{number % 2}", gold) for number, gold in enumerate(golds)]
-    return [
-        RewardJob(VERIFY, {"answer": answer, "reference": gold})
-        for answer, gold in pairs
-        if compare_without_algebra(answer, gold) is None and compare_without_algebra(gold, f"{gold}0") is None
-    ]
+    others = random.Random(0).sample(golds, len(golds))
+    pairs = list(zip(others, golds, strict=True))
+    if not shuffled:
+        is_algebra = [compare_without_algebra(gold, f"{gold}0") is None for gold in golds]
+        pairs = [(f"{gold}+{n % 2}", gold) for n, gold in enumerate(golds) if is_algebra[n]]
+    undecided = [pair for pair in pairs if compare_without_algebra(*pair) is None]
+    return [{"answer": answer, "reference": gold} for answer, gold in undecided]
 
 
 def processor_seconds(process: int) -> float:
@@ -89,16 +94,17 @@ def main() -> None:
 
         told(name, len(answers), given.repetitions, spend)
     reward_fn.close()
-    jobs = algebra_jobs(given.data)
-    pool = RewardWorkerPool([], workers=1, timeout=20.0)
+    for name, shuffled in (("algebra", False), ("algebra, shuffled", True)):
+        items = algebra_items(given.data, shuffled)
+        with closing(RewardWorkerPool(VERIFY, CallLimits(timeout=60.0), workers=1)) as pool:
+            pool.wait_until_ready()
 
-    def spend_there() -> float:
-        start = processor_seconds(pool.process_ids[0])
-        pool.run(jobs)
-        return processor_seconds(pool.process_ids[0]) - start
+            def spend_there(pool: RewardWorkerPool = pool, items: list[dict[str, str]] = items) -> float:
+                start = processor_seconds(pool.process_ids[0])
+                assert not any(result.error for result in pool.run(items))
+                return processor_seconds(pool.process_ids[0]) - start
 
-    told("algebra", len(jobs), given.repetitions, spend_there)
-    pool.close()
+            told(name, len(items), given.repetitions, spend_there)
 
 
 if __name__ == "__main__":

@@ -383,6 +383,36 @@ def test_data_and_rewards_have_short_forms():
     assert build({"task": MATH, "task.rewards": "format"}).task.rewards == changed.rewards[1:]
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "threshold"),
+    [
+        (0.5, "reward", 0.5),
+        (-1, "reward", -1.0),
+        ("correct", "correct", 1.0),
+        ("a.b:c", "a.b:c", 1.0),
+        ({"threshold": 2.0}, "reward", 2.0),
+        ({"name": "a:b", "threshold": 0.25}, "a:b", 0.25),
+    ],
+)
+def test_a_verdict_has_short_forms(given, name, threshold):
+    task = build({"task": MATH | {"rewards": "a:b", "verdict": given}}).task
+    assert (task.verdict.name, task.verdict.threshold) == (name, threshold) and task.decides == task.verdict
+    assert build({"task": task.model_dump()}).task == task  # as a run folder holds it
+
+
+def test_without_a_verdict_the_answer_decides_where_it_is_rewarded():
+    assert build({"task": MATH}).task.decides == config_tasks.VerdictConfig(name="correct")
+    assert build({"task": MATH | {"rewards": "a:b"}}).task.decides is None
+    verified = {"rewards": ["a:b", {"name": "correct", "weight": 0.0}]}
+    assert build({"task": MATH | verified}).task.decides.name == "correct"
+
+
+def test_rewards_that_cannot_be_are_refused():
+    assert "timeout was given for 'correct'" in message({"task": MATH | {"rewards": {"name": "correct", "timeout": 9}}})
+    assert "all have weight 0" in message({"task": MATH | {"rewards": {"name": "correct", "weight": 0.0}}})
+    assert "task.verdict.threshold" in message({"task": MATH | {"verdict": {"threshold": float("nan")}}})
+
+
 def test_another_source_of_data_replaces_its_block_and_the_same_one_does_not():
     block = {"x": {"source": "own.jsonl", "columns": {"answer": "gold"}}}
     assert merge(block, {"x": "gsm8k"}) == {"x": {"source": "gsm8k"}}

@@ -1,8 +1,11 @@
 """The examples run as their first lines say, on the starter models, for two iterations."""
 
 import json
+import threading
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,9 +15,12 @@ from helpers.paths import ROOT
 from helpers.runs import SMALL, run
 from jackpot.analysis.replay.settings import settings_of
 from jackpot.config.recipes import resolve
+from jackpot.config.tasks import RewardConfig
+from jackpot.core.types import DecodedResponse, Prompt
 from jackpot.models.load import load_tokenizer
 from jackpot.objectives.corrections import CorrectionInputs, construct_correction
 from jackpot.objectives.obrs import known_z
+from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.registry import make_task
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
@@ -26,7 +32,10 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "own_reward_model" else ()) for name in EXAMPLES],
+)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     lines = run(resolve(f"examples/{name}.yaml", None, SHORT), tmp_path)
     assert [line["iteration"] for line in lines] == [0, 1, 2]
@@ -65,6 +74,43 @@ def test_the_environment_asks_again_once_and_pays_half() -> None:
         assert task.step(prompt, wrong + again + wrong) is None
         texts = (right, wrong + again + right, wrong + again + wrong)
         assert [task.score(prompt, text, True).reward for text in texts] == [1.0, 0.5, 0.0]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Rates a response by its length. The first request is refused, and the next two wait for each other."""
+
+    requests: ClassVar[list[dict[str, str]]] = []
+    both = threading.Barrier(2)
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(question)
+        if len(self.requests) == 1:
+            self.send_error(503)
+            return
+        if len(self.requests) <= 3:
+            self.both.wait(60.0)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"score": len(question["response"])}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_the_judge_behind_http_is_asked_at_the_same_time_and_again_after_a_failure(monkeypatch) -> None:
+    prompt = Prompt(uid="p", text="2+3=", answer="5", token_ids=())
+    responses = [DecodedResponse(prompt, text, True) for text in ("5", "no", "yes")]
+    rewards = [RewardConfig(name="examples.own_judge:judged", timeout=60.0, retries=1)]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/rate")
+        with closing(RewardFn(rewards, workers=1, timeout=60.0)) as reward_fn:
+            scores = reward_fn.scores(responses, None)
+        server.shutdown()
+    assert [score.reward for score in scores] == [1.0, 2.0, 3.0] and not any(score.reward_error for score in scores)
+    assert sorted(score.reward_retries for score in scores) == [0, 0, 1]
+    assert {"problem": "2+3=", "response": "yes", "reference": "5"} in Judge.requests and len(Judge.requests) == 4
 
 
 def test_the_correction_is_smooth_and_never_above_its_cap() -> None:

@@ -1,5 +1,6 @@
 """Reward functions, good ones and bad ones, that the reward workers of the tests import."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -11,6 +12,10 @@ KEPT: list[bytearray] = []
 
 def length(problem: str, response: str, answer: str, finished: bool) -> int:
     return len(response)
+
+
+def minus_length(*, response: str, **_: object) -> float:
+    return -float(len(response))
 
 
 def arguments(*, problem: str, response: str, answer: str, finished: bool) -> float:
@@ -66,6 +71,10 @@ def infinite(**_: object) -> float:
     return float("inf")
 
 
+def huge(**_: object) -> float:
+    return -1.1e30
+
+
 def words(**_: object) -> str:
     return "1.0"
 
@@ -75,3 +84,63 @@ def nothing(**_: object) -> None:
 
 
 number = 5
+
+
+ARRIVED: list[str] = []
+
+
+def one(**_: object) -> float:
+    return 1.0
+
+
+async def together(*, response: str, **_: object) -> float:
+    """Return 1 when as many calls wait here as the response says."""
+    ARRIVED.append(response)
+    while len(ARRIVED) < int(response):
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
+async def judged(*, response: str, **_: object) -> float:
+    """Do what the response says, and return 1."""
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "sleep":
+        await asyncio.sleep(1000)
+    if response == "block":
+        time.sleep(1000)
+    if response == "exit":
+        os._exit(3)
+    return 1.0
+
+
+def batch(*, problems: list[str], responses: list[str], answers: list[str], finished: list[bool]) -> list[object]:
+    """Return the size of the batch for every response but those that say something else."""
+    if "raise" in responses:
+        raise KeyError("no such thing")
+    if "exit" in responses:
+        os._exit(3)
+    assert len(problems) == len(answers) == len(finished)
+    rewards = [None if response == "none" else len(responses) for response in responses]
+    return rewards[1:] if "short" in responses else rewards
+
+
+async def async_batch(*, responses: list[str], **_: object) -> list[int]:
+    return [len(responses)] * len(responses)
+
+
+def fails_once(*, response: str, **_: object) -> float:
+    """Raise in the first call with a path, and return 1 in later ones."""
+    if not Path(response).exists():
+        Path(response).touch()
+        raise ConnectionError("503")
+    return 1.0
+
+
+def runs_until(*, response: str, **_: object) -> float:
+    """Write the process id to the file in the response, and return 1 when the file `go` lies beside it."""
+    Path(f"{response}.new").write_text(str(os.getpid()))
+    Path(f"{response}.new").rename(response)
+    while not Path(response).with_name("go").exists():
+        time.sleep(0.01)
+    return 1.0

@@ -124,6 +124,20 @@ def test_a_single_problem_has_no_interval_and_none_is_refused() -> None:
         mean_at_k(np.zeros(0, dtype=np.int64), 4)
 
 
+def test_a_summary_without_a_verdict_has_rewards_alone() -> None:
+    ones = np.ones((2, 2))
+    outcomes = ResponseOutcomes(
+        correct=None,
+        rewards=np.array([[1.0, 0.5], [0.0, -2.5]]),
+        tokens=ones.astype(np.int64),
+        finishes=np.full((2, 2), "stop"),
+        reward_errors=np.array([["", "invalid"], ["crash", "timeout"]]),
+    )
+    found = summarize(outcomes)
+    assert (found.problems, found.k, found.mean_at_k, found.pass_at_k, found.reward) == (2, 2, None, {}, -0.25)
+    assert (found.reward_timeouts, found.reward_crashes) == (0.25, 0.5)
+
+
 def test_a_summary_counts_what_went_wrong() -> None:
     outcomes = ResponseOutcomes(
         correct=np.array([[True, False], [False, False]]),

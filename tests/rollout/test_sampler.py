@@ -73,10 +73,10 @@ def answer(request):
     )
 
 
-def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Numbered):
+def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Numbered, engine_class=ScriptedEngine):
     """A sampler of 4 prompts with 4 answers each, its prompt stream, its events, and its engine."""
     config = small_config(*overrides)
-    task, engine, events = task_class(rules), ScriptedEngine(change), []
+    task, engine, events = task_class(rules), engine_class(change), []
     tokenizer = load_tokenizer("starter:policy")
     prompts = PromptStream(task, "train", 0)
     return (
@@ -283,6 +283,47 @@ def test_what_could_not_be_scored_is_counted_by_its_cause_and_reported():
         ("reward_timeout", f"5/3#{n}") for n in range(4)
     ]
     assert events == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e160, math.nan, math.inf])
+def test_a_reward_that_float32_cannot_hold_is_refused_and_counted(reward):
+    sampler, _, events, _ = sampler_of(lambda number: (1.0, reward, 1.0, 0.5))
+    batch = sampler.next_batch(5)
+    assert [item.score.reward for item in batch.scored] == [1.0, 0.0, 1.0, 0.5] * 4
+    assert value(batch, "reward/errors") == 0.25 and value(batch, "reward/correct") == 0.5
+    assert events == [{"event": "reward_invalid", "uid": f"5/{n}#1", "iteration": 5} for n in range(4)]
+
+
+def test_a_task_without_a_verdict_has_no_share_of_right_responses():
+    class Unjudged(Numbered):
+        def score(self, prompt, response, finished):
+            return replace(super().score(prompt, response, finished), correct=None)
+
+    def spoil(rollout):
+        return replace(rollout, finish="aborted") if rollout.uid.endswith("#2") else rollout
+
+    batch = sampler_of(lambda number: MIXED, task_class=Unjudged, change=spoil)[0].next_batch(1)
+    assert {item.score.correct for item in batch.scored} == {None} and value(batch, "reward/mean") == 1 / 3
+    assert all(math.isnan(value(batch, f"reward/{name}")) for name in ("correct", "all_right", "all_wrong"))
+
+
+def test_scoring_of_a_group_begins_when_it_is_complete_and_is_waited_for_at_the_end():
+    happened = []
+
+    class Slow(Numbered):
+        def start_scoring(self, answers):
+            happened.append(("start", answers[0].prompt.uid, len(engine.collected)))
+            scores = self.scores(answers)
+            return lambda: happened.append(("wait", answers[0].prompt.uid, len(engine.collected))) or scores
+
+    class OneByOne(ScriptedEngine):
+        def collect(self, n, timeout=None, uids=None):
+            return [] if timeout == 0.0 else super().collect(1, timeout, uids)
+
+    sampler, *_, engine = sampler_of(lambda number: MIXED, task_class=Slow, engine_class=OneByOne)
+    assert len(sampler.next_batch(1).scored) == 16
+    starts, waits = [("start", str(n), 4 * (n + 1)) for n in range(4)], [("wait", str(n), 16) for n in range(4)]
+    assert happened == starts + waits
 
 
 def test_a_group_is_scored_at_once_with_what_a_task_needs_to_know():

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jackpot.config.base import MAY_CHANGE, Count, Finite, ImportPath, Positive, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, Count, ImportPath, Positive, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -96,8 +96,27 @@ class RewardConfig(Strict):
 
     name: str
     """Reward function: correct, format, or package.module:function."""
-    weight: Finite = 1.0
+    weight: Annotated[float, Field(ge=0.0, lt=float("inf"))] = 1.0
     """Factor of this part in the sum."""
+    timeout: Positive | None = None
+    """Time limit of one call of the function, seconds; null: `reward_timeout`."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """How often a call that failed or took too long is repeated, after 1, 2, 4, ... seconds."""
+    batch_size: Count = 64
+    """Most responses in one call of a function that takes batches, or that an async function rates at the same time."""
+    memory: Positive = 2.0
+    """Memory that the function's process may take beyond what it had after importing the function, GiB; .inf: no
+    limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RewardConfig":
+        changed = [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
+        if ":" not in self.name and (given := set(changed) - {"name", "weight"}):
+            raise ValueError(
+                f"{', '.join(sorted(given))} was given for {self.name!r}; only functions of your own, "
+                f"package.module:function, have limits of their own"
+            )
+        return self
 
 
 Rewards = Annotated[
@@ -105,6 +124,24 @@ Rewards = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value),
     Field(strict=False, min_length=1),  # a list in YAML
 ]
+
+
+class VerdictConfig(Strict):
+    """Which responses count as right: those whose number reaches a threshold."""
+
+    name: str
+    """Number that decides: reward (the weighted sum), correct, format, or package.module:function."""
+    threshold: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Least number of a right response."""
+
+
+def _verdict(value: Any) -> Any:
+    """Let `verdict: correct` stand for `{name: correct}`, and `verdict: 0.5` for a threshold on the reward."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = {"threshold": value}
+    elif isinstance(value, str):
+        value = {"name": value}
+    return {"name": "reward", **value} if isinstance(value, Mapping) else value
 
 
 class QuestionConfig(Strict):
@@ -118,18 +155,34 @@ class QuestionConfig(Strict):
     """Text after the problem; it may be empty."""
     rewards: Rewards = (RewardConfig(name="correct"),)
     """Parts of the reward, each a name or a block of name and weight."""
-    reward_workers: Annotated[Count, MAY_CHANGE] = 1
-    """Processes that verify answers which are not plain numbers, and call reward functions."""
+    verdict: Annotated[VerdictConfig | None, BeforeValidator(_verdict)] = None
+    """Which responses count as right in accuracies and for the checkpoint `best`: a name, or a number that the reward
+    must reach; null: those that are `correct`, where that is among the rewards, else none, and mean rewards stand in
+    place of accuracies."""
+    reward_workers: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
+    """Most processes that verify answers which are not plain numbers, and as many more for each reward function that is
+    neither async nor takes batches; auto: the cores that are free when the task is made."""
     reward_timeout: Positive = 5.0
     """Time limit to verify one response or to call one reward function, seconds; after that the response counts as
     wrong."""
+    reward_batch_timeout: Positive = 600.0
+    """Longest time that a response of a rollout batch waits for its turn to be scored, seconds; after that it counts as
+    one that took too long. Evaluations have no such limit."""
 
     @model_validator(mode="after")
     def _check_rewards(self) -> "QuestionConfig":
         names = [reward.name for reward in self.rewards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards: {', '.join(twice)} is given more than once; give it once, with its weight")
+        if sum(reward.weight for reward in self.rewards) == 0.0:
+            raise ValueError("rewards: all have weight 0, so every reward would be 0; give one a weight")
         return self
+
+    @property
+    def decides(self) -> VerdictConfig | None:
+        """Return the verdict, with null resolved; None where no response counts as right or wrong."""
+        is_verified = any(reward.name == "correct" for reward in self.rewards)
+        return self.verdict or (VerdictConfig(name="correct") if is_verified else None)
 
 
 class MathConfig(QuestionConfig):

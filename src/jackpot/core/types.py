@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 Finish = Literal["stop", "length", "aborted"]
-RewardError = Literal["timeout", "crash"]
+RewardError = Literal["timeout", "crash", "invalid"]  # invalid: no number from -1e30 to 1e30
 Role = Literal["policy", "rollout_model", "critic"]
 
 
@@ -81,8 +81,9 @@ class Score:
     """Holds a task's score of one response."""
 
     reward: float  # what training maximizes
-    correct: bool  # whether the answer is right; accuracies count this
+    correct: bool | None = None  # whether the response is right; accuracies count this. None: the task has no verdict
     reward_error: RewardError | None = None  # why scoring failed: the answer counts as wrong, or the function as 0
+    reward_retries: int = 0  # calls that were repeated because they failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,5 @@
 """Builds all components of a run from its settings, in this process."""
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
+from jackpot.core.cores import free_cores
 from jackpot.core.errors import ConfigError, ModelError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Version
@@ -246,12 +246,6 @@ def threads(config: Config | BenchmarksConfig | MismatchConfig) -> int:
     On a machine with another busy process, training with one thread too many was 10 times slower.
     """
     return free_cores() if config.threads == "auto" else config.threads
-
-
-def free_cores() -> int:
-    """Estimate the number of cores that no process keeps busy now, at least one."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable - round(os.getloadavg()[0]))
 
 
 def _optimizer(model: PreTrainedModel, config: OptimizerConfig, total_steps: int) -> ModelOptimizer:

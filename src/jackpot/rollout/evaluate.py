@@ -4,13 +4,15 @@ Sample j of a problem is drawn from its own random stream, keyed by (seed, set, 
 neither on the other requests, nor on the number of samples, nor on where an interrupted evaluation continues.
 """
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Sampling
@@ -19,6 +21,7 @@ from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
 from jackpot.rollout.pass_at_k import standard_error
+from jackpot.rollout.rewards.worker import MAX_REWARD
 from jackpot.rollout.tasks.base import Task, decode
 
 OWN_SET = ""  # name of the task's own held-out problems among the evaluation sets
@@ -36,15 +39,19 @@ class Evaluation:
     scores: tuple[Score, ...]
 
     @property
+    def has_verdict(self) -> bool:
+        """Return whether the task says of responses that they are right or wrong."""
+        return any(score.correct is not None for score in self.scores)
+
+    @property
     def accuracy(self) -> float:
         """Return mean@k, the share of all responses that are correct."""
-        return sum(score.correct for score in self.scores) / len(self.scores)
+        return sum(bool(score.correct) for score in self.scores) / len(self.scores)
 
     @property
     def accuracy_stderr(self) -> float:
         """Return the standard error of `accuracy` over problems like these."""
-        correct = np.array([score.correct for score in self.scores], dtype=np.float64)
-        return standard_error(correct.reshape(-1, self.k).mean(axis=1))
+        return standard_error(self._means([bool(score.correct) for score in self.scores]))
 
     @property
     def pass_at_k(self) -> float:
@@ -56,6 +63,16 @@ class Evaluation:
     def reward(self) -> float:
         """Return the mean of the task's rewards, before shaping."""
         return sum(score.reward for score in self.scores) / len(self.scores)
+
+    @property
+    def reward_stderr(self) -> float:
+        """Return the standard error of `reward` over problems like these; NaN of a single problem."""
+        means = self._means([score.reward for score in self.scores])
+        return float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+
+    def _means(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """Return the mean over the k samples of each problem: [P]."""
+        return np.array(values, dtype=np.float64).reshape(-1, self.k).mean(axis=1)
 
     @property
     def tokens(self) -> int:
@@ -73,9 +90,13 @@ class Evaluation:
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
     def role_metrics(self) -> dict[str, float]:
-        """Return the metrics of the task's own problems, logged as `eval/ROLE_...`."""
-        numbers = {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr, "reward": self.reward}
-        numbers |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
+        """Return the metrics of the task's own problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
+        numbers = {"reward": self.reward}
+        if self.has_verdict:
+            numbers |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
+            numbers |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
+        else:
+            numbers["reward_stderr"] = self.reward_stderr
         return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
@@ -88,6 +109,18 @@ class Evaluation:
             "truncated": self.truncated,
             "reward_errors": sum(score.reward_error is not None for score in self.scores) / len(self.scores),
         }
+
+
+Measure = Literal["accuracy", "reward"]
+
+
+def measure_of(values: Mapping[str, Any]) -> Measure | None:
+    """Return what an evaluation measures models by: accuracy, or mean reward where the task has no verdict.
+
+    Args:
+        values: metrics of an iteration by name; None is returned where they hold no evaluation.
+    """
+    return next((one for one in get_args(Measure) if values.get(f"eval/policy_{one}") is not None), None)
 
 
 class ScoredResponse(NamedTuple):
@@ -180,18 +213,40 @@ def _as_completed(
 def score_rollouts(
     rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[Score]]:
-    """Decode every rollout and score all of them in one call of the task.
+    """Decode every rollout and score all of them in one call of the task, as `start_scoring` does."""
+    responses = decoded_responses(rollouts, tokenizer)
+    return [response.text for response in responses], checked_scores(rollouts, task.scores(responses))
+
+
+def start_scoring(
+    rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[], list[Score]]:
+    """Decode rollouts and begin to score them; the returned function waits for their scores.
 
     An aborted response is wrong and has reward 0. For a response that was cut at its limit the task's score counts: its
     answer may have been complete by then.
     """
-    texts = [decode(tokenizer, rollout.token_ids) for rollout in rollouts]
-    responses = [
-        DecodedResponse(rollout.prompt, text, rollout.finish == "stop")
-        for rollout, text in zip(rollouts, texts, strict=True)
+    wait = task.start_scoring(decoded_responses(rollouts, tokenizer))
+    return lambda: checked_scores(rollouts, wait())
+
+
+def decoded_responses(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> list[DecodedResponse]:
+    """Return rollouts as the text that a task scores."""
+    return [
+        DecodedResponse(rollout.prompt, decode(tokenizer, rollout.token_ids), rollout.finish == "stop")
+        for rollout in rollouts
     ]
-    scores = [
-        Score(reward=0.0, correct=False) if rollout.finish == "aborted" else score
-        for rollout, score in zip(rollouts, task.scores(responses), strict=True)
-    ]
-    return texts, scores
+
+
+def checked_scores(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Score]:
+    """Return a task's scores, with reward 0 and no right answer where the response was aborted or the reward is
+    invalid."""
+    checked = []
+    for rollout, score in zip(rollouts, scores, strict=True):
+        is_valid = abs(score.reward) <= MAX_REWARD  # False for NaN
+        if not is_valid or rollout.finish == "aborted":
+            error = score.reward_error if is_valid else "invalid"
+            correct = None if score.correct is None else False
+            score = replace(score, reward=0.0, correct=correct, reward_error=error)
+        checked.append(score)
+    return checked

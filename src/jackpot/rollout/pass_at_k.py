@@ -122,11 +122,11 @@ def pass_at_k(correct: NDArray[np.int64], samples: int) -> dict[int, MeanEstimat
 class ResponseOutcomes:
     """Holds the outcomes of n responses to each of P problems; every field is [P, n]."""
 
-    correct: NDArray[np.bool_]
+    correct: NDArray[np.bool_] | None  # None where the task has no verdict
     rewards: NDArray[np.float64]
     tokens: NDArray[np.int64]  # response length, tokens
     finishes: NDArray[np.str_]  # stop, length or aborted
-    reward_errors: NDArray[np.str_]  # timeout or crash where scoring failed, else empty
+    reward_errors: NDArray[np.str_]  # timeout, crash or invalid where scoring failed, else empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +139,8 @@ class EvaluationSummary:
 
     problems: int  # number of problems
     k: int  # responses to each problem
-    mean_at_k: MeanEstimate
-    pass_at_k: Mapping[int, MeanEstimate]  # by k
+    mean_at_k: MeanEstimate | None  # None where the task has no verdict
+    pass_at_k: Mapping[int, MeanEstimate]  # by k; empty where the task has no verdict
     reward: float  # mean
     truncated: float  # share cut at the length limit
     aborted: float  # share aborted by the engine
@@ -159,20 +159,20 @@ def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
     Raises:
         DataError: there are no problems or no responses.
     """
-    problems, samples = outcomes.correct.shape
+    problems, samples = outcomes.rewards.shape
     if not samples:
         raise DataError("there are no answers, so there is nothing to take a mean of")
-    correct, tokens = outcomes.correct.sum(axis=1), outcomes.tokens
+    correct, tokens = None if outcomes.correct is None else outcomes.correct.sum(axis=1), outcomes.tokens
     return EvaluationSummary(
         problems=problems,
         k=samples,
-        mean_at_k=mean_at_k(correct, samples),
-        pass_at_k=pass_at_k(correct, samples),
+        mean_at_k=None if correct is None else mean_at_k(correct, samples),
+        pass_at_k={} if correct is None else pass_at_k(correct, samples),
         reward=float(outcomes.rewards.mean()),
         truncated=float((outcomes.finishes == "length").mean()),
         aborted=float((outcomes.finishes == "aborted").mean()),
         reward_timeouts=float((outcomes.reward_errors == "timeout").mean()),
-        reward_crashes=float((outcomes.reward_errors == "crash").mean()),
+        reward_crashes=float(np.isin(outcomes.reward_errors, ("crash", "invalid")).mean()),
         tokens=float(tokens.mean()),
         tokens_median=float(np.median(tokens)),
         tokens_p99=float(np.percentile(tokens, 99.0)),

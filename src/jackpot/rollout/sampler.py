@@ -15,7 +15,7 @@ from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import all_equal
 from jackpot.rollout.engines.base import Engine, Request
-from jackpot.rollout.evaluate import score_rollouts
+from jackpot.rollout.evaluate import start_scoring
 from jackpot.rollout.multi_turn import stream_rollouts
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import PromptStream, Task
@@ -149,14 +149,14 @@ class Sampler:
             return _PendingBatch(requests=requests, rollouts=rollouts)
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
-        """Wait for a generation batch. Each group is scored once it is complete, while the engine generates others."""
+        """Wait for a generation batch. Scoring of each group begins once it is complete, while others are generated."""
         members: dict[str, list[str]] = {}
         for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
         rollouts: dict[str, Rollout] = {}
         discarded: dict[str, str] = {}
-        groups: dict[str, PromptGroup] = {}
-        while len(groups) < len(members):
+        scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
+        while len(scoring) < len(members):
             with self._clock("rollout"):
                 rollout = next(pending.rollouts)
             rollouts[rollout.uid] = rollout
@@ -164,7 +164,11 @@ class Sampler:
                 discarded[rollout.uid] = reason
             if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
                 with self._clock("score"):
-                    groups[rollout.prompt.uid] = self._score([rollouts[uid] for uid in group if uid not in discarded])
+                    usable = [rollouts[uid] for uid in group if uid not in discarded]
+                    wait = start_scoring(usable, self._task, self._tokenizer)
+                    scoring[rollout.prompt.uid] = usable, wait
+        with self._clock("score"):
+            groups = {prompt: self._group(usable, wait()) for prompt, (usable, wait) in scoring.items()}
         order = [request.uid for request in pending.requests]
         return GenerationBatch(
             generated=[rollouts[uid] for uid in order],
@@ -185,9 +189,8 @@ class Sampler:
             for uid, prompt in uids
         ]
 
-    def _score(self, rollouts: Sequence[Rollout]) -> PromptGroup:
-        """Score the responses to one prompt."""
-        _, scores = score_rollouts(rollouts, self._task, self._tokenizer)
+    def _group(self, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> PromptGroup:
+        """Pair the responses to one prompt with their scores."""
         members = [
             ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(rollouts, scores, strict=True)
@@ -230,13 +233,17 @@ def _rollout_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGro
     generated = [rollout for batch in batches for rollout in batch.generated]
     discarded = [reason for batch in batches for reason in batch.discarded.values()]
     scored = [one for group in groups for one in group.members]
+    errors = [one.score.reward_error for one in scored]
+    verdicts = [[one.score.correct for one in group.members if one.score.correct is not None] for group in groups]
+    judged = [verdict for verdict in verdicts if verdict]  # none of a task without a verdict
     return {
         "reward/mean": Mean.numbers([one.score.reward for one in scored]),
-        "reward/correct": Mean.numbers([one.score.correct for one in scored]),
-        "reward/timeouts": Mean.numbers([one.score.reward_error == "timeout" for one in scored]),
-        "reward/errors": Mean.numbers([one.score.reward_error == "crash" for one in scored]),
-        "reward/all_right": Mean.numbers([all(one.score.correct for one in group.members) for group in groups]),
-        "reward/all_wrong": Mean.numbers([not any(one.score.correct for one in group.members) for group in groups]),
+        "reward/correct": Mean.numbers([correct for verdict in judged for correct in verdict]),
+        "reward/timeouts": Mean.numbers([error == "timeout" for error in errors]),
+        "reward/errors": Mean.numbers([error in ("crash", "invalid") for error in errors]),
+        "reward/retries": Mean.numbers([one.score.reward_retries for one in scored]),
+        "reward/all_right": Mean.numbers([all(verdict) for verdict in judged]),
+        "reward/all_wrong": Mean.numbers([not any(verdict) for verdict in judged]),
         "response/tokens": Mean.numbers([len(one.rollout.token_ids) for one in scored]),
         "response/tool_tokens": Mean.numbers([int((~one.rollout.sampled_mask).sum()) for one in scored]),
         "response/truncated": Mean.numbers([one.rollout.finish == "length" for one in scored]),

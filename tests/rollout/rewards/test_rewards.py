@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from jackpot.config.tasks import RewardConfig
+import jackpot
+from jackpot.config.tasks import RewardConfig, VerdictConfig
 from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.types import DecodedResponse, Prompt, RewardError, Score
-from jackpot.rollout.rewards.pool import RewardWorkerPool
+from jackpot.rollout.rewards.pool import CallLimits, RewardWorkerPool
 from jackpot.rollout.rewards.rewards import RewardFn
 
 PATIENCE = 60.0  # seconds until something that must happen counts as not happening
@@ -165,7 +166,7 @@ def test_what_a_reward_function_started_ends_with_it(says, tmp_path):
 def test_a_process_that_ended_between_two_calls_is_replaced_and_nobody_pays():
     with closing(reward_fn_of("correct")) as one:
         assert one.scores([answer(FINE)])[0].correct
-        os.kill(one._pool.process_ids[0], signal.SIGKILL)
+        os.kill(one._verifier.process_ids[0], signal.SIGKILL)
         assert one.scores([answer(FINE), answer(WRONG)]) == [score(1.0, True), score(0.0, False)]
 
 
@@ -195,12 +196,12 @@ def test_a_reward_function_is_given_the_problem_the_response_the_answer_and_whet
         assert [score.reward for score in one.scores(given)] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("function", ["infinite", "words", "nothing"])
-def test_a_reward_that_is_no_finite_number_is_a_crash(function, capfd):
+@pytest.mark.parametrize("function", ["infinite", "words", "nothing", "huge"])
+def test_a_reward_that_is_no_number_or_too_large_is_refused_and_counted(function, capfd):
     with closing(reward_fn_of(f"helpers.reward_functions:{function}")) as one:
-        assert one.scores([answer("")] * 2) == [score(0.0, False, "crash")] * 2
+        assert one.scores([answer("")] * 2) == [score(0.0, False, "invalid")] * 2
     errors = capfd.readouterr().err
-    assert errors.count("Traceback") == 1 and "a reward is a finite number" in errors  # once, and not for each answer
+    assert errors.count("Traceback") == 1 and "a number from -1e30 to 1e30" in errors  # once, and not for each answer
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,95 @@ def test_a_reward_that_does_not_exist_is_refused_at_the_start(name, message):
         reward_fn_of("correct", name)
 
 
+def own(name: str, **limits: float) -> RewardConfig:
+    return RewardConfig(name=f"helpers.reward_functions:{name}", **limits)
+
+
+def test_calls_of_an_async_function_are_awaited_together_and_each_has_its_own_limit():
+    with closing(reward_fn_of(own("together"))) as one:
+        assert one.scores([answer("5")] * 5) == [score(1.0, False)] * 5
+    texts = {"fine": None, "raise": "crash", "sleep": "timeout"}
+    with closing(reward_fn_of(own("judged", timeout=1.0))) as one:
+        scores = one.scores([answer(text) for text in texts])
+    assert [one.reward_error for one in scores] == [*texts.values()] and scores[0].reward == 1.0
+
+
+@pytest.mark.parametrize(("text", "error"), [("block", "timeout"), ("exit", "crash")])
+def test_an_async_function_that_takes_its_process_with_it_costs_what_was_not_done(text, error):
+    with closing(reward_fn_of(own("judged", timeout=0.5))) as one:
+        scores = one.scores([answer("fine"), answer(text), answer("fine")])
+    assert scores[1] == score(0.0, False, error)
+    assert text == "block" or scores[0] == scores[2] == score(1.0, False)
+
+
+def test_a_function_with_the_parameter_responses_is_given_batches():
+    with closing(reward_fn_of(own("batch", batch_size=3), workers=2)) as one:
+        assert [score.reward for score in one.scores([answer("")] * 7)] == [3.0] * 6 + [1.0]
+        assert one.scores([answer("none"), answer("")]) == [score(0.0, False, "invalid"), score(2.0, False)]
+        assert one.scores([answer("raise"), answer("")]) == [score(0.0, False, "crash")] * 2  # one call
+        assert one.scores([answer("short"), answer("")]) == [score(0.0, False, "crash")] * 2
+        assert one.scores([answer("exit"), answer("")]) == [score(0.0, False, "crash"), score(1.0, False)]
+    with closing(reward_fn_of(own("async_batch"))) as one:
+        assert [score.reward for score in one.scores([answer("")] * 7)] == [7.0] * 7
+
+
+def test_a_call_that_failed_is_repeated_as_often_as_the_settings_say_and_counted(tmp_path):
+    with closing(reward_fn_of(own("fails_once", retries=1))) as one:
+        scores = one.scores([answer(str(tmp_path / "a")), answer(str(tmp_path / "b"))])
+        assert scores == [Score(reward=1.0, correct=False, reward_retries=1)] * 2
+        [failed] = one.scores([answer(str(tmp_path / "no" / "folder"))])
+        assert failed == Score(reward=0.0, correct=False, reward_error="crash", reward_retries=1)
+
+
+def test_a_busy_worker_that_the_kernel_kills_for_memory_costs_nothing_if_the_call_fits_alone(tmp_path):
+    with closing(reward_fn_of(own("runs_until", timeout=PATIENCE), workers=2)) as one:
+        wait = one.submit([answer(str(tmp_path / name)) for name in "abc"])
+        wait_until(lambda: all((tmp_path / name).exists() for name in "ab"))
+        os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert wait() == [score(1.0, False)] * 3
+
+
+def test_what_waited_longer_than_a_batch_may_is_not_scored_any_more():
+    with closing(reward_fn_of(own("waits"))) as one:
+        one.scores([answer("0.0")])  # the process is ready
+        scores = one.submit([answer(wait) for wait in ("0.5", "0.01", "0.02")], limit=0.25)()
+        assert scores == [score(0.5, False), score(0.0, False, "timeout"), score(0.0, False, "timeout")]
+        assert one.submit([answer("0.01")] * 3)() == [score(0.01, False)] * 3
+
+
+@pytest.mark.parametrize(
+    ("verdict", "right"),
+    [
+        (VerdictConfig(name="correct"), [True, False]),
+        (VerdictConfig(name="format"), [True, True]),
+        (VerdictConfig(name="reward", threshold=1.0), [True, False]),  # 0.3 + 0.6 + 0.1 is 0.9999999999999999
+        (VerdictConfig(name="reward", threshold=0.9), [True, True]),
+        (VerdictConfig(name="helpers.reward_functions:length", threshold=5.0), [True, True]),
+        (VerdictConfig(name="helpers.reward_functions:length", threshold=12.0), [False, False]),
+        (None, [None, None]),
+    ],
+)
+def test_the_verdict_decides_what_is_right(verdict, right):
+    parts = [RewardConfig(name="format", weight=0.3), own("one", weight=0.6), RewardConfig(name="correct", weight=0.1)]
+    with closing(RewardFn(parts, workers=1, timeout=TIMEOUT, verdict=verdict)) as one:
+        scores = one.scores([answer(r"\boxed{18}"), answer(r"\boxed{19}")], verdict)
+    assert [score.correct for score in scores] == right
+
+
+def test_a_number_that_is_not_known_makes_nothing_right():
+    verdict = VerdictConfig(name="reward", threshold=-1.0)
+    with closing(reward_fn_of("format", own("judged"))) as one:
+        scores = one.scores([answer("raise"), answer("fine")], verdict)
+    assert [score.correct for score in scores] == [False, True]
+
+
+def test_answers_are_not_verified_where_nothing_asks_for_it():
+    with closing(reward_fn_of(own("one"))) as one:
+        assert one.scores([answer(FINE), answer(BOMB)], None) == [Score(reward=1.0)] * 2
+        assert not one._verifier.process_ids
+
+
 def test_a_reward_fn_without_processes_is_refused():
     with pytest.raises(ConfigError, match="0 reward workers were asked for; at least 1"):
         reward_fn_of("correct", workers=0)
@@ -233,7 +323,8 @@ def test_the_order_of_rewards_is_that_of_answers_though_a_later_one_ends_first()
 def test_several_processes_share_the_load():
     with closing(reward_fn_of("helpers.reward_functions:process", workers=2)) as one:
         wait_until(lambda: len({score.reward for score in one.scores([answer("")] * 20)}) == 2)
-        assert {score.reward for score in one.scores([answer("")] * 40)} == set(map(float, one._pool.process_ids))
+        [pool] = one._functions.values()
+        assert {score.reward for score in one.scores([answer("")] * 40)} == set(map(float, pool.process_ids))
 
 
 def test_a_reward_worker_does_not_import_torch():
@@ -242,8 +333,9 @@ def test_a_reward_worker_does_not_import_torch():
 
 
 def test_a_closed_reward_fn_has_no_processes_and_says_so():
-    one = reward_fn_of("helpers.reward_functions:length", workers=2)
-    processes = one._pool.process_ids
+    one = reward_fn_of("helpers.reward_functions:length")
+    assert one.scores([answer(FINE)])[0].correct
+    processes = [process for pool in (one._verifier, *one._functions.values()) for process in pool.process_ids]
     assert len(processes) == 2 and all(map(is_alive, processes))
     one.close()
     one.close()
@@ -252,8 +344,26 @@ def test_a_closed_reward_fn_has_no_processes_and_says_so():
         one.scores([answer(FINE)])
 
 
+def test_answers_that_exist_are_verified_from_the_top_level_of_the_package():
+    assert jackpot.verify(r"So it is $\boxed{\frac{1}{2}}$.", "0.5") is True
+    assert jackpot.verify(r"\boxed{5} and #### 18", "18", finished=False) is False
+    pairs = [(FINE, "18"), (WRONG, "18"), ("#### 18", "18"), ("18", "18")]
+    assert jackpot.verify_all(pairs) == [True, False, True, False]
+
+
+def test_as_many_processes_verify_as_there_is_work_for_and_the_setting_allows():
+    with closing(reward_fn_of("correct", workers=3)) as one:
+        assert one.scores([answer("#### 18"), answer(r"\boxed{19}")]) == [score(1.0, True), score(0.0, False)]
+        assert not one._verifier.process_ids  # numbers need none
+        assert one.scores([answer(FINE)]) == [score(1.0, True)]
+        assert len(one._verifier.process_ids) == 1
+        one.scores([answer(rf"\boxed{{2 \cdot {n}}}") for n in range(9)])
+        assert 1 < len(one._verifier.process_ids) <= 3
+
+
 def test_a_forgotten_pool_ends_its_processes():
-    pool = RewardWorkerPool([], workers=1, timeout=TIMEOUT)
+    pool = RewardWorkerPool("helpers.reward_functions:length", CallLimits(TIMEOUT), workers=1)
+    pool.wait_until_ready()
     (process,) = pool.process_ids
     del pool
     assert not is_alive(process)
@@ -261,19 +371,19 @@ def test_a_forgotten_pool_ends_its_processes():
 
 PARENT = """
 import sys
-from jackpot.rollout.rewards.pool import RewardJob, RewardWorkerPool
-pool = RewardWorkerPool(["helpers.reward_functions:says"], workers=2, timeout=1.0)
+from jackpot.rollout.rewards.pool import CallLimits, RewardWorkerPool
+pool = RewardWorkerPool("helpers.reward_functions:says", CallLimits(timeout=1.0), workers=1)
+pool.wait_until_ready()
 print(*pool.process_ids, flush=True)
 for word in sys.stdin:
-    arguments = dict(problem="", response=word, answer="", finished=True)
-    pool.run([RewardJob("helpers.reward_functions:says", arguments)] * 2)
+    pool.run([dict(problem="", response=word, answer="", finished=True)])
     print(*pool.process_ids, flush=True)
 """
 
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen]:
-    """Runs the jobs that it reads, two of each, and prints the numbers of its reward_fn processes."""
+    """Makes the calls that it reads, and prints the number of its reward worker."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with subprocess.Popen([sys.executable, "-c", PARENT], env=environment, **pipes) as one:
@@ -287,7 +397,7 @@ def processes_of(parent: subprocess.Popen) -> list[int]:
 
 def test_reward_workers_end_with_a_parent_that_is_killed_busy_ones_when_their_time_is_up(parent):
     processes = processes_of(parent)
-    assert len(processes) == 2 and all(map(is_alive, processes))
+    assert len(processes) == 1 and all(map(is_alive, processes))
     before = {process: seconds_of(process) for process in processes}
     parent.stdin.write("spin\n")
     wait_until(lambda: any(seconds_of(process) > before[process] + 0.2 for process in processes))
@@ -299,7 +409,7 @@ def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
     (tmp_path / "endless.py").write_text("while True:\n    pass\n")
     path = [str(tmp_path), *filter(None, sys.path)]
     command = f"import sys; sys.path[:] = {path!r}; from jackpot.rollout.rewards.worker import main; main()"
-    setup = {"functions": ["endless:f"], "timeout": 1.0, "start_timeout": 0.5}
+    setup = {"function": "endless:f", "timeout": 1.0, "start_timeout": 0.5, "memory": None}
     with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
         process.stdin.write(json.dumps(setup).encode() + b"\n")
         process.stdin.flush()  # and left open: no end of the input ends it

@@ -10,7 +10,9 @@ from typing import Any
 
 from jackpot.analysis.compare.process import ArmRun, start_process
 from jackpot.config.run import Config
-from jackpot.launch.local import free_cores, pick_device, threads
+from jackpot.core.cores import free_cores
+from jackpot.launch.local import pick_device, threads
+from jackpot.rollout.evaluate import measure_of
 from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.run.folder import RunFolder
 
@@ -106,7 +108,7 @@ def _follow(one: _Running, stop_rule: StopRule, listen: ArmListener) -> None:
     one.seen = (state.st_size, state.st_mtime_ns)
     one.lines, events = _read(one.run)
     listen(one.run, one.lines, "")
-    newest = max((line["iteration"] for line in one.lines if line.get("eval/policy_accuracy") is not None), default=-1)
+    newest = max((line["iteration"] for line in one.lines if measure_of(line)), default=-1)
     if one.stopped is None and newest > one.evaluated:
         one.evaluated = newest
         one.stopped = stop_rule(one.run, one.lines, events)

@@ -1,240 +1,390 @@
-"""Runs reward jobs in a pool of worker processes (`worker.py`), with a hard time limit for every job.
+"""Runs calls of one function in worker processes (`worker.py`), with hard limits of time and memory.
 
-A job that exceeds its limit, or ends its process, costs only its own result: the pool kills the process with all its
-children and starts another. A job that ended its process is tried once more as the first job of a fresh process, so
-that no job fails because of what an earlier one left behind.
+A call that exceeds its limit, or ends its process, costs only its own result: the process is killed with all its
+children and another takes its place. A call that ended its process, such as by the kernel's OOM killer, is tried once
+more alone as the first one of a fresh process, so that none fails because of what another left behind.
+
+All processes belong to one thread of the pool, which runs an event loop. So calls go on while the caller does something
+else, such as generating further responses. Processes are started as work comes in, each only where a call has to wait.
 """
 
+import asyncio
 import json
+import math
 import os
-import selectors
 import signal
-import subprocess
 import sys
-import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, NamedTuple
 
-from jackpot.core.errors import ConfigError, TrainingError
+from jackpot.core.errors import ConfigError, JackpotError, TrainingError
 from jackpot.core.types import RewardError
 
 _ENTRY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jackpot.rollout.rewards.worker import main; main()"
 )
-START_TIMEOUT = 120.0  # seconds until a process must be ready
-_MAX_RESULT_BYTES = 2**20  # longest line that a worker may send
-_CHUNK = 2**16  # bytes of one read or write
+START_TIMEOUT = 600.0  # seconds until a process must be ready; it may load a model
+_MAX_LINE_BYTES = 2**20  # longest line that a worker may send
 _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
+_AWAITED = 1.0  # seconds that a worker has to report the awaited calls that took too long
+_ARRIVED = 0.05  # seconds to read what a worker sent in time while this process stood still
+_GIB = 2**30
+Item = Mapping[str, Any]  # keyword arguments of one response, of types that JSON has
 
 
-class RewardJob(NamedTuple):
-    """Describes one call in a worker."""
+class CallLimits(NamedTuple):
+    """Limits the calls of a function."""
 
-    function: str  # `VERIFY` of `verifier/compare.py`, or `package.module:function`
-    arguments: dict[str, Any]  # keyword arguments, of types that JSON has
+    timeout: float  # seconds for one try; infinity becomes eleven days
+    retries: int = 0  # further tries of a call that failed or took too long
+    batch_size: int = 64  # most items in one call of a batched function, or awaited at the same time
+    memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
 
 
 class RewardResult(NamedTuple):
-    """Holds the number that a job returned, or why it returned none."""
+    """Holds the number that the function returned for an item, or why it returned none."""
 
     value: float  # 0 where there is an error
     error: RewardError | None
-
-
-@dataclass
-class _Worker:
-    """Tracks one worker process and the state of its current job."""
-
-    process: subprocess.Popen[bytes]
-    deadline: float  # time.monotonic() by which it must be ready, or its job done
-    outgoing: memoryview  # bytes still to be sent
-    incoming: bytearray = field(default_factory=bytearray)  # bytes received of an unfinished line
-    is_ready: bool = False
-    job: int | None = None  # index of the current job
-    retry: int | None = None  # index of the job that this fresh process begins with
-    is_second_try: bool = False  # whether the current job already ended another process
+    retries: int = 0  # tries after the first
 
 
 class RewardWorkerPool:
-    """Runs jobs in worker processes.
-
-    The processes start at once. With reward functions, the constructor waits until every process has imported them.
+    """Calls a function in worker processes.
 
     Args:
-        functions: `package.module:function`, importable from `sys.path` or the current folder.
-        workers: number of processes.
-        timeout: seconds for one job; infinity becomes eleven days.
-
-    Raises:
-        ConfigError: a function cannot be imported.
-        TrainingError: a process cannot be started.
+        function: `package.module:function`, importable from `sys.path` or the current folder.
+        workers: most processes. A function that is async or takes batches has one.
     """
 
-    def __init__(self, functions: Sequence[str], *, workers: int, timeout: float) -> None:
-        self._timeout = min(timeout, _MAX_TIMEOUT)
-        setup = {"functions": list(functions), "timeout": self._timeout, "start_timeout": START_TIMEOUT}
-        self._setup = json.dumps(setup).encode() + b"\n"
-        self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
-        for _ in range(workers):
-            self._workers.append(self._start())
-        try:
-            while functions and not all(worker.is_ready for worker in self._workers):
-                self._poll([], {}, deque())
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, function: str, limits: CallLimits, *, workers: int) -> None:
+        self._processes = _Processes(function, limits, workers)
+        thread = Thread(target=self._processes.run, name=f"rewards {function}", daemon=True)
+        thread.start()
+        self._close = weakref.finalize(self, _stop, self._processes, thread)
 
     @property
     def process_ids(self) -> list[int]:
         """Return the process ids of the current workers."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in list(self._processes.workers)]
 
-    def run(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
-        """Run all jobs and return one result for each, in the order of the jobs.
+    def wait_until_ready(self) -> None:
+        """Wait until a process has imported the function.
 
         Raises:
-            TrainingError: the pool is closed, or a process cannot be started again.
+            ConfigError: it cannot be imported.
+            TrainingError: the process cannot be started.
         """
-        if not self._workers:
+        self._processes.call(self._processes.start)
+        self._processes.ready.result()
+
+    def submit(self, items: Sequence[Item], limit: float = math.inf) -> "Future[list[RewardResult]]":
+        """Begin to call the function for all items; the future has one result for each, in their order.
+
+        Args:
+            limit: seconds after which an item whose call has not begun is one that took too long.
+
+        Raises:
+            TrainingError: the pool is closed. The future raises as `wait_until_ready`.
+        """
+        if not self._close.alive:
             raise TrainingError("the reward workers were closed and can score nothing more; make another task")
-        results: dict[int, RewardResult] = {}
-        waiting = deque(range(len(jobs)))
-        try:
-            while len(results) < len(jobs):
-                self._poll(jobs, results, waiting)
-        except BaseException:
-            self.close()  # the state of the processes is unknown
-            raise
-        return [results[index] for index in range(len(jobs))]
+        future: Future[list[RewardResult]] = Future()
+        if items:
+            self._processes.call(self._processes.add, list(items), limit, future)
+        else:
+            future.set_result([])
+        return future
+
+    def run(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Call the function for all items and return one result for each, in their order."""
+        return self.submit(items).result()
 
     def close(self) -> None:
         """Kill the processes and wait until they are gone; a second call does nothing."""
-        _kill_all(self._workers)
+        self._close()
 
-    def _start(self, retry: int | None = None) -> _Worker:
-        """Start a process whose first job is `retry`, if there is one."""
+
+@dataclass
+class _Batch:
+    """Collects the results of the items that were submitted together."""
+
+    future: "Future[list[RewardResult]]"
+    results: list[RewardResult | None]
+    missing: int  # number of results
+
+
+@dataclass(eq=False)
+class _Call:
+    """Tracks one item until it has its result."""
+
+    item: Item
+    batch: _Batch
+    index: int  # in the batch
+    deadline: float  # loop time until which it may begin
+    retries: int = 0  # failed tries so far that are repeated
+    ended_process: bool = False  # whether a process ended while it was called
+
+    def finish(self, value: float, error: RewardError | None) -> None:
+        """Record the result; the last one of a batch completes its future."""
+        self.batch.results[self.index] = RewardResult(value, error, self.retries)
+        self.batch.missing -= 1
+        if not self.batch.missing and not self.batch.future.done():
+            self.batch.future.set_result(self.batch.results)
+
+
+@dataclass
+class _Worker:
+    """Holds one worker process that is ready."""
+
+    process: asyncio.subprocess.Process
+    is_used: bool = False  # whether it has been given a job
+
+
+class _Ended(Exception):
+    """Reports that a worker process ended by itself, or sends what is no message."""
+
+
+@dataclass
+class _Processes:
+    """Lives in the thread of the pool, which alone touches it but for `call`."""
+
+    function: str
+    limits: CallLimits
+    most: int  # processes
+    ready: "Future[None]" = field(default_factory=Future)  # of the first process
+    workers: list[_Worker] = field(default_factory=list)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def __post_init__(self) -> None:
+        self._timeout = min(self.limits.timeout, _MAX_TIMEOUT)  # seconds of one try
+        self._job_timeout, self._batch_size = self._timeout, 1  # of a job; known when the first process is ready
+        self._queue: asyncio.Queue[list[_Call]] = asyncio.Queue()
+        self._outstanding: dict[int, _Batch] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._free = 0  # tasks that will take a job before they are given another
+        self._error: JackpotError | None = None
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        for task in self._tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._fail(TrainingError("the reward workers were closed while they scored"))
+        self.loop.close()
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Have the thread call a method of this object; any thread may ask for it."""
+        self.loop.call_soon_threadsafe(function, *arguments)
+
+    def start(self) -> None:
+        """Start the first process, whose answer says how the function is called."""
+        if not self._tasks:
+            self._start_worker()
+
+    def add(self, items: list[Item], limit: float, future: "Future[list[RewardResult]]") -> None:
+        """Queue the calls of a batch, once it is known how many go together."""
+        batch = _Batch(future, [None] * len(items), len(items))
+        self._outstanding[id(batch)] = batch
+        future.add_done_callback(lambda _: self._outstanding.pop(id(batch), None))
+        if self._error is not None:
+            future.set_exception(self._error)
+            return
+        self.start()
+        deadline = self.loop.time() + min(limit, _MAX_TIMEOUT)
+        self._enqueue([_Call(item, batch, index, deadline) for index, item in enumerate(items)])
+
+    def _enqueue(self, calls: list[_Call]) -> None:
+        if not self.ready.done():
+            self.ready.add_done_callback(lambda _: self.call(self._enqueue, calls))
+            return
+        for first in range(0, len(calls), self._batch_size):
+            self._queue.put_nowait(calls[first : first + self._batch_size])
+        while self._free < self._queue.qsize() and len(self._tasks) < self.most and self._error is None:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        self._free += 1
+        self._tasks.append(self.loop.create_task(self._serve()))
+
+    def _fail(self, error: JackpotError) -> None:
+        """Let everything that was or will be asked raise an error."""
+        self._error = self._error or error
+        for batch in list(self._outstanding.values()):
+            if not batch.future.done():
+                batch.future.set_exception(self._error)
+        if not self.ready.done():
+            self.ready.set_exception(self._error)
+
+    async def _serve(self) -> None:
+        """Do jobs in one process after the other, until this is cancelled."""
+        worker: _Worker | None = None
+        try:
+            while True:
+                worker = worker or await self._started()
+                calls = await self._queue.get()
+                self._free -= 1
+                if any(call.ended_process for call in calls) and worker.is_used:
+                    await self._end(worker)
+                    worker = await self._started()
+                if not await self._do(worker, calls):
+                    await self._end(worker)
+                    worker = None
+                self._free += 1
+        except JackpotError as error:
+            self._fail(error)
+        except Exception as error:  # else the batches of this task would wait for ever
+            self._fail(TrainingError(f"the reward workers of {self.function} failed: {error!r}"))
+        finally:
+            if worker is not None:
+                await self._end(worker)
+
+    async def _do(self, worker: _Worker, calls: Sequence[_Call]) -> bool:
+        """Have a worker do the calls of a job; return whether it can do another."""
+        now, worker.is_used = self.loop.time(), True
+        late = [call for call in calls if call.deadline < now]
+        for call in late:
+            call.finish(0.0, "timeout")
+        left = dict(enumerate(call for call in calls if call.deadline >= now))
+        if not left:
+            return True
+        repeated: list[_Call] = []
+        keep = False
+        try:
+            try:
+                async with asyncio.timeout(self._job_timeout):
+                    job = {"items": [call.item for call in left.values()]}
+                    worker.process.stdin.write(json.dumps(job).encode() + b"\n")
+                    await worker.process.stdin.drain()
+                    keep = await self._receive(worker, left, repeated)
+            except TimeoutError:
+                async with asyncio.timeout(_ARRIVED):
+                    keep = await self._receive(worker, left, repeated)
+        except TimeoutError:
+            for call in left.values():
+                self._settle(call, "timeout", repeated)
+        except (_Ended, ConnectionError):
+            for call in left.values():
+                if call.ended_process:
+                    call.finish(0.0, "crash")
+                else:
+                    call.ended_process = True
+                    self._enqueue([call])
+        if repeated:
+            pause = 2.0 ** (max(call.retries for call in repeated) - 1)
+            self.loop.call_later(pause, self._enqueue, repeated)
+        return keep
+
+    async def _receive(self, worker: _Worker, left: dict[int, _Call], repeated: list[_Call]) -> bool:
+        """Take the results of a job, whose calls leave `left`; return whether the worker can do another."""
+        while "worn" not in (message := await _message(worker.process)):
+            call = left.pop(message["item"])
+            if "value" in message:
+                call.finish(message["value"], None)
+            else:
+                self._settle(call, message["error"], repeated)
+        return not message["worn"]
+
+    def _settle(self, call: _Call, error: RewardError, repeated: list[_Call]) -> None:
+        """Put a failed call among the repeated ones, or end it where it was repeated often enough."""
+        if call.retries < self.limits.retries:
+            call.retries += 1
+            repeated.append(call)
+        else:
+            call.finish(0.0, error)
+
+    async def _started(self) -> _Worker:
+        """Start a process and wait until it is ready.
+
+        Raises:
+            ConfigError: the function cannot be imported.
+            TrainingError: the process ended or took too long.
+        """
         paths = [path for path in sys.path if path]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _ENTRY, json.dumps([*paths, os.getcwd()])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _ENTRY, json.dumps([*paths, os.getcwd()])),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
-            bufsize=0,
+            limit=_MAX_LINE_BYTES,
         )
-        for pipe in (process.stdin, process.stdout):
-            os.set_blocking(pipe.fileno(), False)
-        deadline = time.monotonic() + START_TIMEOUT
-        return _Worker(process, deadline, memoryview(self._setup), retry=retry)
-
-    def _poll(self, jobs: Sequence[RewardJob], results: dict[int, RewardResult], waiting: deque[int]) -> None:
-        """Give jobs to idle workers, wait for the next message, exit or timeout, and handle it."""
-        for worker in self._workers:
-            if worker.is_ready and worker.job is None:
-                self._assign(worker, jobs, waiting)
-        with selectors.DefaultSelector() as selector:
-            busy = [worker for worker in self._workers if worker.job is not None or not worker.is_ready]
-            for worker in busy:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-                if worker.outgoing:
-                    selector.register(worker.process.stdin, selectors.EVENT_WRITE, worker)
-            ready = selector.select(max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
-        for key, mask in ready:
-            if mask & selectors.EVENT_WRITE:
-                _send(key.data)
-        for key, mask in ready:
-            if mask & selectors.EVENT_READ:
-                self._receive(key.data, results)
-        active = {id(key.data) for key, _ in ready}
-        for worker in busy:
-            if id(worker) not in active and time.monotonic() >= worker.deadline:
-                self._handle_timeout(worker, results)
-
-    def _assign(self, worker: _Worker, jobs: Sequence[RewardJob], waiting: deque[int]) -> None:
-        """Give an idle worker its retry or the next waiting job, and set the deadline."""
-        worker.is_second_try = worker.retry is not None
-        if worker.is_second_try:
-            worker.job, worker.retry = worker.retry, None
-        elif waiting:
-            worker.job = waiting.popleft()
-        else:
-            return
-        worker.outgoing = memoryview(json.dumps(jobs[worker.job]._asdict()).encode() + b"\n")
-        worker.deadline = time.monotonic() + self._timeout
-
-    def _receive(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
-        """Read from a worker; handle a complete message, or its exit."""
-        data = os.read(worker.process.stdout.fileno(), _CHUNK)
-        worker.incoming += data
-        if not data or len(worker.incoming) > _MAX_RESULT_BYTES:
-            self._handle_exit(worker, results)
-        elif b"\n" in worker.incoming:
-            message = json.loads(bytes(worker.incoming))
-            worker.incoming.clear()
-            self._handle_message(worker, message, results)
-
-    def _handle_message(self, worker: _Worker, message: dict[str, Any], results: dict[int, RewardResult]) -> None:
-        """Record that a worker is ready, or the result of its job; raise where it cannot import a function."""
-        if "refused" in message:
-            raise ConfigError(message["refused"])
-        if "ready" in message:
-            worker.is_ready = True
-            return
-        results[worker.job] = RewardResult(message.get("value", 0.0), message.get("error"))
-        worker.job = None
-        if message["worn"]:
-            self._replace(worker)
-
-    def _handle_exit(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
-        """Replace a process that ended by itself; its job is tried again once and is then a crash."""
-        if not worker.is_ready:
-            status = worker.process.wait()
+        worker = _Worker(process)
+        self.workers.append(worker)
+        memory = self.limits.memory * _GIB
+        setup = {
+            "function": self.function,
+            "timeout": self._timeout,
+            "start_timeout": START_TIMEOUT,
+            "memory": int(memory) if math.isfinite(memory) else None,
+        }
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                process.stdin.write(json.dumps(setup).encode() + b"\n")
+                message = await _message(process)
+            if "refused" in message:
+                raise ConfigError(message["refused"])
+        except TimeoutError:
+            await self._end(worker)
             raise TrainingError(
-                f"a reward worker ended with status {status} before it was ready; its own error stands above. It needs "
-                f"math-verify: pip install 'jackpot-rl[train]'"
-            )
-        if not worker.is_second_try:
-            self._replace(worker, retry=worker.job)
-        else:
-            results[worker.job] = RewardResult(0.0, "crash")
-            self._replace(worker)
+                f"a reward worker was not ready after {START_TIMEOUT:.0f} s; is the machine busy?"
+            ) from None
+        except (_Ended, ConnectionError):
+            await self._end(worker)
+            raise TrainingError(
+                f"a reward worker ended with status {process.returncode} before it was ready; its own error stands "
+                f"above"
+            ) from None
+        except BaseException:
+            await self._end(worker)
+            raise
+        if not self.ready.done():
+            self._set_form(takes_batches=message["takes_batches"], is_async=message["is_async"])
+            self.ready.set_result(None)
+        return worker
 
-    def _handle_timeout(self, worker: _Worker, results: dict[int, RewardResult]) -> None:
-        """Replace a process whose time is up; its job is a timeout."""
-        if not worker.is_ready:
-            raise TrainingError(f"a reward worker was not ready after {START_TIMEOUT:.0f} s; is the machine busy?")
-        results[worker.job] = RewardResult(0.0, "timeout")
-        self._replace(worker)
+    def _set_form(self, *, takes_batches: bool, is_async: bool) -> None:
+        """Take over what the first process says of the function."""
+        if takes_batches or is_async:
+            self._batch_size, self.most = self.limits.batch_size, 1
+        if is_async:
+            self._job_timeout = self._timeout + _AWAITED
 
-    def _replace(self, worker: _Worker, retry: int | None = None) -> None:
-        """Kill a worker and start another in its place."""
-        _kill(worker)
-        self._workers[self._workers.index(worker)] = self._start(retry)
+    async def _end(self, worker: _Worker) -> None:
+        """Kill a process and all that it started."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+        with suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.stdin.close()
+        await worker.process.wait()
+        with suppress(TimeoutError, ValueError):
+            async with asyncio.timeout(_ARRIVED):
+                await worker.process.stdout.read()  # to its end, which frees the pipe
 
 
-def _send(worker: _Worker) -> None:
-    """Write as much of a worker's outgoing bytes as its pipe takes now."""
+async def _message(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    """Read the next message of a worker.
+
+    Raises:
+        _Ended: there is none.
+    """
     try:
-        sent = os.write(worker.process.stdin.fileno(), worker.outgoing[:_CHUNK])
-        worker.outgoing = worker.outgoing[sent:]
-    except BrokenPipeError:
-        worker.outgoing = memoryview(b"")  # `_receive` sees the end of the process
+        line = await process.stdout.readline()
+    except ValueError as error:  # a line beyond the limit
+        raise _Ended from error
+    if not line.endswith(b"\n"):
+        raise _Ended
+    return json.loads(line)
 
 
-def _kill(worker: _Worker) -> None:
-    """Kill a process and all that it started, and close its pipes."""
-    with suppress(ProcessLookupError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
-    for pipe in (worker.process.stdin, worker.process.stdout):
-        pipe.close()
-
-
-def _kill_all(workers: list[_Worker]) -> None:
-    """Kill all workers and empty the list."""
-    while workers:
-        _kill(workers.pop())
+def _stop(processes: _Processes, thread: Thread) -> None:
+    """Kill all workers and end the thread of a pool."""
+    processes.call(processes.loop.stop)
+    thread.join()

@@ -1,77 +1,184 @@
 """Computes rewards: the built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
 
-from jackpot.config.tasks import RewardConfig
+from jackpot.config.tasks import RewardConfig, VerdictConfig
+from jackpot.core.cores import free_cores
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.core.types import DecodedResponse, Score
-from jackpot.rollout.rewards.pool import RewardJob, RewardResult, RewardWorkerPool
-from jackpot.rollout.rewards.verifier.compare import VERIFY, compare_without_algebra
+from jackpot.core.types import DecodedResponse, Prompt, RewardError, Score
+from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerPool
+from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import final_answer, is_well_formed
 
+VERIFY = "jackpot.rollout.rewards.verifier.verify:verify"  # the function that compares an answer with a reference
 BUILT_IN: Mapping[str, Callable[[DecodedResponse, bool], float]] = {
     "correct": lambda response, correct: float(correct),
     "format": lambda response, correct: float(is_well_formed(response.text, response.finished)),
 }
+REWARD = "reward"  # name of the weighted sum in verdicts
+_VERIFIED = VerdictConfig(name="correct")
 _FUNCTION = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
-_DECIDED = {True: RewardResult(1.0, None), False: RewardResult(0.0, None)}
+_ROUNDING = 1e-9  # share of max(1, threshold) by which a sum of parts may miss a threshold
 
 
 class RewardFn:
-    """Scores responses: verifies their final answers and sums the rewards by their weights.
+    """Scores responses: verifies final answers where that is used, calls reward functions, and sums by the weights.
 
     Comparisons without algebra run in this process, all others and reward functions of the user in worker processes.
 
     Args:
-        rewards: names and weights. `Score.correct` is the verifier's result and does not depend on them.
-        workers: number of worker processes, at least 1.
-        timeout: seconds for one comparison or one call of a reward function. After that the answer is wrong, or the
-            function's value 0, and `Score.reward_error` says so.
+        rewards: names, weights and limits.
+        verdict: the verdict whose number is to be known; others than it, "correct" and "reward" cannot be asked for.
+        workers: most processes of the verifier and of each function; auto: the cores that are free now.
+        timeout: seconds for one comparison, or one call of a reward function that has no limit of its own. After that
+            the answer is wrong, or the function's value 0, and `Score.reward_error` says so.
 
     Raises:
-        ConfigError: a reward that does not exist or cannot be imported.
+        ConfigError: a reward that does not exist or cannot be imported, or math-verify is not installed.
     """
 
-    def __init__(self, rewards: Sequence[RewardConfig], *, workers: int, timeout: float) -> None:
-        if workers < 1:
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        *,
+        workers: int | Literal["auto"],
+        timeout: float,
+        verdict: VerdictConfig | None = None,
+    ) -> None:
+        if workers != "auto" and workers < 1:
             raise ConfigError(f"{workers} reward workers were asked for; at least 1 is needed")
+        if find_spec("math_verify") is None:
+            raise ConfigError("math-verify is not installed, which verifies answers: pip install 'jackpot-rl[train]'")
         self._rewards = tuple(rewards)
-        self._functions = tuple(dict.fromkeys(one.name for one in rewards if one.name not in BUILT_IN))
-        for name in self._functions:
+        most = free_cores() if workers == "auto" else workers
+        limits = {
+            one.name: CallLimits(one.timeout or timeout, one.retries, one.batch_size, one.memory)
+            for one in rewards
+            if one.name not in BUILT_IN
+        }
+        if verdict is not None and verdict.name not in (REWARD, *BUILT_IN):
+            limits.setdefault(verdict.name, CallLimits(timeout))
+        for name in limits:
             if _FUNCTION.fullmatch(name) is None:
                 raise ConfigError(unknown_name("reward", name, [*BUILT_IN, "package.module:function"]))
-        self._pool = RewardWorkerPool(self._functions, workers=workers, timeout=timeout)
+        self._verifier = RewardWorkerPool(VERIFY, CallLimits(timeout), workers=most)
+        self._functions = {name: RewardWorkerPool(name, of, workers=most) for name, of in limits.items()}
+        try:
+            for pool in self._functions.values():
+                pool.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
 
-    def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
-        """Return one score for each response, in their order. Equal pairs of answer and reference are compared once."""
-        pairs = [_pair(response) for response in responses]
+    def scores(self, responses: Sequence[DecodedResponse], verdict: VerdictConfig | None = _VERIFIED) -> list[Score]:
+        """Return one score for each response, in their order; `verdict` as in `submit`."""
+        return self.submit(responses, verdict)()
+
+    def submit(
+        self,
+        responses: Sequence[DecodedResponse],
+        verdict: VerdictConfig | None = _VERIFIED,
+        limit: float = math.inf,
+    ) -> Callable[[], list[Score]]:
+        """Begin to score responses; the returned function waits for one score of each, in their order.
+
+        Equal pairs of answer and reference are compared once.
+
+        Args:
+            verdict: decides `Score.correct`; None: no response is right or wrong.
+            limit: seconds after which what was not begun is no longer scored, and counts as one that took too long.
+        """
+        used = self._used(verdict)
+        pairs = [_pair(response) if "correct" in used else ("", "") for response in responses]
         known = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in set(pairs)}
         undecided = [pair for pair in dict.fromkeys(pairs) if known[pair] is None]
-        jobs = [RewardJob(VERIFY, {"answer": answer, "reference": reference}) for answer, reference in undecided]
-        jobs += [RewardJob(name, _arguments(response)) for response in responses for name in self._functions]
-        results = self._pool.run(jobs)
-        verified = {pair: _DECIDED[equal] for pair, equal in known.items() if equal is not None}
-        verified |= dict(zip(undecided, results, strict=False))
-        rest, width = results[len(undecided) :], len(self._functions)
-        return [
-            self._score(response, verified[pair], rest[number * width : (number + 1) * width])
-            for number, (response, pair) in enumerate(zip(responses, pairs, strict=True))
-        ]
+        compared = self._verifier.submit([{"answer": one, "reference": other} for one, other in undecided], limit)
+        items = [_arguments(response) for response in responses]
+        called = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in used}
+
+        def wait() -> list[Score]:
+            """Wait for all results and return the scores."""
+            verified = {pair: RewardResult(float(equal), None) for pair, equal in known.items() if equal is not None}
+            verified |= dict(zip(undecided, compared.result(), strict=True))
+            own = {name: future.result() for name, future in called.items()}
+            return [
+                self._score(response, verified[pair], {name: found[n] for name, found in own.items()}, verdict)
+                for n, (response, pair) in enumerate(zip(responses, pairs, strict=True))
+            ]
+
+        return wait
 
     def close(self) -> None:
         """End the worker processes; a second call does nothing."""
-        self._pool.close()
+        for pool in (self._verifier, *self._functions.values()):
+            pool.close()
 
-    def _score(self, response: DecodedResponse, verified: RewardResult, own: Sequence[RewardResult]) -> Score:
+    def _used(self, verdict: VerdictConfig | None) -> set[str]:
+        """Return the names of all numbers that a score is made of."""
+        return {one.name for one in self._rewards} | ({verdict.name} if verdict else set())
+
+    def _score(
+        self,
+        response: DecodedResponse,
+        verified: RewardResult,
+        own: Mapping[str, RewardResult],
+        verdict: VerdictConfig | None,
+    ) -> Score:
         """Sum the rewards. A part that failed gives 0; the first error is kept, the verifier's before a function's."""
-        correct, of = verified.value == 1.0, dict(zip(self._functions, own, strict=True))
-        reward = sum(
-            one.weight * (of[one.name].value if one.name in of else BUILT_IN[one.name](response, correct))
-            for one in self._rewards
+        used, results = self._used(verdict), {"correct": verified, **own}
+        values = {name: of(response, verified.value == 1.0) for name, of in BUILT_IN.items() if name in used}
+        values |= {name: result.value for name, result in own.items()}
+        values[REWARD] = sum(one.weight * values[one.name] for one in self._rewards)
+        errors = {name: result.error for name, result in results.items() if result.error}
+        return Score(
+            reward=values[REWARD],
+            correct=verdict and _is_right(verdict, values, errors),
+            reward_error=next(iter(errors.values()), None),
+            reward_retries=sum(result.retries for result in results.values()),
         )
-        error = next((result.error for result in (verified, *own) if result.error), None)
-        return Score(reward=reward, correct=correct, reward_error=error)
+
+
+@cache
+def _verifier() -> RewardFn:
+    """Return what `verify_all` asks; it lives as long as this process."""
+    return RewardFn([RewardConfig(name="correct")], workers="auto", timeout=5.0)
+
+
+def verify(response: str, reference: str, *, finished: bool = True) -> bool | None:
+    r"""Return whether the final answer of a response equals a reference answer, by the rules of docs/rewards.md.
+
+    >>> verify(r"So it is $\boxed{\frac{1}{2}}$.", "0.5")
+    True
+
+    Args:
+        response: a whole response, with its answer in a box or after ####.
+        finished: False for a response that was cut at its limit: then only an answer in a closed box counts.
+
+    Returns:
+        None where the comparison took more than 5 seconds or failed.
+    """
+    return verify_all([(response, reference)], finished=[finished])[0]
+
+
+def verify_all(pairs: Sequence[tuple[str, str]], *, finished: Sequence[bool] | None = None) -> list[bool | None]:
+    """Return for each pair of response and reference what `verify` returns, in their order, on all free cores."""
+    ended = [True] * len(pairs) if finished is None else finished
+    responses = [
+        DecodedResponse(Prompt(uid="", text="", answer=reference, token_ids=()), response, is_finished)
+        for (response, reference), is_finished in zip(pairs, ended, strict=True)
+    ]
+    return [None if score.reward_error else score.correct for score in _verifier().scores(responses)]
+
+
+def _is_right(verdict: VerdictConfig, values: Mapping[str, float], errors: Mapping[str, RewardError]) -> bool:
+    """Return whether the number that decides reaches its threshold, up to the rounding of a sum, and is known."""
+    is_known = not errors if verdict.name == REWARD else verdict.name not in errors
+    return is_known and values[verdict.name] >= verdict.threshold - _ROUNDING * max(1.0, abs(verdict.threshold))
 
 
 def _pair(response: DecodedResponse) -> tuple[str, str]:

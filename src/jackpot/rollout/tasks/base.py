@@ -2,7 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -45,6 +45,14 @@ class Task(ABC):
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
         """Score many responses, in their order. Override it to score them in parallel or elsewhere."""
         return [self.score(*response) for response in responses]
+
+    def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
+        """Begin to score responses of a rollout batch; the returned function waits for what `scores` returns.
+
+        Override it to score in the background while further responses are generated.
+        """
+        scores = self.scores(responses)
+        return lambda: scores
 
     def step(self, prompt: Prompt, response: str) -> str | None:
         """Return the environment's reply, such as a tool's result, or None to end the response.

@@ -1,16 +1,16 @@
 """Defines the math task: problems with one final answer, such as those of GSM8K and MATH. See docs/tasks.md."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.tasks import DataConfig, MathConfig, QuestionConfig
+from jackpot.config.tasks import DataConfig, MathConfig, QuestionConfig, VerdictConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.types import DecodedResponse, Prompt, Score
-from jackpot.rollout.rewards.rewards import BUILT_IN, RewardFn
+from jackpot.rollout.rewards.rewards import BUILT_IN, REWARD, RewardFn
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
@@ -47,7 +47,8 @@ class Math(Task):
         )
         self._problems: dict[Split, Problems | StreamedProblems] = {}
         self._reported: dict[Split, int] = {}  # rows left out, as of the last event
-        if any(reward.name not in BUILT_IN for reward in settings.rewards):
+        names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
+        if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
     def size(self, split: Split) -> int | None:
@@ -83,7 +84,11 @@ class Math(Task):
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
         """Score responses with the task's `RewardFn`."""
-        return self.reward_fn.scores(responses)
+        return self.reward_fn.scores(responses, self._settings.decides)
+
+    def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
+        """Begin to score responses, with the limit on waiting that rollout batches have."""
+        return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return one event for each split with the counts of rows read and left out; a stream that has left out more
@@ -115,7 +120,8 @@ class Math(Task):
     def reward_fn(self) -> RewardFn:
         """Return the reward of this task, which other tasks with the same rewards may share."""
         own = self._settings
-        return self._shared_reward_fn or RewardFn(own.rewards, workers=own.reward_workers, timeout=own.reward_timeout)
+        limits = {"workers": own.reward_workers, "timeout": own.reward_timeout}
+        return self._shared_reward_fn or RewardFn(own.rewards, **limits, verdict=own.decides)
 
     def _problems_of(self, split: Split) -> Problems | StreamedProblems:
         """Return the problems of a split, read on the first call."""
@@ -141,7 +147,8 @@ def make_benchmark(
 ) -> Math:
     """Make a task whose test split is a benchmark; `reward_fn` as in `Math`.
 
-    No problem is left out for its length, since published numbers are about all problems.
+    No problem is left out for its length, since published numbers are about all problems. Without a verdict in the
+    settings the verifier decides what is right, for the same reason, even where rewards are a function of the user.
 
     Raises:
         DataError: there is no such benchmark (lists them), or as `Math`.
@@ -150,6 +157,7 @@ def make_benchmark(
         raise DataError(unknown_name("benchmark", name, BENCHMARKS))
     data = DataConfig(source=name)
     asked = settings.model_dump(include=set(QuestionConfig.model_fields))
+    asked["verdict"] = settings.verdict or VerdictConfig(name="correct")
     return Math(tokenizer, MathConfig(train=data, test=data, **asked), reward_fn)
 
 

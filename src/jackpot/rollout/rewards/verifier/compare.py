@@ -31,7 +31,6 @@ from jackpot.rollout.rewards.verifier.numbers import (
 from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure, split_outside_brackets
 from jackpot.rollout.rewards.verifier.units import units_agree
 
-VERIFY = "verify"  # the job of a reward worker that compares an answer with a reference
 Equality = bool | None  # None: only algebra can decide
 Algebra = Callable[[str, str], Equality]  # compares an answer and a reference, both normalized single expressions
 
