@@ -13,8 +13,8 @@ from jackpot.training.run.folder import RunFolder
 class Checkpointer:
     """Writes the checkpoints of a run and prunes old ones.
 
-    One is due every `checkpoint.every` iterations, at the last iteration, where the policy is more accurate than ever
-    before, and one iteration after a checkpoint that could not be written.
+    One is due every `checkpoint.every` iterations, at the last iteration, where the policy is better than ever before,
+    and one iteration after a checkpoint that could not be written.
 
     Args:
         folder: opened; counts the failures.
@@ -26,7 +26,7 @@ class Checkpointer:
         self._checkpoints = Checkpoints(folder.checkpoints, components.config.checkpoint.keep)
         self._saved = -1  # newest iteration with a checkpoint
         self._overdue = False  # True after a checkpoint that could not be written
-        self._accuracy = -1.0  # accuracy of the policy in this iteration; -1 where it is not measured
+        self._value: float | None = None  # accuracy or mean reward of the policy in this iteration, if it was evaluated
         self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
         if state is not None:
             self._saved = state["iteration"]
@@ -35,14 +35,15 @@ class Checkpointer:
             with folder.dispensable(self._saved, "removal of old checkpoints"):
                 self._checkpoints.remove_unfinished()
 
-    def save_if_due(self, state: Mapping[str, Any], accuracy: float | None) -> None:
+    def save_if_due(self, state: Mapping[str, Any], value: float | None) -> None:
         """Write the checkpoint of an iteration if one is due. A failure is counted and shown, and the run goes on.
 
         Args:
             state: `iteration`, and the state of the loop's other parts that a resumed run needs.
-            accuracy: of the policy after this iteration; None where it is not measured.
+            value: accuracy of the policy after this iteration, or its mean reward where the task has no verdict; None
+                where it was not evaluated.
         """
-        self._accuracy = -1.0 if accuracy is None else accuracy
+        self._value = value
         config, iteration = self._components.config.checkpoint, state["iteration"]
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
@@ -63,7 +64,7 @@ class Checkpointer:
 
     @property
     def _is_best(self) -> bool:
-        return self._accuracy > (self._best["accuracy"] if self._best else -1.0)
+        return self._value is not None and (self._best is None or self._value > self._best["accuracy"])
 
     def _save(self, state: Mapping[str, Any]) -> CheckpointError | None:
         """Write a checkpoint and prune older ones; return the error where it cannot be written."""
@@ -71,7 +72,7 @@ class Checkpointer:
         config = parts.config
         has: dict[Role, Any] = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
         roles = [role for role, settings in has.items() if settings is not None]
-        best = {"iteration": iteration, "accuracy": self._accuracy} if is_best else self._best
+        best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
         own = {"best": best, "version": list(parts.learner.version), "failed": self._folder.failed}
         own["settings"] = config.model_dump_json()
         self._folder.flush(iteration)

@@ -10,6 +10,7 @@ from typing import Any
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Sums
 from jackpot.core.types import TokenBatch, TrainingSample
+from jackpot.rollout.evaluate import measure_of
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import mini_batches
@@ -115,7 +116,7 @@ class Trainer:
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
         line = self._folder.report(self.iteration, values)
-        self._checkpointer.save_if_due(self._state(), values.get("eval/policy_accuracy"))
+        self._checkpointer.save_if_due(self._state(), values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
 
     def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:

@@ -1,14 +1,18 @@
 """What `jackpot eval` makes of a folder that is already there, and of a run's settings."""
 
+import io
 import json
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from helpers.runs import run, small_config
 from helpers.texts import text_tokenizer, write_problems
@@ -19,6 +23,7 @@ from jackpot.core.types import Rollout
 from jackpot.rollout.evaluate import score_rollouts
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import make_sets
+from jackpot.ui.commands import evaluate as evaluate_command
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 2, "problems": 4, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
@@ -110,6 +115,19 @@ def test_a_cut_answer_may_stand_in_a_closed_box_and_one_that_was_given_up_is_wro
     found = dict(zip(ended, scores, strict=True))
     assert {uid for uid, score in found.items() if score.correct} == {"closed", "right"}
     assert found["given up"].reward == 0.0 and found["right"].reward == 1.5
+
+
+def test_a_set_without_a_verdict_is_measured_by_its_mean_reward(finished: Path) -> None:
+    path = finished / "arithmetic.parquet"
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("correct")
+    none = pa.nulls(len(table), pa.bool_())
+    pq.write_table(table.set_column(place, table.schema.field(place), none), path)
+    [result] = evaluation(finished)
+    assert result.summary.mean_at_k is None and result.summary.reward == pytest.approx(np.mean(table["reward"]))
+    console = Console(file=io.StringIO(), width=200)
+    evaluate_command._show(console, [result], finished)
+    assert "mean reward" in console.file.getvalue() and f"{result.summary.reward:.4g}" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("left", ["arithmetic.parquet", "aime24.jsonl"])

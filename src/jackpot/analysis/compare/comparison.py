@@ -9,6 +9,7 @@ from typing import Literal
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.limits import two_errors
 from jackpot.core.errors import ConfigError
+from jackpot.rollout.evaluate import Measure
 
 Unit = Literal["sequences", "tokens", "flops"]
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
@@ -79,7 +80,10 @@ class CostToAccuracy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmRow:
-    """Holds the results of one arm. Accuracies at the budget are those of the last evaluation within it."""
+    """Holds the results of one arm. Accuracies at the budget are those of the last evaluation within it.
+
+    They are mean rewards where `Comparison.measure` says so.
+    """
 
     arm: str
     seeds: tuple[int, ...]
@@ -102,6 +106,7 @@ class Comparison:
     baseline: str
     accuracy: float | None  # accuracy to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
+    measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
 
 
 def compare(
@@ -122,7 +127,8 @@ def compare(
         baseline: the arm that others are compared with; None takes the first.
 
     Raises:
-        ConfigError: no run, an unknown baseline, or a budget below what the first evaluation after training needs.
+        ConfigError: no run, an unknown baseline, a budget below what the first evaluation after training needs, or
+            accuracies of some runs and mean rewards of others.
     """
     if not runs:
         raise ConfigError("no run was given; compare needs at least one with an evaluation")
@@ -130,6 +136,8 @@ def compare(
     baseline = baseline or runs[0].arm
     if baseline not in arms:
         raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
+    if len({run.measure for run in runs}) > 1:
+        raise ConfigError("some runs have accuracies and others mean rewards only; set one task.verdict for all")
     not_collapsed = [run for run in runs if run.collapse is None] or list(runs)
     budget = min(spent_on(run.last, unit) for run in not_collapsed) if budget is None else budget
     _check_budget(runs, unit, budget)
@@ -138,7 +146,9 @@ def compare(
     rows = tuple(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
     )
-    return Comparison(unit=unit, budget=budget, baseline=baseline, accuracy=accuracy, rows=rows)
+    return Comparison(
+        unit=unit, budget=budget, baseline=baseline, accuracy=accuracy, rows=rows, measure=runs[0].measure
+    )
 
 
 def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
@@ -148,9 +158,16 @@ def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
     two standard errors of a difference: the best of many evaluations of a flat run is a little above its start.
     """
     start = max(run.points[0].policy_accuracy for run in runs)
-    goal = start + max(two_errors(run.problems, start) for run in runs)
+    goal = start + max(_noise(run, start) for run in runs)
     best = [max(point.policy_accuracy for point in run.points) for run in runs]
     return min((accuracy for accuracy in best if accuracy > goal), default=None)
+
+
+def _noise(run: RunSummary, start: float) -> float:
+    """Return two standard errors of the difference between two evaluations of a run that began at `start`."""
+    if run.measure == "accuracy":
+        return two_errors(run.problems, start)
+    return 2.0 * math.sqrt(2.0) * (run.points[0].policy_accuracy_stderr or 0.0)
 
 
 def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None:

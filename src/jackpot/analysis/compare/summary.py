@@ -10,6 +10,7 @@ from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
+from jackpot.rollout.evaluate import Measure, measure_of
 from jackpot.training.run.environment import Environment
 from jackpot.training.run.folder import RunFolder, run_config
 
@@ -28,8 +29,8 @@ class EvaluationPoint:
     training_flops: float  # FLOPs of training policy and rollout model
     seconds: float  # wall-clock time without evaluations, seconds
     cpu_seconds: float  # processor time of the run's own process without evaluations, seconds
-    policy_accuracy: float
-    rollout_model_accuracy: float | None  # None where the policy generates its own rollouts
+    policy_accuracy: float  # or the policy's mean reward, as `RunSummary.measure` says
+    rollout_model_accuracy: float | None  # the same; None where the policy generates its own rollouts
     acceptance: float | None  # mean of a(x) at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats a token
     policy_accuracy_stderr: float | None = None  # standard error over problems; None in runs that did not log it
@@ -47,6 +48,7 @@ class RunSummary:
     collapse: Collapse | None
     settings: dict[str, Any]  # the resolved config
     environment: dict[str, Any]
+    measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
 
     @property
     def last(self) -> EvaluationPoint:
@@ -92,6 +94,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
         collapse=collapse_of(lines, folder.read("events.jsonl"), config),
         settings=settings_of(config),
         environment=environment.newest | {"threads": environment.threads},
+        measure=next(filter(None, map(measure_of, lines))),
     )
 
 
@@ -116,13 +119,13 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
         for name, value in _spent(line, config).items():
             spent[name] += value
         since.append(line)
-        if line.get("eval/policy_accuracy") is not None:
+        if measure := measure_of(line):
             yield EvaluationPoint(
                 iteration=line["iteration"],
                 **spent,
-                policy_accuracy=line["eval/policy_accuracy"],
-                policy_accuracy_stderr=line.get("eval/policy_accuracy_stderr"),
-                rollout_model_accuracy=line["eval/rollout_model_accuracy"] if config.rollout_model else None,
+                policy_accuracy=line[f"eval/policy_{measure}"],
+                policy_accuracy_stderr=line.get(f"eval/policy_{measure}_stderr"),
+                rollout_model_accuracy=line[f"eval/rollout_model_{measure}"] if config.rollout_model else None,
                 acceptance=_mean(since, "obrs/acceptance"),
                 kl=_mean(since, "mismatch/kl_rollout_policy"),
             )

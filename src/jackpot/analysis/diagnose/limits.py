@@ -104,6 +104,15 @@ def below_first(history: MetricHistory, values: Values) -> float:
     return values[0] - two_errors(history.config.evaluation.problems, values[0])
 
 
+def reward_below_first(history: MetricHistory, values: Values) -> float | None:
+    """Return the reward of the first evaluation minus two standard errors of a difference.
+
+    None where its standard errors are not logged: where the task has a verdict, accuracies say more.
+    """
+    errors = [error for _, error in history.series("eval/policy_reward_stderr")]
+    return values[0] - 2.0 * math.hypot(errors[0], errors[-1]) if errors else None
+
+
 def above_first_alone(history: MetricHistory, values: Values) -> float | None:
     """Return the first accuracy plus two standard errors where the policy has fallen as much, else None."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]

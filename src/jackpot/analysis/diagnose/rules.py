@@ -16,6 +16,7 @@ from jackpot.analysis.diagnose.limits import (
     increase,
     latest,
     quantizing,
+    reward_below_first,
     rounding,
 )
 
@@ -127,6 +128,19 @@ RULES: tuple[Rule, ...] = (
             "engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
         )
         for metric, model in _GAPS.items()
+    ),
+    *(
+        Rule(
+            group="signal",
+            metric=metric,
+            high=0.01,
+            explanation=f"scoring {what}, and those responses count as wrong or have reward 0",
+            suggestion=f"read events.jsonl; {hint}",
+        )
+        for metric, what, hint in (
+            ("reward/timeouts", "takes longer than its limit", "raise task.reward_timeout or task.reward_workers"),
+            ("reward/errors", "fails", "a reward function raises, ends its process or returns no number"),
+        )
     ),
     *(
         Rule(
@@ -298,6 +312,14 @@ RULES: tuple[Rule, ...] = (
         low=below_first,
         aggregate=latest,
         explanation="the policy answers fewer held-out problems than before training",
+        suggestion="set objective.correction=obrs, or lower policy.optimizer.learning_rate",
+    ),
+    Rule(
+        group="models",
+        metric="eval/policy_reward",
+        low=reward_below_first,
+        aggregate=latest,
+        explanation="the policy earns less on held-out problems than before training",
         suggestion="set objective.correction=obrs, or lower policy.optimizer.learning_rate",
     ),
     Rule(

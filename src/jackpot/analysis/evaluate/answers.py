@@ -37,18 +37,18 @@ SCHEMA = pa.schema(
         "prompt": pa.string(),
         "answer": pa.string(),  # reference answer of the problem
         "response": pa.string(),
-        "correct": pa.bool_(),
+        "correct": pa.bool_(),  # null where the task has no verdict
         "reward": pa.float64(),
         "tokens": pa.int32(),  # length of the response
         "finish": pa.string(),  # stop, length (cut at the limit) or aborted (by the engine)
-        "reward_error": pa.string(),  # timeout or crash; null where scoring succeeded
+        "reward_error": pa.string(),  # timeout, crash or invalid; null where scoring succeeded
     }
 )
 _FIELDS: dict[str, tuple[type, ...]] = {  # of a line of NAME.jsonl
     "number": (int,),  # index of the problem
     "sample": (int,),
     "response": (str,),
-    "correct": (bool,),
+    "correct": (bool, type(None)),
     "reward": (float, int),
     "tokens": (int,),
     "finish": (str,),
@@ -194,10 +194,11 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
     if (version := about.get(b"schema_version", b"none").decode()) != str(SCHEMA_VERSION):
         raise CheckpointError(f"{path} has schema version {version}; this version of Jackpot reads {SCHEMA_VERSION}")
     k = int(about[b"k"])
-    found = {name: table[name].to_numpy().reshape(-1, k) for name in columns[:3]}
+    found = {name: table[name].to_numpy().reshape(-1, k) for name in columns[1:3]}
+    has_verdict = table["correct"].null_count < len(table)
     words = {name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in columns[3:]}
     return ResponseOutcomes(
-        correct=found["correct"].astype(bool),
+        correct=table["correct"].fill_null(False).to_numpy().reshape(-1, k) if has_verdict else None,
         rewards=found["reward"],
         tokens=found["tokens"].astype(np.int64),
         finishes=words["finish"],

@@ -20,12 +20,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledResponse:
-    """Holds a response of one model to a held-out problem, and whether it is correct."""
+    """Holds a response of one model to a held-out problem, its reward, and whether it is correct."""
 
     role: Role
     after: bool  # True: the model of the newest checkpoint; False: the one that the run began with
     response: str
-    correct: bool
+    reward: float
+    correct: bool | None  # None where the task has no verdict
 
 
 def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[SampledResponse]]]:
@@ -54,5 +55,6 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
                 with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
                     result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed, k=1)
                 for row, response, score in zip(answers, result.responses, result.scores, strict=True):
-                    row.append(SampledResponse(role=role, after=is_after, response=response, correct=score.correct))
+                    found = {"response": response, "reward": score.reward, "correct": score.correct}
+                    row.append(SampledResponse(role=role, after=is_after, **found))
     return list(zip(prompts, answers, strict=True))

@@ -274,6 +274,7 @@ class RunFolder:
                 "response": response,
                 "answer": rollout.prompt.answer,
                 "correct": score.correct,
+                "reward": score.reward,
                 "finish": rollout.finish,
                 "reward_error": score.reward_error,
             }

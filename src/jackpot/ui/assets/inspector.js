@@ -36,7 +36,7 @@ function makeRow(row) {
 function heading(data, r) {
   const count = data.rejectedCount[r];
   return [
-    element("span", data.correct[r] ? "right" : "wrong", data.correct[r] ? "✓ right" : "✗ wrong"),
+    element("span", data.correct[r] ? "right" : "wrong", data.correct[r] === null ? "" : data.correct[r] ? "✓ right" : "✗ wrong"),
     element("span", "", `reward ${data.reward[r]}`),
     element("span", "", `${data.lengths[r]} tokens`),
     element("span", "", `${count} rejected`),

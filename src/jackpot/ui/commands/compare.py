@@ -10,7 +10,8 @@ from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_ar
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import ArmListener, Lines
 from jackpot.config.recipes import resolve_arms, split_names
-from jackpot.ui.results import write_results
+from jackpot.rollout.evaluate import measure_of
+from jackpot.ui.results import measured, write_results
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.comparison import comparison_sections
@@ -57,11 +58,12 @@ def _listener(console: Console) -> ArmListener:
     shown: dict[str, int] = {}  # newest evaluation of each run, iteration
 
     def listen(run: ArmRun, lines: Lines, end: str) -> None:
-        evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
-        newest = evaluated[-1]["iteration"] if evaluated else -1
+        evaluated = [(line, measure) for line in lines if (measure := measure_of(line))]
+        newest = evaluated[-1][0]["iteration"] if evaluated else -1
         if end or newest > shown.get(run.name, -1):
             shown[run.name] = newest
-            accuracy = f"policy {evaluated[-1]['eval/policy_accuracy']:.1%}" if evaluated else ""
+            policy = [measured(line[f"eval/policy_{measure}"], measure) for line, measure in evaluated[-1:]]
+            accuracy = f"policy {policy[0]}" if policy else ""
             print_line(console, f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}")
 
     return listen

@@ -63,17 +63,24 @@ def _listener(console: Console) -> Iterator[ProgressListener]:
 
 
 def _show(console: Console, results: Sequence[BenchmarkResult], folder: Path) -> None:
-    """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers."""
+    """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers.
+
+    The mean reward is shown where some set has no verdict of what is right.
+    """
     if all(result.was_done for result in results):
         print_line(console, "This evaluation was finished before; nothing was generated.")
     k = results[0].summary.k
-    columns = ("benchmark", "problems", f"mean@{k}", *([f"pass@{k}"] if k > 1 else []), "truncated", "tokens")
+    shows_rewards = any(result.summary.mean_at_k is None for result in results)
+    passed, rewards = [f"pass@{k}"] if k > 1 else [], ["mean reward"] if shows_rewards else []
+    columns = ("benchmark", "problems", f"mean@{k}", *passed, *rewards, "truncated", "tokens")
     rows = []
     for result in results:
         found = result.summary
-        passed = [_percent(found.pass_at_k[k])] if k > 1 else []
-        cells = (f"{found.problems:,}", _percent(found.mean_at_k), *passed, f"{100 * found.truncated:.1f}")
-        rows.append((result.benchmark, *cells, f"{found.tokens:,.0f}"))
+        shares = [found.mean_at_k, *(found.pass_at_k.get(k) for _ in passed)]
+        cells = [_percent(one) if one else "-" for one in shares] + [f"{found.reward:.4g}" for _ in rewards]
+        rows.append(
+            (result.benchmark, f"{found.problems:,}", *cells, f"{100 * found.truncated:.1f}", f"{found.tokens:,.0f}")
+        )
     title = f"{k} sampled {'answer' if k == 1 else 'answers'} to each problem, percent"
     show_table(console, title, columns, rows, columns[1:], box=SIMPLE_HEAD)
     for result in results:
@@ -90,7 +97,7 @@ def _percent(estimate: MeanEstimate) -> str:
 
 def _sentences(found: EvaluationSummary) -> Iterator[str]:
     """Yield pass@k for every k, and for each kind of failure the number of answers that count as wrong for it."""
-    if found.k > 2:
+    if found.k > 2 and found.pass_at_k:
         yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in found.pass_at_k.items())
     answers = found.problems * found.k
     wrong = {

@@ -17,7 +17,7 @@ def sample(run: Path, problems: int, seed: int) -> None:
                 answer.role.replace("_", " "),
                 "after" if answer.after else "before",
                 answer.response,
-                "right" if answer.correct else "wrong",
+                f"reward {answer.reward:.4g}" if answer.correct is None else "right" if answer.correct else "wrong",
             )
             for answer in answers
         ]

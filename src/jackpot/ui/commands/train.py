@@ -18,6 +18,7 @@ from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.launch.local import launch
+from jackpot.rollout.evaluate import measure_of
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
 from jackpot.ui.terminal.progress import print_line, progress
@@ -30,6 +31,10 @@ _FACTS = {  # name on the screen: metric and its format
     "acceptance": ("obrs/acceptance", "{:.3f}"),
     "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
     "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
+}
+_REWARD_FACTS = {  # in place of accuracies, where the task has no verdict
+    "policy": ("eval/policy_reward", "{:.3f}"),
+    "rollout model": ("eval/rollout_model_reward", "{:.3f}"),
 }
 
 
@@ -80,9 +85,11 @@ def _listener(console: Console, iterations: int) -> Iterator[Callable[[Mapping[s
     with progress(console) as shown:
 
         def listen(line: Mapping[str, Any]) -> None:
-            found = {name: (line.get(metric), form) for name, (metric, form) in _FACTS.items()}
-            facts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
-            shown.update("iteration", line["iteration"], iterations, facts, is_due="eval/policy_accuracy" in line)
+            facts = _FACTS if measure_of(line) != "reward" else _FACTS | _REWARD_FACTS
+            found = {name: (line.get(metric), form) for name, (metric, form) in facts.items()}
+            texts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
+            is_due = measure_of(line) is not None
+            shown.update("iteration", line["iteration"], iterations, texts, is_due=is_due)
 
         yield listen
 
@@ -90,19 +97,27 @@ def _listener(console: Console, iterations: int) -> Iterator[Callable[[Mapping[s
 def _show_result(
     console: Console, config: Config, lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
 ) -> None:
-    """Print the accuracy of both models before and after training, with standard errors, and the run folder."""
-    evaluated = [line for line in lines if line.get("eval/policy_accuracy") is not None]
+    """Print how good both models were before and after training, with standard errors, and the run folder.
+
+    That is their accuracy, or their mean reward where the task has no verdict.
+    """
+    evaluated = [line for line in lines if measure_of(line) is not None]
     first, last = evaluated[0], evaluated[-1]
+    measure = measure_of(last)
+    is_accuracy = measure == "accuracy"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    shown = {role.replace("_", " "): f"eval/{role}_accuracy" for role in roles}
-    shown |= {f"policy on {name}": f"eval/{name}/mean_at_k" for name in config.evaluation.benchmarks}
+    shown = {role.replace("_", " "): (f"eval/{role}_{measure}", _percent if is_accuracy else _number) for role in roles}
+    for name in config.evaluation.benchmarks:
+        shown[f"policy on {name}" + ("" if is_accuracy else ", percent")] = (f"eval/{name}/mean_at_k", _percent)
     rows = []
-    for name, metric in shown.items():
+    for name, (metric, form) in shown.items():
         (before, error), (after, newer) = ((line[metric], line.get(f"{metric}_stderr")) for line in (first, last))
         both = None if error is None or newer is None else math.hypot(error, newer)
-        rows.append((name, _percent(before, error), _percent(after, newer), _percent(after - before, both, "+")))
-    columns = ("model", "before", f"after {last['iteration']} iterations", "change, points")
-    title = f"Sampled accuracy on {config.evaluation.problems} held-out problems, percent ± standard error"
+        rows.append((name, form(before, error), form(after, newer), form(after - before, both, "+")))
+    columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
+    where = f"on {config.evaluation.problems} held-out problems"
+    accuracy, reward = f"Sampled accuracy {where}, percent", f"Mean reward of sampled responses {where}"
+    title = f"{accuracy if is_accuracy else reward} ± standard error"
     show_table(console, title, columns, rows, columns[1:])
     print_line(console, f"Run folder: {folder}")
     if not is_finished:
@@ -112,3 +127,8 @@ def _show_result(
 def _percent(share: float, error: float | None, sign: str = "") -> str:
     """Format a share and its standard error in percent: `41.8 ± 2.2`; without the error where it is unknown."""
     return f"{100 * share:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def _number(value: float, error: float | None, sign: str = "") -> str:
+    """Format a mean reward and its standard error: `0.4180 ± 0.022`; without the error where it is unknown."""
+    return f"{value:{sign}#.4g}" + ("" if error is None else f" ± {error:#.2g}")

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
+from jackpot.rollout.evaluate import measure_of
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
 from jackpot.ui.report.runs import Arm, Run, differing
+from jackpot.ui.results import measured
 
 _NOTHING = "-"
 
@@ -59,19 +61,23 @@ def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Tab
             arm.name,
             str(run.config.seed),
             f"{max(run.iteration, 0)} of {run.config.iterations}",
-            *_before_after(run, "eval/policy_accuracy"),
-            *_before_after(run, "eval/rollout_model_accuracy"),
+            *_before_after(run, "policy"),
+            *_before_after(run, "rollout_model"),
             diagnosis.verdict,
         )
         for (arm, run), diagnosis in zip(runs, found, strict=True)
     ]
-    note = "Accuracy on held-out problems, one sampled answer each, at the first and at the newest evaluation."
+    note = (
+        "Accuracy on held-out problems at the first and at the newest evaluation; mean reward where the task has no "
+        "verdict."
+    )
     return Table(title="Runs", columns=tuple(columns), rows=tuple(rows), note=note)
 
 
-def _before_after(run: Run, metric: str) -> tuple[str, str]:
-    values = [line[metric] for line in run.lines if line.get(metric) is not None]
-    return (f"{values[0]:.1%}", f"{values[-1]:.1%}") if values else (_NOTHING, _NOTHING)
+def _before_after(run: Run, role: str) -> tuple[str, str]:
+    evaluated = [(line.get(f"eval/{role}_{measure}"), measure) for line in run.lines if (measure := measure_of(line))]
+    values = [measured(value, measure) for value, measure in evaluated if value is not None]
+    return (values[0], values[-1]) if values else (_NOTHING, _NOTHING)
 
 
 def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:

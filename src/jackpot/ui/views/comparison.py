@@ -14,8 +14,10 @@ from jackpot.analysis.compare.comparison import (
     spent_on,
 )
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
+from jackpot.rollout.evaluate import Measure
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table
 from jackpot.ui.error_bars import describe_error_bars, error_bars
+from jackpot.ui.results import measured
 
 _COSTS = ("reached", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
 
@@ -35,19 +37,22 @@ _NOTHING_ROSE = (
 
 
 def _accuracies(comparison: Comparison) -> Table:
+    is_accuracy = comparison.measure == "accuracy"
+    shown = percent if is_accuracy else _rewards
+    what = "Percent of sampled answers that are right" if is_accuracy else "Mean reward of sampled responses"
     rows = tuple(
         (
             row.arm,
             str(len(row.seeds)),
-            percent(row.before),
-            percent(row.after),
-            *difference_cells(row.difference),
-            percent(row.rollout_model_after) if row.rollout_model_after else "-",
+            shown(row.before),
+            shown(row.after),
+            *difference_cells(row.difference, comparison.measure),
+            shown(row.rollout_model_after) if row.rollout_model_after else "-",
         )
         for row in comparison.rows
     )
     return Table(
-        title=f"Percent of sampled answers that are right at {amount(comparison.budget)} {UNITS[comparison.unit]}",
+        title=f"{what} at {amount(comparison.budget)} {UNITS[comparison.unit]}",
         columns=(
             "arm",
             "seeds",
@@ -65,8 +70,11 @@ def _accuracies(comparison: Comparison) -> Table:
 
 
 def _costs(comparison: Comparison) -> Table:
+    goal, is_accuracy = measured(comparison.accuracy, comparison.measure), comparison.measure == "accuracy"
     return Table(
-        title=f"Cost until {comparison.accuracy:.1%} of the policy's answers are right",
+        title=f"Cost until {goal} of the policy's answers are right"
+        if is_accuracy
+        else f"Cost until the policy's mean reward is {goal}",
         columns=("arm", *_COSTS),
         rows=tuple((row.arm, *cost_cells(row.cost)) for row in comparison.rows),
         note="Medians over all seeds; - if half of them or more never reach it. Training FLOPs are those of policy and "
@@ -91,12 +99,21 @@ def percent(spread: SeedSpread) -> str:
     return f"{100 * spread.mean:.1f}{deviation}"
 
 
-def difference_cells(difference: Difference | None) -> tuple[str, str]:
-    """Format a difference in points, `+3.1 ± 0.9`, and the seeds on which the arm is above, `5 of 5`."""
+def _rewards(spread: SeedSpread) -> str:
+    """Format a mean reward and its standard deviation: `0.732 ± 0.011`."""
+    return f"{spread.mean:.4g}" + (f" ± {spread.deviation:.2g}" if spread.deviation is not None else "")
+
+
+def difference_cells(difference: Difference | None, measure: Measure = "accuracy") -> tuple[str, str]:
+    """Format a difference, in points `+3.1 ± 0.9` or of rewards, and the seeds with a higher arm, `5 of 5`."""
     if difference is None:
         return "-", "-"
-    error = f" ± {100 * difference.error:.1f}" if difference.error is not None else ""
-    return f"{100 * difference.spread.mean:+.1f}{error}", f"{difference.higher} of {difference.seeds}"
+    mean, error = difference.spread.mean, difference.error
+    if measure == "accuracy":
+        texts = f"{100 * mean:+.1f}", None if error is None else f"{100 * error:.1f}"
+    else:
+        texts = f"{mean:+.4g}", None if error is None else f"{error:.2g}"
+    return " ± ".join(filter(None, texts)), f"{difference.higher} of {difference.seeds}"
 
 
 def amount(number: float) -> str:
@@ -117,9 +134,8 @@ class _View:
     note: str = ""
 
 
-_ACCURACY = _View(title="Policy", label="sampled accuracy", value=lambda point: point.policy_accuracy)
+_LABELS: dict[Measure, str] = {"accuracy": "sampled accuracy", "reward": "mean reward"}
 _OTHERS = (
-    _View(title="Rollout model", label="sampled accuracy", value=lambda point: point.rollout_model_accuracy),
     _View(title="KL(rollout model || policy)", label="nats a token", value=lambda point: point.kl),
     _View(title="Acceptance", label="mean acceptance a(x)", value=lambda point: point.acceptance),
 )
@@ -128,9 +144,12 @@ _OTHERS = (
 def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
     """Return charts of the policy's accuracy over each cost, then of the rollout model, the KL and the acceptance."""
     goal = comparison.accuracy
-    guides = () if goal is None else (Guide(text=f"{goal:.1%}", y=goal),)
-    accuracy = [_chart(_ACCURACY, runs, spent, label, guides) for spent, label in _BY.items()]
-    others = [_chart(view, runs, comparison.unit, UNITS[comparison.unit], ()) for view in _OTHERS]
+    guides = () if goal is None else (Guide(text=measured(goal, comparison.measure), y=goal),)
+    shown = _LABELS[comparison.measure]
+    policy = _View(title="Policy", label=shown, value=lambda point: point.policy_accuracy)
+    rollout_model = _View(title="Rollout model", label=shown, value=lambda point: point.rollout_model_accuracy)
+    accuracy = [_chart(policy, runs, spent, label, guides) for spent, label in _BY.items()]
+    others = [_chart(view, runs, comparison.unit, UNITS[comparison.unit], ()) for view in (rollout_model, *_OTHERS)]
     return (*accuracy, *others)
 
 

@@ -1,0 +1,81 @@
+"""A run whose rewards are a function of the user: what stands where other runs have accuracies."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from helpers.paths import ROOT
+from helpers.runs import FinishedRuns, read_lines, small_config
+from jackpot.analysis.compare.comparison import compare
+from jackpot.analysis.compare.summary import summarize
+from jackpot.core.errors import ConfigError
+from jackpot.training.run.rollouts import list_rollout_files, read_columns
+from jackpot.ui import cli
+from jackpot.ui.commands import train
+from jackpot.ui.report.report import write_report
+from jackpot.ui.views.comparison import comparison_sections
+
+DATA = f"{{source: {ROOT}/examples/own_data.jsonl, limit: 64, columns: {{problem: question, answer: total}}}}"
+TASK = f"name: math, train: {DATA}, test: {DATA}, template: plain, instruction: ''"
+REWARDS = "rewards: ['helpers.reward_functions:minus_length']"
+OWN = (f"task={{{TASK}, {REWARDS}}}", "iterations=2", "evaluation.every=1")
+WITH_VERDICT = (f"task={{{TASK}, {REWARDS}, verdict: -9}}", "iterations=2", "evaluation.every=1")
+
+
+@pytest.fixture
+def own(finished_run: FinishedRuns) -> Path:
+    return finished_run(*OWN)
+
+
+def table(folder: Path, *overrides: str) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    train._show_result(console, small_config(*overrides), read_lines(folder), folder, is_finished=True)
+    return console.file.getvalue()
+
+
+def test_without_a_verdict_mean_rewards_stand_in_place_of_accuracies(own: Path) -> None:
+    lines = read_lines(own)
+    assert all(line["eval/policy_reward"] < -1.0 and line["eval/policy_reward_stderr"] > 0.0 for line in lines)
+    assert not [name for line in lines for name in line if "accuracy" in name or "pass_at_k" in name]
+    assert all(lines[2][name] is None for name in ("reward/correct", "reward/all_right", "reward/all_wrong"))
+    before, after = (line["eval/rollout_model_reward"] for line in (lines[0], lines[-1]))
+    shown = table(own, *OWN)
+    assert "Mean reward of sampled responses on 8 held-out problems" in shown
+    assert all(text in shown for text in (f"{before:#.4g} ±", f"{after:#.4g} ±", f"{after - before:+#.4g} ±"))
+
+
+def test_the_best_checkpoint_is_the_one_with_the_highest_mean_reward(own: Path) -> None:
+    lines = [line for line in read_lines(own) if line["iteration"]]
+    best = max(lines, key=lambda line: (line["eval/policy_reward"], -line["iteration"]))["iteration"]
+    assert (own / "checkpoints" / "best").readlink().name == f"step-{best}"
+
+
+def test_sample_and_report_show_rewards_and_no_verdict(own: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["sample", str(own), "--problems", "1"])
+    assert done.exit_code == 0 and done.output.count("reward -") == 4 and "wrong" not in done.output
+    write_report([own], tmp_path / "report.html")
+    assert "mean reward where the task has no verdict" in (tmp_path / "report.html").read_text()
+    table = read_columns(list_rollout_files(own)[0][0], ["correct", "reward"])
+    assert table["correct"].null_count == len(table) > 0 == table["reward"].null_count
+
+
+def test_compare_takes_rewards_but_not_beside_accuracies(own: Path, finished_run: FinishedRuns) -> None:
+    run = summarize(own, "own")
+    assert run.measure == "reward" and run.last.policy_accuracy == read_lines(own)[-1]["eval/policy_reward"]
+    found = compare([run])
+    title = comparison_sections(found, [run])["numbers"].items[0].title
+    assert found.measure == "reward" and title.startswith("Mean reward of sampled responses at")
+    with pytest.raises(ConfigError, match=r"one task\.verdict for all"):
+        compare([run, summarize(finished_run(), "other")])
+
+
+def test_with_a_verdict_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: FinishedRuns) -> None:
+    folder = finished_run(*WITH_VERDICT)
+    lines = read_lines(folder)
+    assert [line["eval/policy_reward"] for line in lines] == [line["eval/policy_reward"] for line in read_lines(own)]
+    assert all(0.0 < line["eval/policy_accuracy"] < 1.0 for line in lines)
+    assert 0.0 < lines[1]["reward/correct"] < 1.0
+    assert "Sampled accuracy on 8 held-out problems" in table(folder, *WITH_VERDICT)
