@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, NamedTuple
 
 from jackpot.core.errors import ConfigError, JackpotError, TrainingError
@@ -387,4 +387,5 @@ async def _message(process: asyncio.subprocess.Process) -> dict[str, Any]:
 def _stop(processes: _Processes, thread: Thread) -> None:
     """Kill all workers and end the thread of a pool."""
     processes.call(processes.loop.stop)
-    thread.join()
+    if thread is not current_thread():  # which may be the one that collects a forgotten pool
+        thread.join()
