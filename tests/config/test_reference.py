@@ -14,6 +14,9 @@ SETTINGS = settings(*COMMANDS)
 DIFFERENCES = ("evaluation.engine.", "critic.optimizer.")
 
 
+ALL = "jackpot train, jackpot eval, jackpot mismatch"
+
+
 @pytest.mark.parametrize(
     ("key", "values", "default", "users"),
     [
@@ -26,8 +29,13 @@ DIFFERENCES = ("evaluation.engine.", "critic.optimizer.")
         ("engine.name", "transformers, vllm or vllm_server", "transformers", "jackpot train, jackpot eval"),
         ("engine.dtype", "fp32 or bf16", "fp32", "jackpot train, jackpot eval"),
         ("engine.enforce_eager", "true, false or auto", "auto", "jackpot train, jackpot eval, with engine=vllm"),
-        ("task.train.limit", "integer >= 1 or null", "null", "jackpot train, jackpot mismatch, with task=math"),
-        ("task.rewards[].name", "string", "required", "jackpot train, jackpot mismatch, with task=math"),
+        (
+            "task.train.limit",
+            "integer >= 1 or null",
+            "null",
+            "jackpot train, jackpot eval, jackpot mismatch, with task=math",
+        ),
+        ("task.rewards[].name", "string", "required", "jackpot train, jackpot eval, jackpot mismatch, with task=math"),
         (
             "objective.correction.cap",
             "number > 0",
@@ -119,7 +127,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str)
 def test_the_other_commands_show_what_they_have_in_addition() -> None:
     own, shared = own_settings("eval")
     assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in own}
-    assert shared == ["arithmetic", "tool_arithmetic", "math", "engine", "sampling"]
+    assert shared == ["arithmetic", "tool_arithmetic", "math", "columns", "answers", "task", "engine", "sampling"]
     assert not {"engine.dtype", "math.template"} & {setting.key for setting in own}
 
 

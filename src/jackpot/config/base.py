@@ -46,10 +46,11 @@ MAY_CHANGE = MayChange()
 
 
 def model_classes(annotation: Any) -> list[type[BaseModel]]:
-    """Return the classes of settings that a field's annotation allows, such as those of a union."""
+    """Return the classes of settings that a field's annotation allows, such as those of a union, each once."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
-    return [cls for part in getattr(annotation, "__args__", ()) for cls in model_classes(part)]
+    parts = getattr(annotation, "__args__", ())
+    return list(dict.fromkeys(cls for part in parts for cls in model_classes(part)))
 
 
 def by_name(default: str) -> BeforeValidator:

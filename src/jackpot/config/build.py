@@ -216,6 +216,9 @@ def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[Bas
     classes: list[type[BaseModel]] = [kind]
     here: Any = settings
     for part in path:
+        if isinstance(here, list | tuple):
+            here = here[int(part)]
+            continue
         here = here.get(part) if isinstance(here, Mapping) else None
         annotations = [cls.model_fields[part].annotation for cls in classes if part in cls.model_fields]
         classes = [cls for annotation in annotations for cls in model_classes(annotation)]

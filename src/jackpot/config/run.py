@@ -272,7 +272,8 @@ class EvaluationConfig(Strict):
     k: Count = 1
     """Responses to each problem."""
     benchmarks: AnyNames = ()
-    """Names of further sets of problems that the policy answers, k times each; all of their problems."""
+    """Names of further sets of problems that the policy answers, or paths of files with problems in the columns of
+    `task.test`; all of their problems, k times each."""
     engine: Annotated[EngineConfig | None, Differences("engine")] = None
     """Engine of the policy in evaluations where the rollouts come from another model: what differs from `engine`, or a
     whole engine where `name` is given; null: the same settings as `engine`."""

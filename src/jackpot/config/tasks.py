@@ -1,11 +1,12 @@
 """Settings of the tasks, one class each, chosen by name (docs/tasks.md)."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from jackpot.config.base import MAY_CHANGE, Count, ImportPath, Positive, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, AnyNames, Count, Finite, ImportPath, Positive, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -38,22 +39,60 @@ class ToolArithmeticConfig(ArithmeticConfig):
 
 
 class ColumnsConfig(Strict):
-    """Names of the columns that are read from each row."""
+    """Names of the columns that are read from each row. A dotted name leads into nested values, such as
+    `reward_model.ground_truth`."""
 
     problem: str | None = None
-    """Column with the problem's text; null: the benchmark's own, else `problem`."""
+    """Column with the problem, as text or as chat messages, or a text with columns in braces, such as
+    "{Body} {Question}"; null: the benchmark's own, else `problem`."""
     answer: str | None = None
-    """Column with the reference answer; null: the benchmark's own, else `answer`."""
+    """Column with the reference answer, or with a list of answers any of which is right; null: the benchmark's own,
+    else `answer`."""
+    options: AnyNames = ()
+    """Multiple choice: the column with the list of options, or one column for each; the letter is then the answer."""
     uid: str | None = None
     """Column with the problem's id, or `row` for the row's number; null: the benchmark's own, else `id` if there is
     one, else `row`."""
+
+
+class AnswersConfig(Strict):
+    """Part of the answer's column that is the answer."""
+
+    name: Literal["plain", "hashes", "boxed", "regex"]
+    """All of the column (plain), what follows the last #### (hashes), what is in the last boxed{} of LaTeX (boxed), or
+    what `regex` finds (regex)."""
+    regex: str | None = None
+    """Regular expression that is searched in the column: the answer is what the first group of its last match holds, or
+    the whole match where it has no group."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "AnswersConfig":
+        if self.name == "regex" and self.regex is None:
+            raise ValueError("answers are found by a regular expression, but regex is null; give one")
+        try:
+            re.compile(self.regex or "")
+        except re.error as error:
+            raise ValueError(f"{self.regex!r} is not a regular expression: {error}; correct it") from error
+        return self
+
+
+def _by_regex(value: Any) -> Any:
+    """Let `answers: boxed` stand for `answers: {name: boxed}`, and a block with a regex need no name."""
+    if isinstance(value, str):
+        return {"name": value}
+    has_regex = isinstance(value, Mapping) and value.get("regex") is not None
+    return {**value, "name": "regex"} if has_regex else value
+
+
+Answers = Annotated[AnswersConfig | None, BeforeValidator(_by_regex)]
 
 
 class DataConfig(Strict):
     """Problems with answers: a benchmark, a data set of the Hugging Face hub, or files."""
 
     source: str
-    """A benchmark's name, hub:OWNER/NAME, or the path of a .jsonl, .json or .parquet file or of a folder of them."""
+    """A benchmark's name, hub:OWNER/NAME, or the path of a .jsonl, .json, .csv or .parquet file (the first three also
+    with .gz) or of a folder of them."""
     subset: str | None = None
     """Subset of a data set of the hub; null: the benchmark's own, else none."""
     split: str | None = None
@@ -61,13 +100,15 @@ class DataConfig(Strict):
     for `task.test`."""
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the columns that are read from each row."""
-    answers: Literal["plain", "hashes", "boxed"] | None = None
-    """Part of the answer's column that is the answer: all of it (plain), what follows the last #### (hashes), or what
-    is in the last boxed{} of LaTeX (boxed); null: the benchmark's own, else plain."""
+    answers: Answers = None
+    """Part of the answer's column that is the answer, as a name or {regex: ...}; null: the benchmark's own, else
+    plain."""
     streaming: bool = False
     """Read rows in their order while training goes on, without holding all of them in memory."""
     limit: Count | None = None
     """Number of rows that are read, from the first; null: all."""
+    weight: Finite = 1.0
+    """Share of the prompts that come from this source, relative to the other sources of a list."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -89,6 +130,10 @@ def _by_source(value: Any) -> Any:
 
 
 Data = Annotated[DataConfig, BeforeValidator(_by_source)]
+Sources = Annotated[
+    Annotated[Data, Tag("one")] | Annotated[tuple[Data, ...], Field(strict=False, min_length=1), Tag("several")],
+    Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
+]
 
 
 class RewardConfig(Strict):
@@ -189,12 +234,14 @@ class MathConfig(QuestionConfig):
     """Problems with one final answer each, from files or the hub."""
 
     name: Literal["math"] = "math"
-    train: Data
-    """Problems that the models are trained on: a source, or a block with a source."""
+    train: Sources
+    """Problems that the models are trained on: a source, a block with a source, or a list of either, whose prompts are
+    mixed by weight."""
     test: Data
     """Held-out problems of evaluations: a source, or a block with a source."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt, tokens: problems with longer ones are left out and counted; null: no limit."""
+    """Longest prompt, tokens: problems with longer ones are left out and counted; null: what sampling.max_new_tokens
+    leaves of the context and of batch.micro_batch_tokens, which is the limit of larger numbers too."""
 
     @model_validator(mode="after")
     def _check_streaming(self) -> "MathConfig":
@@ -204,6 +251,11 @@ class MathConfig(QuestionConfig):
                 "streaming: false"
             )
         return self
+
+    def sources(self, split: Literal["train", "test"]) -> Sequence[DataConfig]:
+        """Return the sources of a split, one or more."""
+        given = getattr(self, split)
+        return given if isinstance(given, tuple) else (given,)
 
 
 class CustomTaskConfig(Strict):

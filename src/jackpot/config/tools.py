@@ -7,7 +7,15 @@ from pydantic import Field, model_validator
 from jackpot.config.base import MAY_CHANGE, AnyNames, Count, Finite, Names, Strict
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.run import Sampling
-from jackpot.config.tasks import ArithmeticConfig, QuestionConfig, TaskConfig, ToolArithmeticConfig
+from jackpot.config.tasks import (
+    Answers,
+    ArithmeticConfig,
+    ColumnsConfig,
+    MathConfig,
+    QuestionConfig,
+    TaskConfig,
+    ToolArithmeticConfig,
+)
 
 
 class SetsConfig(Strict):
@@ -18,7 +26,11 @@ class SetsConfig(Strict):
     tool_arithmetic: ToolArithmeticConfig = ToolArithmeticConfig()
     """Problems of the set `tool_arithmetic`."""
     math: QuestionConfig = QuestionConfig()
-    """Prompts and rewards of the benchmarks, such as gsm8k."""
+    """Prompts and rewards of the benchmarks, such as gsm8k, and of the user's own files."""
+    columns: Annotated[ColumnsConfig, MAY_CHANGE] = ColumnsConfig()
+    """Names of the columns that are read from the user's own files among the benchmarks."""
+    answers: Annotated[Answers, MAY_CHANGE] = None
+    """Part of the answer's column that is the answer in those files, as a name or {regex: ...}; null: plain."""
 
 
 class EvaluationSampling(Sampling):
@@ -36,7 +48,10 @@ class BenchmarksConfig(SetsConfig):
     model: Annotated[str, MAY_CHANGE]
     """Folder, hub name, or starter:NAME of the model, or the folder of a run."""
     benchmarks: Annotated[Names, MAY_CHANGE]
-    """Names of the sets of problems."""
+    """Names of sets of problems, paths of files with problems, hub:OWNER/NAME, or own: the held-out problems of the
+    model's run."""
+    task: Annotated[TaskConfig | None, MAY_CHANGE] = None
+    """Task of the set own; null: that of the model's run."""
     k: Count = 1
     """Responses to each problem."""
     problems: Count | None = None
@@ -59,13 +74,15 @@ ENDLESS = 512  # problems that are taken of a set which generates as many as it 
 def sets_of(task: TaskConfig) -> SetsConfig:
     """Return settings with which benchmarks are put to a model as the problems of its run's task were.
 
-    A custom task says nothing of benchmarks, so they have the defaults.
+    Files among the benchmarks are read with the columns of `task.test`. A custom task says nothing of benchmarks, so
+    they have the defaults.
     """
     if task.name not in SetsConfig.model_fields:
         return SetsConfig()
     kind = SetsConfig.model_fields[task.name].annotation
     settings = kind.model_validate(task.model_dump(include=set(kind.model_fields)))
-    return SetsConfig(**{task.name: settings})
+    read = {"columns": task.test.columns, "answers": task.test.answers} if isinstance(task, MathConfig) else {}
+    return SetsConfig(**{task.name: settings}, **read)
 
 
 class SideConfig(Strict):

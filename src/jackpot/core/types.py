@@ -36,6 +36,12 @@ class Prompt:
     text: str  # the problem as the task states it, before any chat template
     answer: str  # the reference that the task's reward compares with
     token_ids: tuple[int, ...]  # [P] what the model reads
+    other_answers: tuple[str, ...] = ()  # further references: a response that equals any of them is right
+
+    @property
+    def answers(self) -> str:
+        """Return all references as one text for people to read."""
+        return " or ".join((self.answer, *self.other_answers))
 
 
 def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:

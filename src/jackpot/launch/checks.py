@@ -1,10 +1,12 @@
 """Refuse models, tasks and engines that do not fit the settings, before the first rollout is generated."""
 
+from collections.abc import Iterable
 from typing import get_args
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
+from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.types import Role
 from jackpot.launch.objectives import policy_objective
@@ -25,26 +27,57 @@ def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedT
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
 
 
-def check_lengths(config: Config, models: dict[Role, PreTrainedModel], task: Task) -> None:
-    """Refuse length limits that the first prompts of the task already break.
-
-    A longer prompt that comes later is refused by the engine or by batching.
+def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
+    """Return the most tokens of a prompt that leave room for `sampling.max_new_tokens`: in the context of every model
+    and engine, and in `batch.micro_batch_tokens`.
 
     Raises:
-        ConfigError: prompt and response together exceed the models' context or `batch.micro_batch_tokens`.
+        ConfigError: there is no room for any prompt.
     """
-    context = min(model.config.get_text_config().max_position_embeddings for model in models.values())
-    prompt = max(len(task.prompt(split, 0).token_ids) for split in get_args(Split))
+    contexts = [getattr(model.get_text_config(), "max_position_embeddings", None) for model in models]
+    engines = [getattr(one, "max_model_len", None) for one in (config.engine, config.evaluation.engine)]
+    rooms = [("the models' context", context) for context in contexts]
+    rooms += [("engine.max_model_len", length) for length in engines]
+    rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
+    name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
     wanted = config.sampling.max_new_tokens
-    if prompt + wanted > context:
+    if room <= wanted:
         raise ConfigError(
-            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the models' context of "
-            f"{context}; lower max_new_tokens to at most {context - prompt}, or shorten the prompts"
+            f"sampling.max_new_tokens {wanted} leaves no room for a prompt in {name} of {room} tokens; lower "
+            f"max_new_tokens, or make room there"
         )
-    if prompt + wanted > config.batch.micro_batch_tokens:
+    return room - wanted
+
+
+def limited_task(task: TaskConfig, limit: int) -> TaskConfig:
+    """Return the settings of a task with `max_prompt_tokens` of at most `limit`, where the task has it."""
+    if not isinstance(task, MathConfig):
+        return task
+    return task.model_copy(update={"max_prompt_tokens": min(task.max_prompt_tokens or limit, limit)})
+
+
+def check_lengths(config: Config, limit: int, task: Task) -> None:
+    """Refuse length limits that the first prompts of the task already break.
+
+    A task with `max_prompt_tokens` has none that does; in others, a longer one that comes later is refused by the
+    engine or by batching.
+
+    Args:
+        limit: as of `prompt_limit`.
+
+    Raises:
+        ConfigError: a prompt is longer than the limit.
+    """
+    prompt, wanted = (
+        max(len(task.prompt(split, 0).token_ids) for split in get_args(Split)),
+        config.sampling.max_new_tokens,
+    )
+    if prompt > limit:
+        lower = wanted + limit - prompt
+        advice = f"lower max_new_tokens to at most {lower}, or shorten" if lower > 0 else "shorten"
         raise ConfigError(
-            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit batch.micro_batch_tokens "
-            f"{config.batch.micro_batch_tokens}; raise it to at least {prompt + wanted}, or lower max_new_tokens"
+            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the {limit + wanted} tokens "
+            f"that context and batch.micro_batch_tokens allow; {advice} the prompts, or raise the smaller of the two"
         )
 
 

@@ -1,5 +1,6 @@
 """Builds all components of a run from its settings, in this process."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from jackpot.core.cores import free_cores
 from jackpot.core.errors import ConfigError, ModelError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Version
-from jackpot.launch.checks import check_lengths, check_top_log_probs, check_vocabulary, engine_is_exact
+from jackpot.launch.checks import (
+    check_lengths,
+    check_top_log_probs,
+    check_vocabulary,
+    engine_is_exact,
+    limited_task,
+    prompt_limit,
+)
 from jackpot.launch.engines import make_engine
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
@@ -20,6 +28,7 @@ from jackpot.models.forward import checkpoint_activations, output_layer
 from jackpot.models.load import (
     DTYPES,
     check_same_tokenizer,
+    load_config,
     load_meta_model,
     load_model,
     load_tokenizer,
@@ -27,6 +36,7 @@ from jackpot.models.load import (
 )
 from jackpot.models.lora import add_adapter, load_adapter
 from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
 from jackpot.training.components import RunComponents
@@ -80,6 +90,23 @@ def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:
     return {role: str(checkpoint / role) for role in paths} if checkpoint else paths
 
 
+def run_task(config: Config, paths: Mapping[Role, str], tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Make the task of a run; its problems leave room for a response in the context of every model and engine.
+
+    Raises:
+        ConfigError: prompts and `sampling.max_new_tokens` do not fit.
+        DataError: the problems cannot be read, or none is left.
+    """
+    limit = prompt_limit(config, [load_config(path) for path in paths.values()])
+    task = make_task(limited_task(config.task, limit), tokenizer)
+    try:
+        check_lengths(config, limit, task)
+    except BaseException:
+        task.close()
+        raise
+    return task
+
+
 def make_components(config: Config, checkpoint: Path | None, state: dict | None) -> RunComponents:
     """Build task, engines and learner, all with the same weights and version; an error leaves nothing open.
 
@@ -93,9 +120,8 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
     check_vocabulary(trained, tokenizer)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
-        task = make_task(config.task, tokenizer)
+        task = run_task(config, paths, tokenizer)
         undo.callback(task.close)
-        check_lengths(config, trained, task)
         reward_fn = task.reward_fn if isinstance(task, Math) else None
         benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), reward_fn)
         for one in benchmarks.values():

@@ -158,7 +158,10 @@ def evaluate(
         typer.Argument(help="A model folder, a hub name, starter:NAME, or a run folder, whose best policy is taken."),
     ],
     overrides: Overrides = None,
-    benchmarks: Annotated[str, typer.Option(help=f"Names, separated by commas: {', '.join(SETS)}.")] = "",
+    benchmarks: Annotated[
+        str,
+        typer.Option(help=f"Separated by commas: {', '.join(SETS)}, own (the held-out problems of a run), or files."),
+    ] = "",
     k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
     engine: Annotated[str | None, typer.Option(help="transformers (default), vllm or vllm_server.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,

@@ -1,9 +1,11 @@
 """What `jackpot eval` makes of a folder that is already there, and of a run's settings."""
 
+import gzip
 import io
 import json
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,12 @@ from rich.console import Console
 
 from helpers.runs import run, small_config
 from helpers.texts import text_tokenizer, write_problems
-from jackpot.analysis.evaluate.run import BenchmarkResult, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.run import BenchmarkResult, evaluate_model, evaluation_config, evaluation_tasks
 from jackpot.config.engines import VLLMEngineConfig
-from jackpot.core.errors import CheckpointError
+from jackpot.config.tasks import MathConfig
+from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.types import Rollout
+from jackpot.models.load import load_tokenizer
 from jackpot.rollout.evaluate import score_rollouts
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import make_sets
@@ -192,3 +196,61 @@ def test_a_line_that_lacks_a_field_or_has_nonsense_in_it_is_asked_again(name, wh
     del found[2], expected[2]
     assert found == expected
     assert "2 lines cannot be read" in caplog.text
+
+
+OWN_FILE = [{"question": f"{number}+1=", "gold": [str(number + 1)]} for number in range(3)]
+OWN_SETTINGS = {"columns": {"problem": "question", "answer": "gold"}, "math": {"template": "plain", "instruction": ""}}
+
+
+def test_a_file_of_ones_own_is_a_benchmark_with_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl.gz"
+    with gzip.open(file, "wt") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in OWN_FILE)
+    named = {"benchmarks": [str(file)], "problems": None, **OWN_SETTINGS}
+    (result,) = evaluation(tmp_path / "eval", named)
+    assert (result.benchmark, result.summary.problems, result.table.name) == ("mine", 3, "mine.parquet")
+    rows = pq.read_table(result.table).to_pylist()
+    assert [(row["uid"], row["prompt"], row["answer"]) for row in rows[::2]] == [
+        (f"mine/test/{number}", f"{number}+1=", str(number + 1)) for number in range(3)
+    ]
+    assert evaluation(tmp_path / "eval", named)[0].was_done
+    with gzip.open(file, "at") as lines:
+        lines.write(json.dumps(OWN_FILE[0]) + "\n")
+    with pytest.raises(CheckpointError, match=r"data\.mine\.problems"):
+        evaluation(tmp_path / "eval", named)
+
+
+def test_own_is_the_held_out_problems_of_the_run(tmp_path: Path) -> None:
+    data = write_problems(tmp_path / "a.jsonl", range(5), problem=[f"{number}+1=" for number in range(5)])
+    task = {"name": "math", "train": str(data), "test": {"source": str(data), "limit": 3}}
+    config = small_config().model_copy(
+        update={"task": MathConfig.model_validate(task | {"template": "plain", "instruction": ""})}
+    )
+    run(config, tmp_path / "run", kill_after=0)
+    asked = evaluation_config(str(tmp_path / "run"), [SMALL, {"benchmarks": "own"}])
+    assert asked.task == config.task
+    tasks = evaluation_tasks(asked, load_tokenizer("starter:policy"))
+    with closing(tasks["own"]) as own:
+        assert [own.prompt("test", index).uid for index in range(own.size("test"))] == [f"a/test/{n}" for n in range(3)]
+    assert evaluation_config(str(tmp_path / "run"), [SMALL]).task is None
+
+
+@pytest.mark.parametrize(
+    ("model", "benchmarks", "said"),
+    [
+        ("starter:policy", "own", "own is the held-out problems of a run, and starter:policy is not the folder of one"),
+        ("starter:policy", "gsm9k", "unknown benchmark 'gsm9k'; did you mean 'gsm8k'.* path of a file with problems"),
+        ("starter:policy", "no/such.jsonl", r"no/such\.jsonl does not exist"),
+        ("starter:policy", ["gsm8k", "hub:openai/gsm8k"], "gsm8k is named twice"),
+    ],
+)
+def test_benchmarks_that_do_not_exist_are_refused_before_the_model_is_loaded(model, benchmarks, said: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        evaluation_config(model, [SMALL, {"benchmarks": benchmarks}])
+
+
+def test_without_a_chat_template_the_setting_of_eval_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
+    write_problems(tmp_path / "aime24.jsonl", [7])
+    with pytest.raises(DataError, match=r"math\.template in jackpot eval"):
+        evaluation(tmp_path / "eval", {"benchmarks": "aime24"})

@@ -17,14 +17,17 @@ from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS, buil
 from jackpot.config.build import build_config
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.config.run import Config
+from jackpot.config.tasks import ColumnsConfig
 from jackpot.core.errors import CheckpointError, DataError, ModelError
 from jackpot.models.load import check_same_tokenizer, load_config, load_tokenizer
 from jackpot.rollout.tasks.data import DATA_FOLDER
+from jackpot.rollout.tasks.math import Math
 
 MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
     "objective.overlong_buffer.len",
     "task.train.source", "task.train.subset", "task.train.split", "task.train.limit", "task.test.limit",
+    "task.train.columns.problem", "task.train.columns.answer",
     "task.max_prompt_tokens", "task.reward_workers", "sampling.max_new_tokens", "sampling.stop_token_ids",
     "batch.prompts", "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens",
     "evaluation.problems", "evaluation.k",
@@ -336,13 +339,40 @@ def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])
-def test_what_is_not_here_is_made_up_in_its_columns(source: str, tmp_path: Path) -> None:
-    train = {"source": source, "columns": {"problem": "q", "answer": "a", "uid": "key"}, "answers": "boxed"}
+def test_what_is_not_here_is_made_up_in_columns_of_its_own(source: str, tmp_path: Path) -> None:
+    columns = {"problem": "{a.b} {c}", "answer": "reward_model.ground_truth", "options": ["x", "y"], "uid": "key"}
+    train = {"source": source, "columns": columns, "answers": {"regex": "is (.*)"}}
     parts = {"subset": "all", "split": "part"}  # of the hub; a file has neither
     with tiny_run(own(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny") as made:
-        assert made.config.task.train.answers == "boxed"
+        assert made.config.task.train.columns == ColumnsConfig() and made.config.task.train.answers is None
     rows = rows_of(made, Path(made.config.task.train.source).name)
-    assert len(rows) == 4 and all(row.keys() == {"q", "a", "key"} and r"\boxed{" in row["a"] for row in rows)
+    assert len(rows) == 4 and all(row.keys() == {"problem", "answer", "id"} for row in rows)
+
+
+def test_each_source_of_a_list_gets_a_file_and_long_texts_of_any_form_are_cut(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s" * 5000}, {"role": "user", "content": "u" * 5000}]
+    chat = [{"prompt": messages, "reward_model": {"ground_truth": "1"}} for _ in range(9)]
+    parts = [{"Body": "b" * 5000, "Question": "q" * 5000, "answer": ["2"]} for _ in range(9)]
+    (tmp_path / "train.json").write_text(json.dumps(chat))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.json").write_text(json.dumps(parts))
+    train = [
+        {
+            "source": str(tmp_path / "train.json"),
+            "columns": {"problem": "prompt", "answer": "reward_model.ground_truth"},
+        },
+        {"source": str(tmp_path / "other" / "train.json"), "columns": {"problem": "{Body} {Question}"}, "weight": 2.0},
+        "gsm8k",
+    ]
+    with tiny_run(own(task={"train": train, "test": "gsm8k"}), tmp_path / "tiny") as made:
+        task = Math(built_in_tokenizer(), made.config.task)
+        room = made.config.batch.micro_batch_tokens - made.config.sampling.max_new_tokens
+        assert all(len(task.prompt("train", index).token_ids) <= room for index in range(12))
+    names = [Path(one.source).name for one in made.config.task.train]
+    assert names == ["train-train.jsonl", "train1-train.jsonl", "gsm8k"]
+    assert [one.weight for one in made.config.task.train] == [1.0, 2.0, 1.0]
+    (system, user), body = rows_of(made, names[0])[0]["prompt"], rows_of(made, names[1])[0]
+    assert len(system["content"]) + len(user["content"]) <= 300 and len(body["Body"]) + len(body["Question"]) <= 300
 
 
 def test_what_is_wrong_with_the_data_is_told_as_in_any_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from helpers.published import data_folder
 from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
+from jackpot.rollout.tasks.columns import DataRow
 from jackpot.rollout.tasks.data import DATA_FOLDER, find_source
 
 ROWS = [
@@ -49,6 +50,12 @@ def write(path: Path, records: list[dict]) -> Path:
     return path
 
 
+def only(row: DataRow) -> str | None:
+    """The one answer of a row, or None."""
+    assert len(row.answers) <= 1
+    return row.answers[0] if row.answers else None
+
+
 def problem(n: int) -> dict:
     return {"problem": f"problem {n}", "answer": str(n)}
 
@@ -57,7 +64,7 @@ def problem(n: int) -> dict:
 def test_every_kind_of_file_gives_the_same_rows_with_the_columns_that_are_named(suffix, tmp_path):
     found = rows(write(tmp_path / f"own{suffix}", ROWS), columns=COLUMNS)
     assert [row.problem for row in found] == [row["question"] for row in ROWS]
-    assert [row.answer for row in found] == ["2", "\\frac{\\pi}{2}", "-2"]
+    assert [only(row) for row in found] == ["2", "\\frac{\\pi}{2}", "-2"]
     assert [row.uid for row in found] == ["a", "b", "c"]
     assert found[2].place == f"{tmp_path}/own{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
 
@@ -65,7 +72,7 @@ def test_every_kind_of_file_gives_the_same_rows_with_the_columns_that_are_named(
 def test_without_a_setting_the_columns_are_problem_answer_and_id_or_the_rows_number(tmp_path):
     named = [{"problem": "p", "answer": "1", "id": "x"}, {"problem": "q", "answer": "2", "id": 7}]
     path = write(tmp_path / "a.jsonl", named)
-    assert [(row.problem, row.answer, row.uid) for row in rows(path)] == [("p", "1", "x"), ("q", "2", "7")]
+    assert [(row.problem, *row.answers, row.uid) for row in rows(path)] == [("p", "1", "x"), ("q", "2", "7")]
     assert [row.uid for row in rows(path, columns=ColumnsConfig(uid="row"))] == ["0", "1"]
     assert [row.uid for row in rows(write(tmp_path / "b.jsonl", [problem(5), problem(6)]))] == ["0", "1"]
 
@@ -88,7 +95,7 @@ def test_wrong_columns_are_an_error_that_lists_those_that_are_there(tmp_path):
 
 def test_a_row_of_json_may_lack_the_answer_and_none_the_problem(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"problem": "p"}, problem(2)])
-    assert [row.answer for row in rows(path)] == [None, "2"]
+    assert [only(row) for row in rows(path)] == [None, "2"]
     write(path, [problem(1), {"answer": "3"}])
     with pytest.raises(DataError, match=r"a.jsonl line 2: column 'problem' is empty"):
         rows(path)
@@ -116,12 +123,10 @@ def test_a_row_of_json_may_lack_the_answer_and_none_the_problem(tmp_path):
 def test_numbers_become_what_people_write_and_nothing_becomes_no_answer(value, answer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"problem": "p", "answer": {value}}}\n')
-    assert [row.answer for row in rows(path)] == [answer]
+    assert [only(row) for row in rows(path)] == [answer]
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [("true", "True"), ("Infinity", "inf"), ("[1, 2]", "[1, 2]"), ("{}", "{}")]
-)
+@pytest.mark.parametrize(("value", "shown"), [("true", "True"), ("Infinity", "inf"), ("[[1]]", "[1]"), ("{}", "{}")])
 def test_what_is_neither_text_nor_a_number_is_refused_with_its_place(value, shown, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{json.dumps(problem(1))}\n{{"problem": "p", "answer": {value}}}\n')
@@ -134,7 +139,7 @@ def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
     table = pyarrow.table({"problem": ["p", "q"], "answer": [1.0, 2.5]})
     for kind, answers in ((pyarrow.float64(), ["1", "2.5"]), (pyarrow.decimal128(5, 2), ["1", "2.5"])):
         parquet.write_table(table.set_column(1, "answer", table["answer"].cast(kind)), tmp_path / "a.parquet")
-        assert [row.answer for row in rows(tmp_path / "a.parquet")] == answers
+        assert [only(row) for row in rows(tmp_path / "a.parquet")] == answers
 
 
 @pytest.mark.parametrize(
@@ -157,14 +162,14 @@ def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
 )
 def test_the_answer_is_found_in_a_solution(form, text, answer, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": text}])
-    assert [row.answer for row in rows(path, answers=form)] == [answer]
+    assert [only(row) for row in rows(path, answers=form)] == [answer]
 
 
 def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
     path = write(tmp_path / "a.jsonl", [problem(n) for n in range(5)])
     with path.open("a") as file:
         file.write("not JSON\n")
-    assert [row.answer for row in rows(path, limit=5)] == ["0", "1", "2", "3", "4"]
+    assert [only(row) for row in rows(path, limit=5)] == ["0", "1", "2", "3", "4"]
     with pytest.raises(DataError, match=r"a\.jsonl line 6: not JSON"):
         rows(path)
 
@@ -189,7 +194,7 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ("a.parquet", b"hello", "a.parquet after row 0: not parquet"),
         ("a.jsonl", b"\n\n", "a has no rows"),
         ("a.json", b"[]", "a has no rows"),
-        ("a.csv", b"problem,answer\n", "is not one of .jsonl, .json, .parquet"),
+        ("a.txt", b"problem,answer\n", "is not one of .jsonl, .json, .csv, .parquet"),
     ],
 )
 def test_a_file_that_is_not_what_it_should_be_is_refused_with_its_place(name, raw, said, tmp_path):
@@ -219,9 +224,9 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     write(tmp_path / "a" / "x.parquet", [problem(1), problem(2)])
     (tmp_path / "README.md").write_text("no data")
     write(tmp_path / ".hidden" / "y.jsonl", [problem(9)])
-    assert [row.answer for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert [only(row) for row in rows(tmp_path)] == ["1", "2", "3"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no \.jsonl, \.json, \.parquet file"):
+    with pytest.raises(DataError, match=r"holds no \.jsonl, \.json, \.csv, \.parquet"):
         rows(tmp_path / "empty")
 
 
@@ -230,9 +235,10 @@ def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(t
     write(tmp_path / "data" / "train-00001-of-00002.parquet", [problem(2)])
     write(tmp_path / "data" / "own_test.jsonl", [problem(3)])
     write(tmp_path / "extra" / "more.jsonl", [problem(4)])
-    assert [row.answer for row in rows(tmp_path, "train")] == ["1", "2"]
-    assert [row.answer for row in rows(tmp_path, "test")] == ["3"]
-    assert [row.answer for row in find_source(DataConfig(source=str(tmp_path), split="extra"), "train").rows()] == ["4"]
+    assert [only(row) for row in rows(tmp_path, "train")] == ["1", "2"]
+    assert [only(row) for row in rows(tmp_path, "test")] == ["3"]
+    extra = find_source(DataConfig(source=str(tmp_path), split="extra"), "train")
+    assert [only(row) for row in extra.rows()] == ["4"]
     with pytest.raises(DataError, match=r"no files of split 'dev', only data/own_test\.jsonl"):
         find_source(DataConfig(source=str(tmp_path), split="dev"), "train")
 
@@ -240,17 +246,17 @@ def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(t
 def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):
     write(tmp_path / "Train.jsonl", [problem(1)])
     write(tmp_path / "TEST.jsonl", [problem(2)])
-    assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
-    assert [row.answer for row in rows(tmp_path, "test")] == ["2"]
+    assert [only(row) for row in rows(tmp_path, "train")] == ["1"]
+    assert [only(row) for row in rows(tmp_path, "test")] == ["2"]
 
 
 def test_files_that_name_no_split_beside_others_that_do_are_left_out_and_told(tmp_path, caplog):
     write(tmp_path / "train.jsonl", [problem(1)])
     write(tmp_path / "test.jsonl", [problem(2)])
-    assert [row.answer for row in rows(tmp_path, "train")] == ["1"] and not caplog.records
+    assert [only(row) for row in rows(tmp_path, "train")] == ["1"] and not caplog.records
     for number in range(7):
         write(tmp_path / "extra" / f"more{number}.jsonl", [problem(3)])
-    assert [row.answer for row in rows(tmp_path, "train")] == ["1"]
+    assert [only(row) for row in rows(tmp_path, "train")] == ["1"]
     (message,) = [record.message for record in caplog.records]
     assert "(train): 7 files name no split and are left out, for others do: extra/more0.jsonl, extra/more1" in message
     assert "extra/more4.jsonl and 2 more" in message
@@ -289,10 +295,10 @@ def test_a_benchmark_is_read_from_the_folder_that_the_environment_names(tmp_path
     write(tmp_path / "gsm8k_test.jsonl", [{"question": "t", "answer": "#### 3"}])
     write(tmp_path / "math_train.jsonl", [{"problem": "p", "solution": "It is $\\boxed{5}$."}])
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
-    assert [(row.problem, row.answer) for row in rows("gsm8k", "train")] == [("q", "2")]
-    assert [(row.problem, row.answer) for row in rows("gsm8k", "test")] == [("t", "3")]
+    assert [(row.problem, *row.answers) for row in rows("gsm8k", "train")] == [("q", "2")]
+    assert [(row.problem, *row.answers) for row in rows("gsm8k", "test")] == [("t", "3")]
     assert [row.problem for row in find_source(DataConfig(source="gsm8k", split="test"), "train").rows()] == ["t"]
-    assert [row.answer for row in rows("math")] == ["5"]
+    assert [only(row) for row in rows("math")] == ["5"]
 
 
 @pytest.mark.parametrize(
@@ -309,10 +315,10 @@ def test_a_benchmark_is_read_from_the_folder_that_the_environment_names(tmp_path
 def test_the_copies_of_the_benchmarks_are_read_whole(name, split, count, without, first, folder, monkeypatch):
     monkeypatch.setenv(DATA_FOLDER, str(folder))
     found = rows(name, split)
-    assert (len(found), sum(row.answer is None for row in found), found[0].answer) == (count, without, first)
+    assert (len(found), sum(not row.answers for row in found), found[0].answers[0]) == (count, without, first)
     assert len({row.uid for row in found}) == count
     if name == "amc22_23":  # floats in the file, integers for the verifier
-        assert all(row.answer.lstrip("-").isdigit() for row in found)
+        assert all(row.answers[0].lstrip("-").isdigit() for row in found)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.tasks import INSTRUCTION, DataConfig, MathConfig
 from jackpot.core.errors import ConfigError, DataError, TrainingError
 from jackpot.core.types import DecodedResponse
+from jackpot.launch.toy_models import make_tokenizer
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math, make_benchmark
@@ -61,6 +62,7 @@ def test_prompts_that_are_too_long_are_left_out_and_the_count_is_told(tmp_path, 
         f"than {sorted(lengths)[2]} tokens; 3 are left"
     ]
     expected = {"event": "data", "source": "some", "rows": 6, "without_answer": 1, "long_answer": 1, "too_long": 1}
+    expected |= {"max_prompt_tokens": sorted(lengths)[2], "unknown_tokens": 0}
     assert task.take_events() == [expected | {"split": "train"}]
     assert task.take_events() == []
     assert task.size("test") == 3 and task.take_events() == [expected | {"split": "test"}]
@@ -126,11 +128,11 @@ def test_a_benchmark_by_name_has_the_tasks_template_and_all_its_problems(tmp_pat
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     data = DataConfig(source=str(own))
     settings = MathConfig(train=data, test=data, system_prompt="Be brief.", max_prompt_tokens=100)
-    task = make_benchmark("aime24", TOKENIZER, settings)
+    task = make_benchmark(DataConfig(source="aime24"), TOKENIZER, settings)
     assert task.size("test") == 3 and task.prompt("test", 2).uid == "aime24/test/2"
     assert task.prompt("test", 0).text.startswith("<|system|>Be brief.<|end|><|user|>a\n")
     with pytest.raises(DataError, match="unknown benchmark 'aime2024'; did you mean 'aime24'"):
-        make_benchmark("aime2024", TOKENIZER, settings)
+        make_benchmark(DataConfig(source="aime2024"), TOKENIZER, settings)
 
 
 def test_problems_of_real_sets_are_asked_and_scored(monkeypatch):
@@ -139,7 +141,8 @@ def test_problems_of_real_sets_are_asked_and_scored(monkeypatch):
     settings = MathConfig(train=DataConfig(source="gsm8k"), test=DataConfig(source="math500"))
     with closing(Math(TOKENIZER, settings)) as task:
         sets = [("train", task), ("test", task)]
-        sets += [("test", make_benchmark(name, TOKENIZER, settings, task.reward_fn)) for name in ("amc22_23", "aime24")]
+        for name in ("amc22_23", "aime24"):
+            sets.append(("test", make_benchmark(DataConfig(source=name), TOKENIZER, settings, task.reward_fn)))
         for split, one in sets:
             prompts = [one.prompt(split, index) for index in range(30)]
             assert all(INSTRUCTION in prompt.text and "####" not in prompt.text for prompt in prompts)
@@ -152,6 +155,42 @@ def test_problems_of_real_sets_are_asked_and_scored(monkeypatch):
                 one.close()
         prompt = task.prompt("test", 0)
         assert task.score(prompt, f"\\boxed{{{prompt.answer}}}", True).correct  # its workers still run
+
+
+def test_any_of_several_answers_is_right(tmp_path):
+    task = make(write_problems(tmp_path / "a.jsonl", [["5", "1/2"], ["7"]]))
+    several, one = (task.prompt("train", index) for index in range(2))
+    assert (several.answer, several.other_answers, several.answers) == ("5", ("1/2",), "5 or 1/2")
+    assert (one.answer, one.other_answers, one.answers) == ("7", (), "7")
+    given = {"5": True, "0.5": True, "7": False, "x": False}
+    with closing(task):
+        scores = task.scores([DecodedResponse(several, f"\\boxed{{{text}}}", True) for text in given])
+    assert [score.correct for score in scores] == [*given.values()]
+
+
+DIGITS = make_tokenizer()  # of the starters: digits and signs alone
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_tokenizer_is_judged_by_the_prompts(streaming, tmp_path, caplog):
+    def task_of(problems, **settings):
+        path = write_problems(tmp_path / "a.jsonl", range(len(problems)), problem=problems)
+        data = DataConfig(source=str(path), streaming=streaming)
+        settings = {"template": "plain", "instruction": "", **settings}
+        return Math(DIGITS, MathConfig(train=data, test=DataConfig(source=str(path)), **settings))
+
+    sums = [f"{number}+1=" for number in range(8)]
+    assert task_of(sums).prompt("train", 3).text == "3+1=" and not caplog.records
+    some = task_of([*sums, "what?"])
+    assert [some.prompt("train", index).text for index in (0, 8)] == ["0+1=", "what?"]
+    assert some.take_events()[0]["unknown_tokens"] == 1
+    for problems, settings in (
+        (["1+1=", "what?"], {}),
+        (sums, {"instruction": "Think."}),
+        (sums, {"template": "base"}),
+    ):
+        with pytest.raises(DataError, match=r"a\.jsonl line \d: the tokenizer has no tokens for parts of this prompt"):
+            task_of(problems, **settings).prompt("train", 0)
 
 
 def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_scores_no_more(ten):

@@ -39,7 +39,6 @@ def config_of(model: Path, train: dict, test: dict) -> Config:
         "name": "math",
         "train": train,
         "test": test,
-        "max_prompt_tokens": 200,
         "rewards": ["helpers.texts:remainder"],
     }
     return build_config(
@@ -48,7 +47,7 @@ def config_of(model: Path, train: dict, test: dict) -> Config:
             "task": task,
             "policy": {"path": str(model), "optimizer": {"learning_rate": 1e-3}},
             "rollout_model": None,
-            "batch": {"prompts": 6, "group_size": 2},
+            "batch": {"prompts": 6, "group_size": 2, "micro_batch_tokens": 208},  # leaves 200 for prompts
             "sampling": {"max_new_tokens": 8},
             "evaluation": {"every": 2, "problems": 1000},
             "checkpoint": {"every": 2},
@@ -66,6 +65,7 @@ def events(folder: Path, name: str) -> list[dict]:
 def test_a_run_trains_on_the_problems_that_are_left_and_tells_how_many_are_not(model, data, tmp_path):
     lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}), tmp_path / "run")
     expected = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
+    expected |= {"max_prompt_tokens": 200, "unknown_tokens": 0}
     assert events(tmp_path / "run", "data") == [
         expected | {"split": "train", "rows": 40, "without_answer": 2},
         expected | {"split": "test", "rows": 20, "without_answer": 1},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jackpot.config.tasks import ColumnsConfig, DataConfig
+from jackpot.config.tasks import DataConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import DATA_FOLDER, find_source
 from jackpot.rollout.tasks.synthetic import synthetic_problem, synthetic_rows
@@ -26,21 +26,9 @@ def test_they_are_read_as_any_benchmark_is(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     benchmark = BENCHMARKS[name]
     data = DataConfig(source=name)
-    rows = synthetic_rows(find_source(data, "test"), first=5, count=3)
+    rows = synthetic_rows(benchmark, first=5, count=3)
     assert set(rows[0]) >= {benchmark.problem[0], next(iter(benchmark.answer))}
     (tmp_path / (benchmark.test or benchmark.train).file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = list(find_source(data, "test").rows())
-    assert [(row.problem, row.answer) for row in read] == [synthetic_problem(number) for number in (5, 6, 7)]
+    assert [(row.problem, *row.answers) for row in read] == [synthetic_problem(number) for number in (5, 6, 7)]
     assert len({row.uid for row in read}) == 3
-
-
-@pytest.mark.parametrize("answers", ["plain", "hashes", "boxed"])
-def test_they_have_the_columns_of_a_data_set_of_ones_own(answers: str, tmp_path: Path) -> None:
-    columns = ColumnsConfig(problem="question", answer="solution", uid="key")
-    data = DataConfig(source="hub:some/body", columns=columns, answers=answers)
-    rows = synthetic_rows(find_source(data, "train"), first=0, count=4)
-    assert all(row.keys() == {"question", "solution", "key"} for row in rows)
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = list(find_source(data.model_copy(update={"source": str(path)}), "train").rows())
-    assert [(row.problem, row.answer) for row in read] == [synthetic_problem(number) for number in range(4)]

@@ -4,7 +4,6 @@ import pytest
 
 from helpers.texts import CHAT, text_tokenizer
 from jackpot.core.errors import DataError
-from jackpot.launch.toy_models import make_tokenizer
 from jackpot.rollout.tasks.templates import Template
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT
@@ -50,7 +49,7 @@ def test_a_text_begins_with_the_token_that_the_tokenizer_wants_there_and_a_chat_
 def test_lengths_are_those_of_the_prompts(name, begins):
     one = template(name, text_tokenizer(begins=begins))
     texts = [one.text(problem) for problem in ("1+1?", "What is the half of a quarter?", "½·π?")]
-    assert one.lengths(texts) == [len(one.token_ids(text)) for text in texts]
+    assert one.measure(texts) == [(len(one.token_ids(text)), False) for text in texts]
 
 
 def test_what_a_tokenizer_cannot_do_is_refused_with_the_way_out():
@@ -58,8 +57,6 @@ def test_what_a_tokenizer_cannot_do_is_refused_with_the_way_out():
         template("chat", text_tokenizer(chat=None))
     assert template("chat", text_tokenizer(chat=NO_SYSTEM)).text("1+1?").startswith("<|user|>")
     with pytest.raises(
-        DataError, match=r"with `system_prompt`: no system role; leave `system_prompt` out .* `template: base`$"
+        DataError, match=r"of system, user: no system role; leave `system_prompt` out .* `template: base`$"
     ):
         template("chat", text_tokenizer(chat=NO_SYSTEM), system_prompt="Be brief.")
-    with pytest.raises(DataError, match="no tokens for plain text"):
-        template("base", make_tokenizer())

@@ -155,7 +155,7 @@ class AnswerFile:
         with self._lines.open("rb") as file:
             for number, samples in enumerate(places):
                 problem = prompt(number)
-                known = {"uid": problem.uid, "prompt": problem.text, "answer": problem.answer}
+                known = {"uid": problem.uid, "prompt": problem.text, "answer": problem.answers}
                 for place in samples:
                     file.seek(place)
                     rows.append(known | json.loads(file.readline()))

@@ -37,10 +37,11 @@ from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import eval_request, generate_and_score
 from jackpot.rollout.pass_at_k import CONFIDENCE, EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
-from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets
+from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets, make_task
 from jackpot.training.run.models import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
+OWN = "own"  # the benchmark that is the held-out problems of the model's run
 _KEYS = ("schema_version", "model_digest", "data")  # keys of config.yaml other than `asked`
 _log = logging.getLogger(__name__)
 
@@ -100,16 +101,33 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
             "sampling": run.sampling.model_dump(exclude={"num_top_log_probs"}),
             "engine": {"name": "transformers"},
             **sets_of(run.task).model_dump(),
+            "task": run.task.model_dump(),
         }
     for change in (*changes, {"model": model}):
         settings = merge(settings, change)
     if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
         settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
     if "benchmarks" not in settings:
-        raise ConfigError(f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}")
+        raise ConfigError(
+            f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}, {OWN} (the held-out "
+            f"problems of the model's run), or the path of a file with problems"
+        )
     config = validated(BenchmarksConfig, settings)
-    check_sets(config.benchmarks)
+    check_sets([one for one in config.benchmarks if one != OWN])
+    if OWN not in config.benchmarks:
+        return config.model_copy(update={"task": None})
+    if config.task is None:
+        raise ConfigError(
+            f"{OWN} is the held-out problems of a run, and {model} is not the folder of one; give the folder of the "
+            f"run, set task, or name other benchmarks"
+        )
     return config
+
+
+def evaluation_tasks(config: BenchmarksConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Task]:
+    """Make one task for each set of an evaluation, by the name under which its results stand."""
+    tasks = make_sets([one for one in config.benchmarks if one != OWN], tokenizer, config)
+    return tasks | ({OWN: make_task(config.task, tokenizer)} if config.task and OWN in config.benchmarks else {})
 
 
 def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListener) -> list[BenchmarkResult]:
@@ -125,7 +143,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
         with checkpoint_error_in(folder):
             folder.mkdir(parents=True, exist_ok=True)
             undo.callback(hold_lock(folder / ".lock").close)
-        tasks = make_sets(config.benchmarks, tokenizer, config)
+        tasks = evaluation_tasks(config, tokenizer)
         for task in tasks.values():
             undo.callback(task.close)
         sets = [_open_set(name, task, config.problems) for name, task in tasks.items()]
@@ -156,7 +174,7 @@ def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
     whole, longest = sha256(), (0, "")
     for number in range(size):
         prompt = task.prompt("test", number)
-        whole.update(json.dumps([prompt.uid, prompt.answer, prompt.text, prompt.token_ids]).encode())
+        whole.update(json.dumps([prompt.uid, prompt.answers, prompt.text, prompt.token_ids]).encode())
         longest = max(longest, (len(prompt.token_ids), prompt.uid))
     return _Set(name=name, task=task, size=size, digest=f"sha256 {whole.hexdigest()}", longest=longest)
 
@@ -271,7 +289,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Select the settings and digests that decide the responses."""
-    kept = {key: value for key, value in _flat(record["asked"]).items() if key not in changeable(BenchmarksConfig)}
+    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all below them
+    kept = {key: value for key, value in _flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return kept | {key: record[key] for key in _KEYS}
 
 

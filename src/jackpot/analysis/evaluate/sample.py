@@ -9,9 +9,8 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.types import Prompt, Role, Version
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_tokenizers, model_paths, pick_device
+from jackpot.launch.local import load_tokenizers, model_paths, pick_device, run_task
 from jackpot.rollout.evaluate import evaluate
-from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import run_config
 
@@ -47,7 +46,7 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config)
     settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and this needs four
-    with closing(make_task(config.task, tokenizer)) as task:
+    with closing(run_task(config, before, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]
         answers: list[list[SampledResponse]] = [[] for _ in prompts]
         for role in before:

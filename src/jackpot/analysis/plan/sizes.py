@@ -1,9 +1,10 @@
 """Finds the sizes of a run's models and prompts without loading weights."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
@@ -13,12 +14,11 @@ from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Role
-from jackpot.launch.local import load_tokenizers, model_paths
+from jackpot.launch.local import load_tokenizers, model_paths, run_task
 from jackpot.models.load import hub_answers, load_config, load_meta_model, resolve_path
 from jackpot.models.lora import adapter_size
 from jackpot.rollout.tasks.base import PromptStream
-from jackpot.rollout.tasks.data import find_source
-from jackpot.rollout.tasks.registry import make_task
+from jackpot.rollout.tasks.data import find_sources
 
 
 class ModelSize(NamedTuple):
@@ -73,6 +73,7 @@ class PromptLengths(NamedTuple):
     longest: int
     mean: float
     assumed: str  # why both lengths are assumed; empty where prompts were counted
+    left_out: str = ""  # how many problems are left out, and why; empty where none is
 
 
 def prompt_lengths(config: Config) -> PromptLengths:
@@ -83,20 +84,38 @@ def prompt_lengths(config: Config) -> PromptLengths:
         DataError, ModelError: something is here and cannot be read.
     """
     try:
-        tokenizer = load_tokenizers(model_paths(config, None))
-        with closing(make_task(config.task, tokenizer)) as task:
+        paths = model_paths(config, None)
+        with closing(run_task(config, paths, load_tokenizers(paths))) as task:
             prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
+            left_out = _left_out(task.take_events())
     except DataError as error:
         if not _is_elsewhere(config):
             raise
         return _assumed(config, str(error).partition(": ")[0])
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    return PromptLengths(max(lengths), sum(lengths) / len(lengths), "")
+    return PromptLengths(max(lengths), sum(lengths) / len(lengths), "", left_out)
+
+
+def _left_out(events: Sequence[Mapping[str, Any]]) -> str:
+    """Say how many problems the task leaves out, from its events."""
+    reasons = {
+        "too_long": "have prompts of more than {max_prompt_tokens} tokens",
+        "without_answer": "have no answer",
+        "long_answer": "have answers too long to verify",
+    }
+    said = []
+    for event in events:
+        found = [f"{event[key]:,} {text.format(**event)}" for key, text in reasons.items() if event.get(key)]
+        if found:
+            said.append(f"{event['source']} ({event['split']}): of {event['rows']:,} problems {', '.join(found)}")
+    return "; ".join(said)
 
 
 def _is_elsewhere(config: Config) -> bool:
     """Return whether models or problems are on the hub and the hub cannot be reached."""
-    on_hub = isinstance(config.task, MathConfig) and not find_source(config.task.train, "train").is_local
+    on_hub = isinstance(config.task, MathConfig) and not all(
+        source.is_local for source in find_sources(config.task.sources("train"), "train")
+    )
     paths = model_paths(config, None).values()
     return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
 

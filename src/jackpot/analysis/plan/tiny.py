@@ -8,7 +8,8 @@ the critic.
 |---|---|
 | models | the same architecture with few random parameters; starters and small folders stay, if tokenizers fit |
 | tokenizers | the built-in one for all models, unless every model has its own on the disk and these agree |
-| `task.train`, `task.test` | `PROBLEMS` problems each, cut at `PROBLEM_BYTES`; made up where there is no local file |
+| `task.train`, `task.test` | `PROBLEMS` problems of each source, cut at `PROBLEM_BYTES`; made up if it is not local |
+| `evaluation.benchmarks` | those with a name; files are left out |
 | `engine`, `evaluation.engine` | transformers, in the same dtype |
 | `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong_buffer.len` is the same share of it |
 | `sampling.stop_token_ids` | the end token of the built-in tokenizer, where that is used |
@@ -23,7 +24,7 @@ The other functions make the models and the data. Neither weights nor data are d
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path, PurePath
@@ -41,9 +42,9 @@ from jackpot.core.files import checkpoint_error_in, write_whole
 from jackpot.core.prng import fold_in
 from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
 from jackpot.rollout.tasks.base import Split
-from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source
-from jackpot.rollout.tasks.files import SUFFIXES
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
+from jackpot.rollout.tasks.columns import problem_columns
+from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source, find_sources, is_place, source_name
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
 ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4
@@ -84,6 +85,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         "evaluation": {
             "problems": min(config.evaluation.problems, PROBLEMS),
             "k": min(config.evaluation.k, ANSWERS),
+            "benchmarks": tuple(name for name in config.evaluation.benchmarks if name in SETS),
             "engine": config.evaluation.engine and _engine(config.evaluation.engine),
         },
         "objective": {},
@@ -101,7 +103,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         }
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
-        changes["task"] = {split: _data(getattr(config.task, split), split, folder) for split in get_args(Split)}
+        changes["task"] = {split: _split_data(config.task, split, folder) for split in get_args(Split)}
         changes["task"] |= {"reward_workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
         changes["batch"]["micro_batch_tokens"] = prompt + changes["sampling"]["max_new_tokens"]
     return validated(Config, merge(config.model_dump(), changes))
@@ -140,18 +142,25 @@ def _longest_prompt(task: MathConfig) -> int:
     return PROBLEM_BYTES + AROUND_TOKENS + sum(len(text.encode()) for text in texts)
 
 
-def _data(data: DataConfig, split: Split, folder: Path) -> dict[str, Any]:
+def _split_data(task: MathConfig, split: Split, folder: Path) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return the settings of a split's data: one block, or a list of them where the recipe has a list."""
+    data = [_data(one, split, number, folder) for number, one in enumerate(task.sources(split))]
+    return data if isinstance(getattr(task, split), tuple) else data[0]
+
+
+def _data(data: DataConfig, split: Split, number: int, folder: Path) -> dict[str, Any]:
     """Point the data to `folder`: a benchmark keeps its name, any other source becomes a file."""
     limit = min(data.limit or PROBLEMS, PROBLEMS)
     if data.source in BENCHMARKS:
         return data.model_dump() | {"subset": None, "limit": limit}
-    source = str(_data_folder(folder) / _data_file(data, split))
-    return data.model_dump() | {"source": source, "subset": None, "split": None, "limit": limit}
+    source = str(_data_folder(folder) / _data_file(data, split, number))
+    made_up = {} if _source(data, split).is_local else {"columns": {}, "answers": None}
+    return data.model_dump() | {"source": source, "subset": None, "split": None, "limit": limit} | made_up
 
 
-def _data_file(data: DataConfig, split: Split) -> str:
-    name = PurePath(data.source.removeprefix(HUB))
-    return f"{split}-{name.stem if name.suffix in SUFFIXES else name.name}.jsonl"
+def _data_file(data: DataConfig, split: Split, number: int) -> str:
+    """Name the file of source `number` of a split."""
+    return f"{split}{number or ''}-{PurePath(source_name(data.source)).name}.jsonl"
 
 
 def _data_folder(folder: Path) -> Path:
@@ -279,7 +288,8 @@ def _write_models(config: Config, small: Config, models: ReplacedModels, folder:
 def _answers(small: Config) -> list[str]:
     if not isinstance(small.task, MathConfig):
         return []
-    return [row.answer for row in find_source(small.task.train, "train").rows() if row.answer]
+    sources = find_sources(small.task.sources("train"), "train")
+    return [answer for source in sources for row in source.rows() for answer in row.answers]
 
 
 def _write_data(config: Config, folder: Path) -> list[str]:
@@ -304,11 +314,11 @@ def _sources(config: Config) -> dict[str, DataSource]:
     names = [name for name in config.evaluation.benchmarks if name in BENCHMARKS]
     if isinstance(config.task, MathConfig):
         for split in get_args(Split):
-            data = getattr(config.task, split)
-            if data.source in BENCHMARKS:
-                names.append(data.source)
-            else:
-                sources[_data_file(data, split)] = _source(data, split)
+            for number, data in enumerate(config.task.sources(split)):
+                if data.source in BENCHMARKS:
+                    names.append(data.source)
+                else:
+                    sources[_data_file(data, split, number)] = _source(data, split)
     for name in dict.fromkeys(names):
         for part in filter(None, (BENCHMARKS[name].train, BENCHMARKS[name].test)):
             sources[part.file] = find_source(DataConfig(source=name, split=part.split), "train")
@@ -318,7 +328,7 @@ def _sources(config: Config) -> dict[str, DataSource]:
 def _source(data: DataConfig, split: Split) -> DataSource:
     """Locate the rows of a set; a path without a local file counts as a set of the hub."""
     path = Path(data.source).expanduser()
-    if not path.exists() and (path.suffix in SUFFIXES or "/" in data.source) and not data.source.startswith(HUB):
+    if not path.exists() and is_place(data.source) and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})
     return find_source(data, split)
 
@@ -326,15 +336,32 @@ def _source(data: DataConfig, split: Split) -> DataSource:
 def _rows(source: DataSource, number: int) -> list[dict[str, Any]]:
     """Return a few rows in the columns of the set, with problems cut short; made-up rows for a set of the hub."""
     if not source.is_local:
-        return synthetic_rows(source, number * PROBLEMS, PROBLEMS)
-    columns = (source.settings.columns.problem, *source.benchmark.problem)
-    return [
-        {name: _cut(value) if name in columns else value for name, value in record.values.items()}
-        for record in islice(source.records(), PROBLEMS)
-    ]
+        return synthetic_rows(source.benchmark, number * PROBLEMS, PROBLEMS)
+    chosen = source.settings.columns.problem
+    columns = [chosen] if chosen else source.benchmark.problem
+    return [_cut_problem(record.values, columns) for record in islice(source.records(), PROBLEMS)]
 
 
-def _cut(value: Any) -> Any:
+def _cut_problem(values: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """Cut the texts of a problem so that they have at most `PROBLEM_BYTES` together."""
+    parts = problem_columns(values, columns)
+    size = PROBLEM_BYTES // max(1, sum(_texts(values[name]) for name in parts))
+    return {name: _cut(value, size) if name in parts else value for name, value in values.items()}
+
+
+def _texts(value: Any) -> int:
+    """Count the texts in a value, however deep they lie in it."""
+    if isinstance(value, Mapping | list):
+        return sum(map(_texts, value.values() if isinstance(value, Mapping) else value))
+    return int(isinstance(value, str))
+
+
+def _cut(value: Any, size: int) -> Any:
+    """Cut every text in a value to `size` bytes."""
+    if isinstance(value, Mapping):
+        return {name: _cut(item, size) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_cut(item, size) for item in value]
     if not isinstance(value, str):
         return value
-    return value.encode(errors="surrogatepass")[:PROBLEM_BYTES].decode(errors="ignore")
+    return value.encode(errors="surrogatepass")[:size].decode(errors="ignore")

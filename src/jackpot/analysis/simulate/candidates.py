@@ -20,9 +20,9 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Version
-from jackpot.launch.checks import check_lengths, check_vocabulary
+from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_tokenizers, pick_device
+from jackpot.launch.local import load_tokenizers, pick_device, run_task
 from jackpot.models.load import load_meta_model, load_model
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
@@ -30,7 +30,6 @@ from jackpot.objectives.metrics import mismatch
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import Evaluation, evaluate
 from jackpot.rollout.tasks.base import PromptStream, Task
-from jackpot.rollout.tasks.registry import make_task
 
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
@@ -89,8 +88,7 @@ class PairBench:
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
         outlines = {role: load_meta_model(path) for role, path in paths.items()}
         check_vocabulary(outlines, self._tokenizer)
-        self._task: Task = make_task(config.task, self._tokenizer)
-        check_lengths(config, outlines, self._task)
+        self._task: Task = run_task(config, paths, self._tokenizer)
         self._device = pick_device(config)
         self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
 

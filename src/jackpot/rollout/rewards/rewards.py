@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 from jackpot.config.tasks import RewardConfig, VerdictConfig
 from jackpot.core.cores import free_cores
@@ -94,9 +95,10 @@ class RewardFn:
             limit: seconds after which what was not begun is no longer scored, and counts as one that took too long.
         """
         used = self._used(verdict)
-        pairs = [_pair(response) if "correct" in used else ("", "") for response in responses]
-        known = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in set(pairs)}
-        undecided = [pair for pair in dict.fromkeys(pairs) if known[pair] is None]
+        pairs = [_pairs(response) if "correct" in used else [("", "")] for response in responses]
+        distinct = dict.fromkeys(chain.from_iterable(pairs))
+        known = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in distinct}
+        undecided = [pair for pair in distinct if known[pair] is None]
         compared = self._verifier.submit([{"answer": one, "reference": other} for one, other in undecided], limit)
         items = [_arguments(response) for response in responses]
         called = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in used}
@@ -106,9 +108,10 @@ class RewardFn:
             verified = {pair: RewardResult(float(equal), None) for pair, equal in known.items() if equal is not None}
             verified |= dict(zip(undecided, compared.result(), strict=True))
             own = {name: future.result() for name, future in called.items()}
+            right = [_any([verified[pair] for pair in of_one]) for of_one in pairs]
             return [
-                self._score(response, verified[pair], {name: found[n] for name, found in own.items()}, verdict)
-                for n, (response, pair) in enumerate(zip(responses, pairs, strict=True))
+                self._score(response, right[n], {name: found[n] for name, found in own.items()}, verdict)
+                for n, response in enumerate(responses)
             ]
 
         return wait
@@ -181,17 +184,24 @@ def _is_right(verdict: VerdictConfig, values: Mapping[str, float], errors: Mappi
     return is_known and values[verdict.name] >= verdict.threshold - _ROUNDING * max(1.0, abs(verdict.threshold))
 
 
-def _pair(response: DecodedResponse) -> tuple[str, str]:
-    """Return the final answer, empty where there is none, and the reference."""
-    return final_answer(response.text, response.finished) or "", response.prompt.answer
+def _pairs(response: DecodedResponse) -> list[tuple[str, str]]:
+    """Return the final answer, empty where there is none, with each of the references."""
+    answer = final_answer(response.text, response.finished) or ""
+    return [(answer, reference) for reference in (response.prompt.answer, *response.prompt.other_answers)]
 
 
-def _arguments(response: DecodedResponse) -> dict[str, str | bool]:
+def _any(results: Sequence[RewardResult]) -> RewardResult:
+    """Return the result for several references: right where one says so, else the first error there is, else wrong."""
+    return max(results, key=lambda result: (result.value == 1.0, result.error is not None))
+
+
+def _arguments(response: DecodedResponse) -> dict[str, Any]:
     """Return the keyword arguments of a reward function."""
+    prompt = response.prompt
     return {
-        "problem": response.prompt.text,
+        "problem": prompt.text,
         "response": response.text,
-        "answer": response.prompt.answer,
+        "answer": [prompt.answer, *prompt.other_answers] if prompt.other_answers else prompt.answer,
         "finished": response.finished,
     }
 

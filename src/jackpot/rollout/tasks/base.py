@@ -2,10 +2,12 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, Literal
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +17,15 @@ from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Score
 
 Split = Literal["train", "test"]
+
+
+class PromptSource(NamedTuple):
+    """Holds the prompts of one part of a split."""
+
+    weight: float  # chance of this source relative to the others of the split
+    size: int | None  # number of problems; None where it is endless
+    prompt: Callable[[int], Prompt]  # the prompt of a problem by its index
+    first: int  # index at which an endless source starts
 
 
 class Task(ABC):
@@ -33,6 +44,10 @@ class Task(ABC):
     def first_index(self, split: Split, seed: int) -> int:
         """Return the index at which a run with this seed starts in an endless split; seeds start far apart."""
         return fold_in(seed, "prompts") % 2**40
+
+    def prompt_sources(self, split: Split, seed: int) -> Sequence[PromptSource]:
+        """Return the sources whose prompts a stream mixes; one, the split as it is, unless a task overrides it."""
+        return [PromptSource(1.0, self.size(split), partial(self.prompt, split), self.first_index(split, seed))]
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -82,47 +97,83 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
 class PromptStream:
     """Draws prompts from one split without end, resumable from a saved state.
 
-    A finite split is walked in a new order in each epoch, an endless one by increasing index from `Task.first_index`.
+    A split with several sources is a mix of them: which one gives the next prompt is hashed from the seed and the
+    position, with chances in proportion to their weights. Within a source, or where there is only one, a finite one is
+    walked in a new order in each epoch, and an endless one by increasing index.
     The state is the number of prompts drawn; a resumed stream goes on with the next prompt.
 
     Raises:
-        DataError: the split has no problems.
+        DataError: a source has no problems.
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
-        self._task, self._split, self._seed = task, split, seed
-        self._size = task.size(split)
-        if self._size == 0:
+        sources = task.prompt_sources(split, seed)
+        if any(source.size == 0 for source in sources):
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
-        self._first = task.first_index(split, seed)  # index at which an endless split starts
+        seeds = [seed] if len(sources) == 1 else [fold_in(seed, "source", number) for number in range(len(sources))]
+        self._walks = [_Walk(source, seed) for source, seed in zip(sources, seeds, strict=True)]
+        self._ends = list(accumulate(source.weight for source in sources))
+        self._key = fold_in(seed, "mix")
         self._position = 0
+        self._drawn = [0] * len(sources)  # prompts of each source before `_position`
 
     def next(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts; in a finite split the uid of each ends with its epoch."""
-        prompts = [self._at(position) for position in range(self._position, self._position + n)]
-        self._position += n
-        return prompts
+        """Return the next `n` prompts; in a finite source the uid of each ends with its epoch."""
+        return [self._walks[number].at(place) for number, place in self._places(n)]
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of prompts drawn, as `position`."""
-        return {"position": self._position}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of prompts drawn, as `position`, and the number of problems of each source."""
+        return {"position": self._position, "sizes": [walk.size for walk in self._walks]}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the prompts of a saved state."""
-        self._position = state["position"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the prompts of a saved state.
 
-    def _at(self, position: int) -> Prompt:
-        """Return the prompt at a position of the stream."""
-        if self._size is None:
-            return self._task.prompt(self._split, self._first + position)
-        epoch, offset = divmod(position, self._size)
-        prompt = self._task.prompt(self._split, _order(self._size, self._seed, epoch)[offset])
+        Raises:
+            DataError: the sources have other numbers of problems, so the next prompts would be others.
+        """
+        sizes = [walk.size for walk in self._walks]
+        if (before := state.get("sizes", sizes)) != sizes:
+            raise DataError(
+                f"the problems of the task have changed: there were {before} of each source, now there are {sizes}; "
+                f"bring the data back, with the same limits of length, or begin a new run"
+            )
+        self._position, self._drawn = 0, [0] * len(sizes)
+        for _ in self._places(state["position"]):
+            pass
+
+    def _places(self, n: int) -> Iterator[tuple[int, int]]:
+        """Yield the source of each of the next `n` prompts, and its place among the prompts of this source."""
+        total = self._ends[-1]
+        for _ in range(n):
+            number = 0
+            if len(self._ends) > 1:
+                point = fold_in(self._key, self._position) / 2**64 * total
+                number = min(bisect_right(self._ends, point), len(self._ends) - 1)
+            yield number, self._drawn[number]
+            self._drawn[number] += 1
+            self._position += 1
+
+
+class _Walk:
+    """Gives the prompts of one source by their place in the order of a seed."""
+
+    def __init__(self, source: PromptSource, seed: int) -> None:
+        self._source, self._seed = source, seed
+        self._epoch, self._order = -1, [0]
+
+    @property
+    def size(self) -> int | None:
+        """Return the number of problems of the source, or None where it is endless."""
+        return self._source.size
+
+    def at(self, place: int) -> Prompt:
+        """Return the prompt at a place from 0 on; in a finite source its uid ends with the epoch."""
+        source = self._source
+        if source.size is None:
+            return source.prompt(source.first + place)
+        epoch, offset = divmod(place, source.size)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(source.size))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        prompt = source.prompt(self._order[offset])
         return replace(prompt, uid=f"{prompt.uid}@{epoch}")
-
-
-@lru_cache(maxsize=2)
-def _order(size: int, seed: int, epoch: int) -> list[int]:
-    """Return the shuffled indices of a finite split in one epoch."""
-    order = list(range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order

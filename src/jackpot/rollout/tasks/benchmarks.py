@@ -87,6 +87,21 @@ BENCHMARKS: dict[str, Benchmark] = {
         answer=_PLAIN,
         note="AIME I and II of 2025; Apache 2.0 as its card says (not checked), the problems are the MAA's",
     ),
+    "minerva_math": Benchmark(
+        hub="math-ai/minervamath",
+        test=BenchmarkSplit(split="test", file="minerva_math.jsonl", size=272),
+        problem=("question", "problem"),
+        answer=_PLAIN_OR_SOLUTION,
+        note="undergraduate problems of science (OCW courses, arXiv 2206.14858); no licence is stated on the hub",
+    ),
+    "olympiadbench": Benchmark(
+        hub="math-ai/olympiadbench",
+        test=BenchmarkSplit(split="test", file="olympiadbench.jsonl", size=674),
+        problem=("question", "problem"),
+        answer={"final_answer": "plain", "answer": "plain"},
+        note="English mathematics of OlympiadBench (arXiv 2402.14008) without figures and proofs; Apache 2.0 as its "
+        "card says (not checked). Answers are lists, mostly of one text, where several answers stand between commas",
+    ),
     "deepscaler": Benchmark(
         hub="agentica-org/DeepScaleR-Preview-Dataset",
         train=BenchmarkSplit(split="train", file="deepscaler.jsonl", size=40315),

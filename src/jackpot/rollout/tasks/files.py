@@ -1,13 +1,17 @@
-"""Reads rows of local files (JSON Lines, JSON, parquet, and folders of them) and of data sets on the hub.
+"""Reads rows of local files (JSON Lines, JSON, CSV, parquet, and folders of them) and of data sets on the hub.
 
 A record is a row as it stands in the file, with its place for messages: `problems.jsonl line 17`. Each call reads from
-the first row to the last; JSON Lines and parquet are read piece by piece.
+the first row to the last; all but JSON are read piece by piece.
 """
 
+import csv
+import gzip
 import json
 import logging
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +20,9 @@ from pyarrow import parquet
 
 from jackpot.core.errors import DataError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+GZIP = ".gz"
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of the first three with `GZIP` too
+_LISTED = f"{', '.join(SUFFIXES)} (the first three also with {GZIP})"
 _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
@@ -31,6 +37,12 @@ class Record(NamedTuple):
     values: Mapping[str, Any]  # by column
 
 
+def kind_of(path: Path) -> str | None:
+    """Return the ending that says what a file holds, such as `.jsonl` or `.csv.gz`; None for other files."""
+    ending = "".join(path.suffixes[-2:]) if path.suffix == GZIP else path.suffix
+    return ending if ending.removesuffix(GZIP) in SUFFIXES and ending != f".parquet{GZIP}" else None
+
+
 def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     """Return the file at `path`, or the files of one split in the folder at `path`, sorted by name.
 
@@ -43,15 +55,15 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
         DataError: nothing at `path`, an unknown kind of file, or no file of that split (lists the files present).
     """
     if not path.exists():
-        raise DataError(f"{path} does not exist; give the path of a {', '.join(SUFFIXES)} file or of a folder of them")
+        raise DataError(f"{path} does not exist; give the path of a {_LISTED} file or of a folder of them")
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise DataError(f"{path} is not one of {', '.join(SUFFIXES)}; rename it if it is, or convert it")
+        if kind_of(path) is None:
+            raise DataError(f"{path} is not one of {_LISTED}; rename it if it is, or convert it")
         return [path]
-    inside = sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and not _is_hidden(one.relative_to(path)))
+    inside = sorted(one for one in path.rglob("*") if kind_of(one) and not _is_hidden(one.relative_to(path)))
     files = [one for one in inside if one.is_file()]
     if not files:
-        raise DataError(f"{path} holds no {', '.join(SUFFIXES)} file; give a folder that does, or a file")
+        raise DataError(f"{path} holds no {_LISTED} file; give a folder that does, or a file")
     nameless = [one for one in files if not _names_a_split(one.relative_to(path))]
     if split is None and len(nameless) == len(files):
         return files
@@ -85,8 +97,15 @@ def read_files(files: Sequence[Path]) -> Iterator[Record]:
         DataError: the content of a file does not fit its suffix; names the line or row.
     """
     for path in files:
+        kind = kind_of(path) or ""
         try:
-            yield from _READERS[path.suffix](path)
+            if kind == ".parquet":
+                yield from _parquet(path)
+            else:
+                with gzip.open(path) if kind.endswith(GZIP) else path.open("rb") as file:
+                    yield from _READERS[kind.removesuffix(GZIP)](path, file)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{path}: not gzip that can be read to its end ({error}); write it again") from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}; check the path and its permissions") from error
 
@@ -106,16 +125,34 @@ def _is_of(path: Path, split: str) -> bool:
     return bool(wanted.search(part))
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                place = f"{path} line {number}"
-                yield Record(place, _mapping(_parsed(_decoded(line, place), place), place))
+def _json_lines(path: Path, file: BufferedIOBase) -> Iterator[Record]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            place = f"{path} line {number}"
+            yield Record(place, _mapping(_parsed(_decoded(line, place), place), place))
 
 
-def _json(path: Path) -> Iterator[Record]:
-    rows = _parsed(_decoded(path.read_bytes(), str(path)), str(path))
+def _csv(path: Path, file: BufferedIOBase) -> Iterator[Record]:
+    lines = (_decoded(line, f"{path} line {number}") for number, line in enumerate(file, start=1))
+    rows = csv.reader(lines, strict=True)
+    try:
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise DataError(f"{path} line 1: a column is named twice ({', '.join(header)}); rename it")
+        for row in filter(None, rows):
+            place = f"{path} line {rows.line_num}"
+            if len(row) != len(header):
+                raise DataError(
+                    f"{place}: {len(row)} values for {len(header)} columns; put a value that holds a comma or a line "
+                    f"break into double quotes"
+                )
+            yield Record(place, dict(zip(header, row, strict=True)))
+    except csv.Error as error:
+        raise DataError(f"{path} line {rows.line_num}: not CSV ({error}); correct it") from error
+
+
+def _json(path: Path, file: BufferedIOBase) -> Iterator[Record]:
+    rows = _parsed(_decoded(file.read(), str(path)), str(path))
     if not isinstance(rows, list):
         raise DataError(
             f"{path} holds {_kind(rows)}; a .json file is a list of rows, [{{...}}, {{...}}]. One row a line is .jsonl"
@@ -175,7 +212,7 @@ def _kind(value: Any) -> str:
     return {dict: "a mapping", list: "a list", str: "text", type(None): "null"}.get(type(value), f"{value!r}")
 
 
-_READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}
+_READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
 
 
 def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead: str) -> Iterator[Record]:

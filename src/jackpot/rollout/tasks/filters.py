@@ -1,19 +1,30 @@
 """Gives access to the problems of one split by index, all in memory or as a stream.
 
-Rows without an answer, rows whose answer is too long to be verified and rows whose prompt is too long are left out and
-counted.
+Rows without an answer, rows whose answers are too long to be verified and rows whose prompt is too long are left out
+and counted. The tokenizer is judged by the prompts: those with text for which it has no tokens are counted, and it is
+refused where they are half of all or more.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from jackpot.core.errors import DataError
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
-from jackpot.rollout.tasks.data import DataRow, DataSource
+from jackpot.rollout.tasks.columns import DataRow
+from jackpot.rollout.tasks.data import DataSource
 
-Fits = Callable[[list[DataRow]], list[bool]]  # whether the prompt of each row fits the length limit
+
+class PromptSize(NamedTuple):
+    """Holds what the tokenizer makes of a prompt."""
+
+    tokens: int
+    has_unknown: bool  # whether it has no tokens for a part of the text
+
+
+Measure = Callable[[list[DataRow]], list[PromptSize]]
 BUFFER = 4096  # latest problems of a stream that are kept
 _BATCH = 256  # rows filtered together
 
@@ -25,7 +36,8 @@ class RowCounts:
     rows: int = 0  # rows read
     without_answer: int = 0
     long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
-    too_long: int = 0  # more prompt tokens than `max_prompt_tokens`
+    too_long: int = 0  # more prompt tokens than the limit
+    unknown: int = 0  # kept, but the tokenizer has no tokens for a part of the prompt
 
     @property
     def kept(self) -> int:
@@ -39,15 +51,19 @@ class RowCounts:
 
 
 class Problems:
-    """Holds all problems of a split in memory.
+    """Holds all problems of a source in memory.
+
+    Args:
+        limit: most tokens of a prompt; None: no limit.
 
     Raises:
-        DataError: as `DataSource.rows`; no problem is left; or two rows have the same id (names both).
+        DataError: as `DataSource.rows`; no problem is left; two rows have the same id (names both); or the tokenizer
+            does not know the text of the prompts.
     """
 
-    def __init__(self, source: DataSource, fits: Fits) -> None:
+    def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
         self.counts = RowCounts()
-        self._rows = list(_kept(source, fits, self.counts))
+        self._rows = list(_kept(source, measure, limit, self.counts))
         _check_unique(self._rows)
 
     @property
@@ -72,8 +88,8 @@ class StreamedProblems:
 
     size = None  # a stream is endless
 
-    def __init__(self, source: DataSource, fits: Fits) -> None:
-        self._source, self._fits = source, fits
+    def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
+        self._source, self._measure, self._limit = source, measure, limit
         self._counts = self._longest = RowCounts()  # counts of this pass, and of the earlier one with most rows
         self._begin()
 
@@ -98,7 +114,7 @@ class StreamedProblems:
     def _open(self) -> Iterator[DataRow]:
         """Start a pass over the source."""
         self._longest, self._counts = self.counts, RowCounts()
-        return _kept(self._source, self._fits, self._counts)
+        return _kept(self._source, self._measure, self._limit, self._counts)
 
     def _read(self) -> DataRow:
         """Read the next problem, from the next pass where this one has ended."""
@@ -109,27 +125,44 @@ class StreamedProblems:
         return row._replace(uid=f"{row.uid}+{self._pass}") if self._pass else row
 
 
-def _kept(source: DataSource, fits: Fits, counts: RowCounts) -> Iterator[DataRow]:
+def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
     """Yield the rows that can be used and count the others.
 
     Raises:
         DataError: no row can be used.
     """
     for batch in _batches(source.rows()):
-        answered = [row for row in batch if row.answer is not None]
-        verifiable = [row for row in answered if len(row.answer) <= MAX_ANSWER_LENGTH]
-        chosen = [row for row, fitting in zip(verifiable, fits(verifiable), strict=True) if fitting]
+        answered = [row for row in batch if row.answers]
+        verifiable = [short for row in answered if (short := _verifiable(row)).answers]
+        sizes = measure(verifiable)
+        chosen = [
+            (row, size) for row, size in zip(verifiable, sizes, strict=True) if limit is None or size.tokens <= limit
+        ]
         counts.rows += len(batch)
         counts.without_answer += len(batch) - len(answered)
         counts.long_answer += len(answered) - len(verifiable)
         counts.too_long += len(verifiable) - len(chosen)
-        yield from chosen
+        counts.unknown += sum(size.has_unknown for _, size in chosen)
+        if 2 * counts.unknown >= max(counts.kept, 1):
+            row = next(row for row, size in chosen if size.has_unknown)
+            raise DataError(
+                f"{row.place}: the tokenizer has no tokens for parts of this prompt, as of {counts.unknown} of the "
+                f"first {counts.kept} prompts of {source.name}; take a tokenizer that was made for this text, or a "
+                f"template and an instruction in its words"
+            )
+        yield from (row for row, _ in chosen)
     if not counts.kept:
         raise DataError(
             f"{source.name}: no problem is left of {counts.rows} rows: {counts.without_answer} have no answer (see "
             f"columns.answer and answers), {counts.long_answer} have an answer of more than "
-            f"{MAX_ANSWER_LENGTH:,} characters, {counts.too_long} have more tokens than max_prompt_tokens"
+            f"{MAX_ANSWER_LENGTH:,} characters, {counts.too_long} have a prompt of more than {limit} tokens (see "
+            f"max_prompt_tokens, and what sampling.max_new_tokens leaves of the context)"
         )
+
+
+def _verifiable(row: DataRow) -> DataRow:
+    """Leave out the answers of a row that are too long to be verified."""
+    return row._replace(answers=tuple(one for one in row.answers if len(one) <= MAX_ANSWER_LENGTH))
 
 
 def _batches(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +12,10 @@ from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.types import DecodedResponse, Prompt, Score
 from jackpot.rollout.rewards.rewards import BUILT_IN, REWARD, RewardFn
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
-from jackpot.rollout.tasks.base import Split, Task
-from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import DataRow, DataSource, find_source
-from jackpot.rollout.tasks.filters import Problems, RowCounts, StreamedProblems
+from jackpot.rollout.tasks.base import PromptSource, Split, Task
+from jackpot.rollout.tasks.columns import DataRow
+from jackpot.rollout.tasks.data import DataSource, find_sources
+from jackpot.rollout.tasks.filters import Problems, PromptSize, RowCounts, StreamedProblems
 from jackpot.rollout.tasks.templates import Template
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class Math(Task):
 
     Args:
         reward_fn: a reward to share, which the caller closes; None: the task makes and closes its own.
+        splits: splits that the task has.
 
     Raises:
         DataError: there is no such benchmark or file, or the tokenizer does not fit the template.
@@ -36,45 +37,67 @@ class Math(Task):
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, settings: MathConfig, reward_fn: RewardFn | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: MathConfig,
+        reward_fn: RewardFn | None = None,
+        splits: Sequence[Split] = get_args(Split),
     ) -> None:
         self._settings, self._shared_reward_fn = settings, reward_fn
-        self._sources: dict[Split, DataSource] = {
-            split: find_source(getattr(settings, split), split) for split in get_args(Split)
+        self._sources: dict[Split, list[DataSource]] = {
+            split: find_sources(settings.sources(split), split) for split in splits
         }
         self._template = Template(
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
-        self._problems: dict[Split, Problems | StreamedProblems] = {}
-        self._reported: dict[Split, int] = {}  # rows left out, as of the last event
+        self._problems: dict[Split, list[Problems | StreamedProblems]] = {}
+        self._reported: dict[tuple[Split, str], int] = {}  # rows left out of a source, as of the last event
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
     def size(self, split: Split) -> int | None:
-        """Return the number of problems left in the split, or None for a stream."""
-        return self._problems_of(split).size
+        """Return the number of problems left in the split, of all its sources; None with a stream among them."""
+        sizes = [problems.size for problems in self._problems_of(split)]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def first_index(self, split: Split, seed: int) -> int:
         """Return 0: a stream begins with the first row of its source for every seed."""
         return 0
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return problem number `index`, with the uid SOURCE/SPLIT/ID.
+        """Return problem number `index` of all sources one after the other, with the uid SOURCE/SPLIT/ID.
 
         Raises:
             DataError: there is no such problem, or as `Problems` and `StreamedProblems`.
         """
-        problems = self._problems_of(split)
-        if index < 0 or (problems.size is not None and index >= problems.size):
-            last = "" if problems.size is None else f" to {problems.size - 1}"
-            raise DataError(f"{self._sources[split].name} ({split}) has no problem {index}; they go from 0{last}")
-        row = problems[index]
+        place, size = index, self.size(split)
+        for number, problems in enumerate(self._problems_of(split)):
+            if place >= 0 and (problems.size is None or place < problems.size):
+                return self._prompt(split, number, place)
+            place -= problems.size or 0
+        names = ", ".join(source.name for source in self._sources[split])
+        last = "" if size is None else f" to {size - 1}"
+        raise DataError(f"{names} ({split}) has no problem {index}; they go from 0{last}")
+
+    def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
+        """Return each source of the split with its weight."""
+        return [
+            PromptSource(settings.weight, problems.size, partial(self._prompt, split, number), first=0)
+            for number, (settings, problems) in enumerate(
+                zip(self._settings.sources(split), self._problems_of(split), strict=True)
+            )
+        ]
+
+    def _prompt(self, split: Split, number: int, index: int) -> Prompt:
+        """Return problem `index` of source `number`."""
+        row = self._problems_of(split)[number][index]
         text = self._template.text(row.problem)
         return Prompt(
-            uid=f"{self._sources[split].name}/{split}/{row.uid}",
+            uid=f"{self._sources[split][number].name}/{split}/{row.uid}",
             text=text,
-            answer=row.answer,
+            answer=row.answers[0],
+            other_answers=row.answers[1:],
             token_ids=tuple(self._template.token_ids(text)),
         )
 
@@ -91,24 +114,27 @@ class Math(Task):
         return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return one event for each split with the counts of rows read and left out; a stream that has left out more
+        """Return one event for each source with the counts of rows read and left out; a stream that has left out more
         rows since its last event gets another."""
         events = []
-        for split, problems in self._problems.items():
-            counts = problems.counts
-            if self._reported.get(split) != counts.left_out:
-                self._reported[split] = counts.left_out
-                events.append(
-                    {
-                        "event": "data",
-                        "split": split,
-                        "source": self._sources[split].name,
-                        "rows": counts.rows,
-                        "without_answer": counts.without_answer,
-                        "long_answer": counts.long_answer,
-                        "too_long": counts.too_long,
-                    }
-                )
+        for split, of_split in self._problems.items():
+            for source, problems in zip(self._sources[split], of_split, strict=True):
+                counts = problems.counts
+                if self._reported.get((split, source.name)) != counts.left_out:
+                    self._reported[split, source.name] = counts.left_out
+                    events.append(
+                        {
+                            "event": "data",
+                            "split": split,
+                            "source": source.name,
+                            "rows": counts.rows,
+                            "without_answer": counts.without_answer,
+                            "long_answer": counts.long_answer,
+                            "too_long": counts.too_long,
+                            "max_prompt_tokens": self._settings.max_prompt_tokens,
+                            "unknown_tokens": counts.unknown,
+                        }
+                    )
         return events
 
     def close(self) -> None:
@@ -123,46 +149,47 @@ class Math(Task):
         limits = {"workers": own.reward_workers, "timeout": own.reward_timeout}
         return self._shared_reward_fn or RewardFn(own.rewards, **limits, verdict=own.decides)
 
-    def _problems_of(self, split: Split) -> Problems | StreamedProblems:
-        """Return the problems of a split, read on the first call."""
+    def _problems_of(self, split: Split) -> list[Problems | StreamedProblems]:
+        """Return the problems of each source of a split, read on the first call."""
         if split not in self._sources:
             raise DataError(unknown_name("split", split, self._sources))
         if split not in self._problems:
-            streams = split == "train" and self._settings.train.streaming
-            self._problems[split] = (StreamedProblems if streams else Problems)(self._sources[split], self._fits)
-            _warn(self._sources[split].name, split, self._problems[split].counts, self._settings.max_prompt_tokens)
+            limit = self._settings.max_prompt_tokens
+            self._problems[split] = [
+                (StreamedProblems if split == "train" and source.settings.streaming else Problems)(
+                    source, self._measure, limit
+                )
+                for source in self._sources[split]
+            ]
+            for source, problems in zip(self._sources[split], self._problems[split], strict=True):
+                _warn(source.name, split, problems.counts, limit)
         return self._problems[split]
 
-    def _fits(self, rows: list[DataRow]) -> list[bool]:
-        """Return whether the prompt of each row is within `max_prompt_tokens`."""
-        limit = self._settings.max_prompt_tokens
-        if limit is None or not rows:
-            return [True] * len(rows)
-        lengths = self._template.lengths([self._template.text(row.problem) for row in rows])
-        return [length <= limit for length in lengths]
+    def _measure(self, rows: list[DataRow]) -> list[PromptSize]:
+        return self._template.measure([self._template.text(row.problem) for row in rows])
 
 
 def make_benchmark(
-    name: str, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, reward_fn: RewardFn | None = None
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, reward_fn: RewardFn | None = None
 ) -> Math:
-    """Make a task whose test split is a benchmark; `reward_fn` as in `Math`.
+    """Make a task whose one split, test, is the problems of a source; `reward_fn` as in `Math`.
 
     No problem is left out for its length, since published numbers are about all problems. Without a verdict in the
     settings the verifier decides what is right, for the same reason, even where rewards are a function of the user.
 
     Raises:
-        DataError: there is no such benchmark (lists them), or as `Math`.
+        DataError: there is no such source, or as `Math`.
     """
-    if name not in BENCHMARKS:
-        raise DataError(unknown_name("benchmark", name, BENCHMARKS))
-    data = DataConfig(source=name)
     asked = settings.model_dump(include=set(QuestionConfig.model_fields))
     asked["verdict"] = settings.verdict or VerdictConfig(name="correct")
-    return Math(tokenizer, MathConfig(train=data, test=data, **asked), reward_fn)
+    return Math(tokenizer, MathConfig(train=data, test=data, **asked), reward_fn, splits=("test",))
 
 
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:
-    """Log a warning about rows left out; those of a stream are counted in events.jsonl as it is read."""
+    """Log a warning about rows left out, and about text without tokens; those of a stream are counted in events.jsonl
+    as it is read."""
+    if counts.unknown:
+        _log.warning("%s (%s): the tokenizer has no tokens for parts of %d prompts", name, split, counts.unknown)
     if not counts.left_out:
         return
     why = {

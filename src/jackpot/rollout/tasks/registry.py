@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.tasks import CustomTaskConfig, TaskConfig
+from jackpot.config.tasks import CustomTaskConfig, DataConfig, TaskConfig
 from jackpot.config.tools import SetsConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.imports import import_object
@@ -12,6 +12,7 @@ from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
+from jackpot.rollout.tasks.data import find_source, is_place, source_name
 from jackpot.rollout.tasks.math import Math, make_benchmark
 
 TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_arithmetic": ToolArithmetic}
@@ -28,37 +29,50 @@ def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     return TASKS[config.name](tokenizer, config)
 
 
-def check_sets(names: Sequence[str]) -> None:
-    """Check names of evaluation sets.
+def set_name(benchmark: str) -> str:
+    """Return the name under which the results of a benchmark stand: for a path, its last part without its kind."""
+    return source_name(benchmark).rpartition("/")[2] if is_place(benchmark) else benchmark
+
+
+def check_sets(benchmarks: Sequence[str]) -> None:
+    """Check the benchmarks of an evaluation without reading them.
 
     Raises:
-        DataError: a name does not exist (lists those that do) or is given twice.
+        DataError: a name or a path does not exist (lists the names that do), or two have the same name.
     """
-    for name in names:
-        if name not in SETS:
-            raise DataError(unknown_name("benchmark", name, SETS))
-    if len(set(names)) < len(names):
-        raise DataError(f"benchmarks {', '.join(names)}: one is named twice; name each once")
+    for one in benchmarks:
+        if one not in SETS and not is_place(one):
+            raise DataError(f"{unknown_name('benchmark', one, SETS)}; or give the path of a file with problems")
+        if one not in SETS:
+            find_source(DataConfig(source=one), "test")
+    names = [*map(set_name, benchmarks)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"benchmarks {', '.join(benchmarks)}: {', '.join(twice)} is named twice; name each once")
 
 
 def make_sets(
-    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, settings: SetsConfig, reward_fn: RewardFn | None = None
+    benchmarks: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SetsConfig,
+    reward_fn: RewardFn | None = None,
 ) -> dict[str, Task]:
-    """Make one task for each evaluation set; the set is its test split.
+    """Make one task for each benchmark, by its `set_name`; the set is its test split.
 
     Args:
+        benchmarks: names of `SETS`, and files, folders or data of the hub with problems.
         reward_fn: the reward of the benchmarks, which the caller closes; None: the first benchmark's is shared by all.
 
     Raises:
         DataError: as `check_sets`, or as `Math`.
     """
-    check_sets(names)
+    check_sets(benchmarks)
     tasks: dict[str, Task] = {}
-    for name in names:
-        if name in BENCHMARKS:
-            task = make_benchmark(name, tokenizer, settings.math, reward_fn)
-            reward_fn = task.reward_fn
+    for one in benchmarks:
+        if one in SETS and one not in BENCHMARKS:
+            task = make_task(getattr(settings, one), tokenizer)
         else:
-            task = make_task(getattr(settings, name), tokenizer)
-        tasks[name] = task
+            own = {} if one in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}
+            task = make_benchmark(DataConfig(source=one, **own), tokenizer, settings.math, reward_fn)
+            reward_fn = task.reward_fn
+        tasks[set_name(one)] = task
     return tasks

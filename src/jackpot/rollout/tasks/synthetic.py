@@ -1,4 +1,4 @@
-r"""Generates synthetic word problems in the columns of any data set.
+r"""Generates synthetic word problems in the columns of any benchmark.
 
 They stand in for data that is not on this machine, to try out whether a run works; they are not meant for learning.
 """
@@ -6,8 +6,7 @@ They stand in for data that is not on this machine, to try out whether a run wor
 import random
 from typing import NamedTuple
 
-from jackpot.rollout.tasks.benchmarks import AnswerFormat
-from jackpot.rollout.tasks.data import DataSource
+from jackpot.rollout.tasks.benchmarks import AnswerFormat, Benchmark
 
 _NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatima", "George", "Hanna", "Ivan", "Julia")
 _THINGS = ("apples", "books", "clips", "coins", "eggs", "marbles", "pages", "stamps", "tickets", "toys")
@@ -35,14 +34,12 @@ def synthetic_problem(number: int) -> SyntheticProblem:
     return SyntheticProblem(_STORIES[story].format(**values), str(b if story == 1 else a + b))
 
 
-def synthetic_rows(source: DataSource, first: int, count: int) -> list[dict[str, str]]:
-    """Return `count` problems from number `first` on as rows of this source, with the columns that it reads."""
-    columns, benchmark = source.settings.columns, source.benchmark
-    problem, answer = columns.problem or benchmark.problem[0], columns.answer or next(iter(benchmark.answer))
-    answer_format = source.settings.answers or benchmark.answer.get(answer, "plain")
-    uid = columns.uid or next(iter(benchmark.uid), "id")
+def synthetic_rows(benchmark: Benchmark, first: int, count: int) -> list[dict[str, str]]:
+    """Return `count` problems from number `first` on as rows with the columns of a benchmark."""
+    answer, answer_format = next(iter(benchmark.answer.items()))
+    uid = next(iter(benchmark.uid), "id")
     return [
-        {uid: f"made-up-{number}", problem: one.problem, answer: _formatted(one.answer, answer_format)}
+        {uid: f"made-up-{number}", benchmark.problem[0]: one.problem, answer: _formatted(one.answer, answer_format)}
         for number in range(first, first + count)
         for one in [synthetic_problem(number)]
     ]

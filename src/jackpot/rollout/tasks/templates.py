@@ -16,22 +16,26 @@ r"""Turns a problem into the prompt text that the model continues.
     Answer:
 
 `plain`: problem and instruction without any frame, below the system prompt if there is one.
+
+A problem that is chat messages keeps them: the instruction stands after the last one, and the system prompt of the
+settings replaces that of the messages. `base` and `plain` put the messages below each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import DataError
+from jackpot.rollout.tasks.columns import Message, Problem, append
+from jackpot.rollout.tasks.filters import PromptSize
 
 
 class Template:
     """Formats and tokenizes prompts with one tokenizer.
 
     Raises:
-        DataError: the tokenizer cannot encode plain text; or for `chat` it has no chat template or one without a system
-            prompt.
+        DataError: for `chat`, the tokenizer has no chat template or one without a system prompt.
     """
 
     def __init__(
@@ -40,61 +44,62 @@ class Template:
         self._tokenizer, self._format = tokenizer, TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
         self._bos = [] if name == "chat" else _bos_token_ids(tokenizer)
-        example = "1+1" if name == "plain" else "What is 1+1?"
-        text = self.text(example)
-        if tokenizer.unk_token_id in tokenizer.encode(instruction or example, add_special_tokens=False):
-            raise DataError(
-                f"the tokenizer has no tokens for plain text such as {text!r}; it cannot be used with this task, but "
-                f"perhaps with arithmetic"
-            )
+        self.text("1+1")  # refuses a chat template that is missing or has no system prompt
 
-    def text(self, problem: str) -> str:
+    def text(self, problem: Problem) -> str:
         """Return the prompt of a problem as text."""
-        question = f"{problem}\n{self._instruction}" if self._instruction else problem
-        return self._format(self._tokenizer, question, self._system_prompt)
+        asked = append(problem, f"\n{self._instruction}") if self._instruction else problem
+        messages = [Message("user", asked)] if isinstance(asked, str) else list(asked)
+        if self._system_prompt is not None:
+            others = [message for message in messages if message.role != "system"]
+            messages = [Message("system", self._system_prompt), *others]
+        return self._format(self._tokenizer, messages)
 
     def token_ids(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the beginning-of-sequence token where the tokenizer adds one."""
         return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=False)]
 
-    def lengths(self, texts: list[str]) -> list[int]:
-        """Return the number of tokens of each prompt; one call for many is several times faster."""
+    def measure(self, texts: list[str]) -> list[PromptSize]:
+        """Return the size of each prompt; one call for many is several times faster."""
+        if not texts:
+            return []
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        return [len(self._bos) + len(ids) for ids in encoded]
+        unknown = self._tokenizer.unk_token_id
+        return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
 
 
-def chat(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
-    """Format a question with the tokenizer's chat template.
+def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+    """Format messages with the tokenizer's chat template.
 
     Raises:
         DataError: there is no chat template, or it refuses these messages.
     """
     if tokenizer.chat_template is None:
         raise DataError(
-            "the tokenizer has no chat template; use `template: base`, or the tokenizer of a model that was trained to "
-            "chat"
+            "the tokenizer has no chat template; use `template: base` (task.template in training, math.template in "
+            "jackpot eval), or the tokenizer of a model that was trained to chat"
         )
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-    messages.append({"role": "user", "content": question})
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        asked = [message._asdict() for message in messages]
+        return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        with_system = " and with `system_prompt`" if system_prompt is not None else ""
+        roles = ", ".join(message.role for message in messages)
         raise DataError(
-            f"the tokenizer's chat template cannot be used with a user's message{with_system}: {error}; leave "
-            f"`system_prompt` out if there is one, or use `template: base`"
+            f"the tokenizer's chat template cannot be used with messages of {roles}: {error}; leave `system_prompt` "
+            f"out if there is one, or use `template: base`"
         ) from error
 
 
-def base(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
-    """Format a question as plain text for a base model."""
-    above = f"{system_prompt}\n\n" if system_prompt else ""
-    return f"{above}Question:\n{question}\n\nAnswer:\n"
+def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+    """Format messages as plain text for a base model: a question below the system prompt if there is one."""
+    above = "".join(f"{message.content}\n\n" for message in messages if message.role == "system" and message.content)
+    asked = "\n\n".join(message.content for message in messages if message.role != "system")
+    return f"{above}Question:\n{asked}\n\nAnswer:\n"
 
 
-def plain(tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None) -> str:
-    """Leave a question as it is, below the system prompt if there is one."""
-    return f"{system_prompt}\n\n{question}" if system_prompt else question
+def plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+    """Leave messages as they are, below each other."""
+    return "\n\n".join(message.content for message in messages if message.content)
 
 
 def _bos_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -103,7 +108,7 @@ def _bos_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [tokenizer.bos_token_id] if tokenizer.bos_token_id in special else []
 
 
-TEMPLATES: dict[str, Callable[[PreTrainedTokenizerBase, str, str | None], str]] = {
+TEMPLATES: dict[str, Callable[[PreTrainedTokenizerBase, Sequence[Message]], str]] = {
     "chat": chat,
     "base": base,
     "plain": plain,

@@ -272,7 +272,7 @@ class RunFolder:
                 "sample": number % evaluation.k,
                 "prompt": rollout.prompt.text,
                 "response": response,
-                "answer": rollout.prompt.answer,
+                "answer": rollout.prompt.answers,
                 "correct": score.correct,
                 "reward": score.reward,
                 "finish": rollout.finish,

@@ -75,7 +75,7 @@ def _row(
         "uid": rollout.uid,
         "prompt_uid": rollout.prompt.uid,
         "prompt": rollout.prompt.text,
-        "answer": rollout.prompt.answer,
+        "answer": rollout.prompt.answers,
         "response": decode(tokenizer, rollout.token_ids),
         "finish": rollout.finish,
         "reward": item.score.reward,

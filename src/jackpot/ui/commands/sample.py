@@ -21,5 +21,5 @@ def sample(run: Path, problems: int, seed: int) -> None:
             )
             for answer in answers
         ]
-        title = f"{prompt.text} (answer: {prompt.answer})"
+        title = f"{prompt.text} (answer: {prompt.answers})"
         show_table(console, title, ("model", "training", "response", "verdict"), rows, min_width=60)

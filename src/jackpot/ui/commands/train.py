@@ -19,6 +19,7 @@ from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.launch.local import launch
 from jackpot.rollout.evaluate import measure_of
+from jackpot.rollout.tasks.registry import check_sets, set_name
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
 from jackpot.ui.terminal.progress import print_line, progress
@@ -44,6 +45,7 @@ def train(
     """Train or continue the run, or print its plan with `dry_run`."""
     console = Console()
     config = resolve(recipe, arm, overrides or [])
+    check_sets(config.evaluation.benchmarks)
     labels = [arm, *override_labels(overrides or [], without=["seed"]), "tiny" if tiny else None]
     folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, *labels, f"seed{config.seed}"]))
     if tiny:
@@ -61,10 +63,10 @@ def train(
 def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Path) -> None:
     sizes, prompts = model_sizes(config), prompt_lengths(config)
     if is_large(sizes):
-        show_plan(console, config, sizes, None, folder)
+        show_plan(console, config, sizes, None, prompts, folder)
         show_needs(console, config, estimate(config, sizes, prompts, gpus))
     else:
-        show_plan(console, config, sizes, plan_memory(config, sizes, prompts.longest), folder)
+        show_plan(console, config, sizes, plan_memory(config, sizes, prompts.longest), prompts, folder)
 
 
 def _train_and_show(console: Console, config: Config, folder: Path) -> None:
@@ -107,7 +109,7 @@ def _show_result(
     is_accuracy = measure == "accuracy"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
     shown = {role.replace("_", " "): (f"eval/{role}_{measure}", _percent if is_accuracy else _number) for role in roles}
-    for name in config.evaluation.benchmarks:
+    for name in map(set_name, config.evaluation.benchmarks):
         shown[f"policy on {name}" + ("" if is_accuracy else ", percent")] = (f"eval/{name}/mean_at_k", _percent)
     rows = []
     for name, (metric, form) in shown.items():

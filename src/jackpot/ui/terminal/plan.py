@@ -7,7 +7,7 @@ from rich.console import Console
 
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.memory import MemoryPlan
-from jackpot.analysis.plan.sizes import ModelSize
+from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
 from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
@@ -23,7 +23,12 @@ _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout sha
 
 
 def show_plan(
-    console: Console, config: Config, sizes: Mapping[Role, ModelSize], memory: MemoryPlan | None, folder: Path
+    console: Console,
+    config: Config,
+    sizes: Mapping[Role, ModelSize],
+    memory: MemoryPlan | None,
+    prompts: PromptLengths,
+    folder: Path,
 ) -> None:
     """Print what a run would do. `memory` is None for a large run, whose GPUs `show_needs` prints."""
     batch = config.batch
@@ -41,6 +46,7 @@ def show_plan(
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
         f"{config.iterations * batch.steps_per_iteration} in all",
         "response tokens": f"at most {batch.rollouts * config.sampling.max_new_tokens:,} per iteration",
+        **({"left out": prompts.left_out} if prompts.left_out else {}),
         "correction": ", ".join(
             [correction.name, *(f"{key} {value}" for key, value in correction.model_dump().items() if key != "name")]
         ),

@@ -1,0 +1,251 @@
+"""Rows in the forms in which the field publishes them, each read as a person reads it."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from helpers.texts import text_tokenizer
+from jackpot.config.tasks import DataConfig, MathConfig
+from jackpot.core.errors import DataError
+from jackpot.rollout.tasks.data import find_source
+from jackpot.rollout.tasks.math import Math
+
+TOKENIZER = text_tokenizer()
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    elif ".csv" in path.suffixes:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, records[0])
+            writer.writeheader()
+            writer.writerows(records)
+    else:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8") as file:
+            file.write(
+                json.dumps(records) if ".json" in path.suffixes else "".join(json.dumps(one) + "\n" for one in records)
+            )
+    return path
+
+
+def read(path: Path, records: list[dict], **settings):
+    data = DataConfig.model_validate({"source": str(write(path, records)), **settings})
+    return list(find_source(data, "train").rows())
+
+
+def prompts(path: Path, records: list[dict], template: str, instruction: str = "", **settings) -> list[str]:
+    """The prompts that a task makes of the rows."""
+    data = DataConfig.model_validate({"source": str(write(path, records)), **settings})
+    more = {"template": template, "instruction": instruction}
+    task = Math(TOKENIZER, MathConfig(train=data, test=data, **more))
+    return [task.prompt("train", number).text for number in range(len(records))]
+
+
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {n}+1?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"index": n, "question": f"{n}+1?"},
+    }
+    for n in range(3)
+]
+NESTED = {"problem": "prompt", "answer": "reward_model.ground_truth", "uid": "extra_info.index"}
+
+
+def test_chat_messages_and_a_nested_answer_as_in_files_of_verl(tmp_path: Path) -> None:
+    rows = read(tmp_path / "train.parquet", VERL, columns=NESTED)
+    assert [(row.uid, row.answers) for row in rows] == [("0", ("1",)), ("1", ("2",)), ("2", ("3",))]
+    assert prompts(tmp_path / "train.parquet", VERL, "chat", columns=NESTED)[1] == (
+        "<|system|>Be brief.<|end|><|user|>What is 1+1?<|end|><|assistant|>"
+    )
+    assert prompts(tmp_path / "train.parquet", VERL, "chat", "Box it.", columns=NESTED)[1] == (
+        "<|system|>Be brief.<|end|><|user|>What is 1+1?\nBox it.<|end|><|assistant|>"
+    )
+    assert prompts(tmp_path / "a.jsonl", VERL, "base", columns=NESTED)[0] == (
+        "Be brief.\n\nQuestion:\nWhat is 0+1?\n\nAnswer:\n"
+    )
+    flat = NESTED | {"problem": "prompt.1.content"}
+    assert [row.problem for row in read(tmp_path / "b.jsonl", VERL, columns=flat)] == [
+        f"What is {n}+1?" for n in range(3)
+    ]
+
+
+def test_the_system_prompt_of_the_settings_replaces_that_of_the_messages(tmp_path: Path) -> None:
+    data = DataConfig(source=str(write(tmp_path / "a.jsonl", VERL)), columns=NESTED)
+    task = Math(TOKENIZER, MathConfig(train=data, test=data, system_prompt="Think.", instruction=""))
+    assert task.prompt("train", 0).text == "<|system|>Think.<|end|><|user|>What is 0+1?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "end with one of the assistant"),
+        ([{"role": "user"}], "chat messages are"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "with text alone"),
+        (["q"], "chat messages are"),
+        ([], "is empty"),
+        ({"q": 1}, "must be text or a finite number"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_its_place(messages, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said) as error:
+        read(tmp_path / "a.jsonl", [{"problem": messages, "answer": "1"}])
+    assert "a.jsonl line 1" in str(error.value)
+
+
+def test_parts_of_text_are_one_text(tmp_path: Path) -> None:
+    content = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1+1?"}]
+    rows = read(tmp_path / "a.jsonl", [{"problem": [{"role": "user", "content": content}], "answer": "2"}])
+    assert rows[0].problem == (("user", "What is 1+1?"),)
+
+
+@pytest.mark.parametrize(
+    ("value", "answers"),
+    [
+        (["42"], ("42",)),
+        ([142.0], ("142",)),
+        (["1/2", "0.5", None, "1/2"], ("1/2", "0.5")),
+        ([], ()),
+        ([None], ()),
+        ("42", ("42",)),
+    ],
+)
+def test_a_list_of_answers_is_each_of_them(value, answers: tuple[str, ...], tmp_path: Path) -> None:
+    assert read(tmp_path / "a.jsonl", [{"problem": "p", "answer": value}])[0].answers == answers
+
+
+def test_a_problem_is_put_together_from_columns_as_in_svamp(tmp_path: Path) -> None:
+    rows = [
+        {"ID": "chal-1", "Body": "Ben has 8 caps.", "Question": "How many are left after 3 are sold?", "Answer": 5.0},
+        {"ID": "chal-2", "Body": None, "Question": "What is 2*3?", "Answer": 6.0},
+    ]
+    columns = {"problem": "{Body} {Question}", "answer": "Answer", "uid": "ID"}
+    found = read(tmp_path / "svamp.json", rows, columns=columns)
+    assert [row.problem for row in found] == [
+        "Ben has 8 caps. How many are left after 3 are sold?",
+        "What is 2*3?",
+    ]
+    assert [(row.uid, row.answers) for row in found] == [("chal-1", ("5",)), ("chal-2", ("6",))]
+    with pytest.raises(DataError, match="no column 'Text' for the problem; there are Answer, Body, ID, Question"):
+        read(tmp_path / "svamp.json", rows, columns=columns | {"problem": "{Body} {Text}"})
+    empty = [rows[0] | {"Body": "", "Question": " "}]
+    with pytest.raises(DataError, match=r"svamp.json row 1: column '\{Body\} \{Question\}' is empty"):
+        read(tmp_path / "svamp.json", empty, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "answers"),
+    [
+        (r"answer is (\S+)\.", "The answer is 5. No, the answer is 6.", ("6",)),
+        (r"-?\d+", "first 5, then -7", ("-7",)),
+        (r"answer: (.*)", "none", ()),
+        (r"answer:(.*)", "answer: ", ()),
+        (r"(?:A|(B))", "A", ()),
+    ],
+)
+def test_a_regular_expression_finds_the_answer(regex: str, text: str, answers, tmp_path: Path) -> None:
+    found = read(tmp_path / "a.jsonl", [{"problem": "p", "answer": text}], answers={"regex": regex})
+    assert found[0].answers == answers
+
+
+MMLU = {"question": "Which is even?", "choices": ["1", "2", "3", "5"], "answer": 1}
+ARC = {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["1", "2"]}, "answerKey": "2"}
+MEDQA = {"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer_idx": "B"}
+MEDMCQA = {"question": "Which?", "opa": "red", "opb": "blue", "opc": "green", "opd": "grey", "cop": 1}
+AQUA = {"question": "Which?", "options": ["A)21", "B)22"], "correct": "B"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "answer", "texts", "letter"),
+    [
+        (MMLU, "choices", "answer", ["1", "2", "3", "5"], "B"),
+        (MMLU | {"answer": "C"}, "choices", "answer", ["1", "2", "3", "5"], "C"),
+        (MMLU | {"answer": "5"}, "choices", "answer", ["1", "2", "3", "5"], "D"),
+        (ARC, "choices", "answerKey", ["red", "blue"], "B"),
+        (ARC | {"answerKey": "red"}, "choices", "answerKey", ["red", "blue"], "A"),
+        (MEDQA, "options", "answer_idx", ["red", "blue"], "B"),
+        (MEDQA | {"answer_idx": "blue"}, "options", "answer_idx", ["red", "blue"], "B"),
+        (MEDMCQA, ["opa", "opb", "opc", "opd"], "cop", ["red", "blue", "green", "grey"], "B"),
+        (AQUA, "options", "correct", ["21", "22"], "B"),
+        (AQUA | {"correct": "(a)"}, "options", "correct", ["21", "22"], "A"),
+        (AQUA | {"correct": "0"}, "options", "correct", ["21", "22"], "A"),
+    ],
+)
+def test_options_stand_below_the_problem_and_their_letter_is_the_answer(
+    row: dict, options, answer: str, texts: list[str], letter: str, tmp_path: Path
+) -> None:
+    columns = {"problem": "question", "options": options, "answer": answer}
+    (found,) = read(tmp_path / "a.jsonl", [row], columns=columns)
+    listed = "\n".join(f"{name}. {text}" for name, text in zip("ABCD", texts, strict=False))
+    assert found.problem == f"{row['question']}\n\n{listed}"
+    assert found.answers == (letter,)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"answer": 4}, "the answer '4' is none of the 4 options"),
+        ({"answer": "E"}, "the answer 'E' is none of the 4 options"),
+        ({"choices": ["1"]}, "multiple choice needs 2 to 26 options"),
+        ({"choices": ["1", None]}, "multiple choice needs 2 to 26 options"),
+        ({"choices": "1, 2"}, "multiple choice needs 2 to 26 options"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_their_place(change: dict, said: str, tmp_path: Path) -> None:
+    columns = {"problem": "question", "options": "choices"}
+    with pytest.raises(DataError, match=rf"a\.jsonl line 1: .*{said}"):
+        read(tmp_path / "a.jsonl", [MMLU | change], columns=columns)
+
+
+def test_an_option_without_an_answer_is_a_row_without_one(tmp_path: Path) -> None:
+    columns = {"problem": "question", "options": "choices"}
+    assert read(tmp_path / "a.jsonl", [MMLU | {"answer": None}], columns=columns)[0].answers == ()
+
+
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".json.gz", ".csv", ".csv.gz"])
+def test_csv_and_gzip_are_read_like_the_rest(ending: str, tmp_path: Path) -> None:
+    rows = [{"problem": 'Two,\n"lines" é?', "answer": "-3"}, {"problem": "q", "answer": ""}]
+    found = read(tmp_path / f"own{ending}", rows)
+    assert [(row.uid, row.problem, row.answers) for row in found] == [
+        ("0", 'Two,\n"lines" é?', ("-3",)),
+        ("1", "q", ()),
+    ]
+    data = DataConfig(source=str(tmp_path / f"own{ending}"))
+    assert find_source(data, "train").name == "own"
+    (tmp_path / "other.parquet.gz").write_bytes(b"")
+    assert [row.problem for row in find_source(DataConfig(source=str(tmp_path)), "train").rows()][1] == "q"
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        ("a.csv", b"problem,answer\np,1\nq\n", "a.csv line 3: 1 values for 2 columns"),
+        ("a.csv", b"problem,answer\np,1,2\n", "a.csv line 2: 3 values for 2 columns"),
+        ("a.csv", b"problem,problem\np,1\n", "a.csv line 1: a column is named twice"),
+        ("a.csv", b'problem,answer\n"p,1\n', "not CSV"),
+        ("a.csv", b"problem,answer\ngr\xfc\xdf,1\n", "a.csv line 2: not UTF-8"),
+        ("a.csv", b"problem,answer\n", "a has no rows"),
+        ("a.jsonl.gz", b"no gzip", "not gzip that can be read to its end"),
+        ("a.jsonl.gz", gzip.compress(b'{"problem": "p", "answer": 1}\n' * 99)[:-20], "not gzip that can be read"),
+        ("a.xlsx", b"", "is not one of .jsonl, .json, .csv, .parquet"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_refused(name: str, raw: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError) as error:
+        list(find_source(DataConfig(source=str(tmp_path / name)), "train").rows())
+    assert said in str(error.value)
+
+
+def test_rows_without_an_id_are_named_by_their_number_unless_the_column_is_chosen(tmp_path: Path) -> None:
+    rows = [{"id": None, "problem": "p", "answer": "1"}, {"id": "x", "problem": "q", "answer": "2"}]
+    assert [row.uid for row in read(tmp_path / "a.jsonl", rows)] == ["row-0", "x"]
+    with pytest.raises(DataError, match="every row needs an id"):
+        read(tmp_path / "a.jsonl", rows, columns={"uid": "id"})

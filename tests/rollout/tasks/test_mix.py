@@ -1,0 +1,94 @@
+"""Several sources of training problems: shares, order, ids, and a resume at the same prompt."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from helpers.texts import text_tokenizer, write_problems
+from jackpot.config.tasks import MathConfig
+from jackpot.core.errors import DataError
+from jackpot.rollout.tasks.base import PromptStream
+from jackpot.rollout.tasks.math import Math
+
+TOKENIZER = text_tokenizer()
+
+
+def sources(folder: Path, *changes: dict) -> list[dict]:
+    """Three sources of 50, 30 and 20 problems, whose weights are 5, 3 and 2; the last two files have the same name."""
+    for name in ("b", "c"):
+        (folder / name).mkdir(exist_ok=True)
+    paths = [folder / "a.jsonl", folder / "b" / "train.jsonl", folder / "c" / "train.jsonl"]
+    answers = [range(50), range(100, 130), range(200, 220)]
+    files = [write_problems(path, list(of_one)) for path, of_one in zip(paths, answers, strict=True)]
+    all_changes = [*changes, {}, {}, {}]
+    return [
+        {"source": str(path), "weight": weight} | change
+        for path, weight, change in zip(files, (5, 3, 2), all_changes, strict=False)
+    ]
+
+
+def task_of(train: list[dict]) -> Math:
+    config = MathConfig.model_validate(
+        {"train": train, "test": train[0]["source"], "instruction": "", "template": "plain"}
+    )
+    return Math(TOKENIZER, config)
+
+
+def test_each_source_gives_its_share_and_every_problem_once_an_epoch(tmp_path: Path) -> None:
+    stream = PromptStream(task_of(sources(tmp_path)), "train", 0)
+    drawn = [prompt for _ in range(100) for prompt in stream.next(20)]
+    names = [prompt.uid.split("/")[0] for prompt in drawn]
+    shares = Counter(names)
+    assert shares.keys() == {"a", "train-2", "train-3"}
+    for name, weight in (("a", 0.5), ("train-2", 0.3), ("train-3", 0.2)):
+        assert abs(shares[name] / 2000 - weight) < 4 * (weight * (1 - weight) / 2000) ** 0.5
+    assert len({prompt.uid for prompt in drawn}) == 2000
+    of_a = [prompt.answer for prompt, name in zip(drawn, names, strict=True) if name == "a"]
+    for first in range(0, len(of_a) - 49, 50):
+        assert sorted(map(int, of_a[first : first + 50])) == list(range(50))
+    assert of_a[:50] != of_a[50:100]
+
+
+def test_neighbours_are_independent_and_seeds_draw_other_prompts(tmp_path: Path) -> None:
+    task = task_of(sources(tmp_path))
+    first, again, other = (PromptStream(task, "train", seed).next(400) for seed in (0, 0, 1))
+    assert first == again
+    kinds = [[prompt.uid.split("/")[0] for prompt in drawn] for drawn in (first, other)]
+    assert kinds[0] != kinds[1] and [one.uid for one in first[:20]] != [one.uid for one in other[:20]]
+    same = sum(one == two for one, two in zip(kinds[0], kinds[0][1:], strict=False)) / 399
+    assert abs(same - (0.25 + 0.09 + 0.04)) < 0.1
+
+
+@pytest.mark.parametrize("change", [{}, {"streaming": True}])
+def test_a_resumed_mix_goes_on_with_the_same_prompts(change: dict, tmp_path: Path) -> None:
+    train = sources(tmp_path, change)
+    whole = PromptStream(task_of(train), "train", 3).next(300)
+    stream = PromptStream(task_of(train), "train", 3)
+    stream.next(137)
+    resumed = PromptStream(task_of(train), "train", 3)
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.next(163) == whole[137:]
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_problems_that_have_changed_are_refused_at_a_resume(several: bool, tmp_path: Path) -> None:
+    train = sources(tmp_path)[: 3 if several else 1]
+    state = PromptStream(task_of(train), "train", 3).state_dict()
+    write_problems(tmp_path / "a.jsonl", range(49))
+    with pytest.raises(DataError, match=r"the problems of the task have changed: there were \[50.*now there are \[49"):
+        PromptStream(task_of(train), "train", 3).load_state_dict(state)
+    PromptStream(task_of(train), "train", 3).load_state_dict({"position": 5})  # of an earlier version
+
+
+def test_the_sources_are_reported_apart_and_addressed_one_after_the_other(tmp_path: Path) -> None:
+    task = task_of(sources(tmp_path))
+    assert task.size("train") == 100 and task.size("test") == 50
+    assert [task.prompt("train", index).answer for index in (0, 49, 50, 79, 80, 99)] == [
+        *("0", "49", "100", "129", "200", "219")
+    ]
+    events = {(event["split"], event["source"]): event["rows"] for event in task.take_events()}
+    assert events == {("train", "a"): 50, ("train", "train-2"): 30, ("train", "train-3"): 20, ("test", "a"): 50}
+    with pytest.raises(DataError, match="they go from 0 to 99"):
+        task.prompt("train", 100)
+    assert task_of(sources(tmp_path, {"streaming": True})).size("train") is None
