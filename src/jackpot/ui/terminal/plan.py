@@ -189,11 +189,14 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
     if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
         said[0] += " This version trains on one GPU: more are a plan with fully sharded weights."
-    tokens = config.batch.rollouts * estimate.response
+    tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
-        f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. On-policy: "
-        "hours, without evaluations, if the policy generates as many responses itself and takes one step on each batch."
+        f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "
+        f"from sampling.max_new_tokens ({limit:,}) decides the hours, which grow about in proportion; the metric "
+        "response/tokens of a run has the true mean. On-policy: hours, without evaluations, if the policy generates as "
+        "many responses itself and takes one step on each batch."
     )
+    said += _evaluations(config, next((row for row in (estimate.stated, *estimate.rows) if row.hours), None))
     if prompts.assumed:
         said.append(
             f"Assumed: prompts of {prompts.mean:,.0f} tokens, at most {prompts.longest:,}. Why: {prompts.assumed}."
@@ -204,6 +207,20 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     if from_table:
         said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
     return said
+
+
+def _evaluations(config: Config, row: MachineEstimate | None) -> list[str]:
+    """Say what evaluations take on the first machine on which the run fits, and what is saved if they count."""
+    if row is None or row.hours is None or row.alone is None:
+        return []
+    every, evaluating = config.evaluation.every, row.hours.evaluating
+    text = (
+        f"On {_name(row)} evaluations, one every {every} iterations, take {evaluating / row.hours.all:.0%} of the "
+        "hours; rollout share, on policy and saved leave them out."
+    )
+    if not is_on_policy(config):
+        text += f" With as many of them on both sides {1 - row.hours.all / (row.alone.all + evaluating):.0%} is saved."
+    return [text]
 
 
 def show_tiny(console: Console, tiny: TinyRun) -> None:
