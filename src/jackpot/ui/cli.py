@@ -5,6 +5,7 @@ typo and commands that compute nothing start without torch and transformers.
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -13,12 +14,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from jackpot.config.recipes import recipe_names
 from jackpot.core.errors import ConfigError, JackpotError, unknown_name
 from jackpot.rollout.tasks.benchmarks import SETS
+from jackpot.ui.terminal.text import PrintableFormatter, plain
 
 
 class Commands(TyperGroup):
@@ -363,8 +364,12 @@ def mismatch(
 
 def main() -> None:
     """Run the typed command; print a user's error without a traceback and exit with code 2."""
+    if logging.lastResort:  # prints the warnings of the package
+        logging.lastResort.setFormatter(PrintableFormatter())
     try:
         app()
     except JackpotError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        Console(stderr=True).print(
+            plain("error:", style="bold red"), plain(str(error)), soft_wrap=True, highlight=False
+        )
         sys.exit(2)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.text import Text
 
 from jackpot.config.reference import COMMANDS, Block, Setting, blocks, find, own_settings, settings
 from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.text import plain
 
 _COLUMNS = ("setting", "values", "default", "meaning")
 _INTRODUCTION = """\
@@ -138,5 +138,5 @@ def _show_list(console: Console, rows: Sequence[Setting]) -> None:
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
         print_line(console, head.replace("; default required", "; required"))
         meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")
-        console.print(Padding(Text(meaning), (0, 0, 0, 6), expand=False), highlight=False)
+        console.print(Padding(plain(meaning), (0, 0, 0, 6), expand=False), highlight=False)
     print_line(console, "")

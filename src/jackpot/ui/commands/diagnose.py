@@ -6,13 +6,13 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis
 from jackpot.analysis.diagnose.diagnose import diagnose as diagnosis_of
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.ui.report.summary import finding_cells
 from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.text import plain
 
 
 def diagnose(run: Path, as_json: bool) -> None:
@@ -29,11 +29,11 @@ def diagnose(run: Path, as_json: bool) -> None:
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
     """Print the summary, and the findings with what they mean and what to try."""
-    console.print(Text(diagnosis.summary), highlight=False)
+    console.print(plain(diagnosis.summary), highlight=False)
     if not diagnosis.findings:
         return
     columns = ("metric", "since", "then", "now", "limit")
     rows = [finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]
     show_table(console, "Causes before their symptoms", columns, rows, columns[1:4])
     for finding in diagnosis.findings:
-        console.print(Text(f"{finding.metric}: {finding.explanation}. Try: {finding.suggestion}."), highlight=False)
+        console.print(plain(f"{finding.metric}: {finding.explanation}. Try: {finding.suggestion}."), highlight=False)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from jackpot.analysis.replay.formats.base import ReadLimits
 from jackpot.analysis.replay.results import ReplayResult, result_numbers
@@ -16,6 +15,7 @@ from jackpot.ui.charts import Section
 from jackpot.ui.results import to_json
 from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
 from jackpot.ui.terminal.tables import show_tables
+from jackpot.ui.terminal.text import plain
 from jackpot.ui.views.replay import facts, replay_sections
 
 
@@ -57,4 +57,4 @@ def _show(console: Console, found: ReplayResult) -> None:
         print_line(console, f"Not read: {text}")
     if found.unreadable > len(found.problems):
         print_line(console, f"Not read: {found.unreadable:,} records or files in all")
-    console.print(Text(found.answer.sentence, style="bold"), highlight=False)
+    console.print(plain(found.answer.sentence, style="bold"), highlight=False)

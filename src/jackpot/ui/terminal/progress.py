@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
+
+from jackpot.ui.terminal.text import plain, printable
 
 LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
@@ -28,7 +29,7 @@ class Bars:
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
-            TextColumn("{task.description} {task.completed:,}/{task.total:,}{task.fields[noun]}"),
+            TextColumn("{task.description} {task.completed:,}/{task.total:,}{task.fields[noun]}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -61,13 +62,13 @@ class Bars:
         """
         if name not in self._tasks:
             begun = done if start is None else start
-            self._tasks[name] = self._bars.add_task(name, total=total, completed=begun, noun=noun)
+            self._tasks[name] = self._bars.add_task(printable(name), total=total, completed=begun, noun=noun)
         self._bars.update(self._tasks[name], completed=done)
         self._facts |= facts
         self.live.update(self._frame())
 
     def _frame(self) -> Group:
-        facts = Text("  ".join(f"{name} {value}" for name, value in self._facts.items()), style="dim")
+        facts = plain("  ".join(f"{name} {value}" for name, value in self._facts.items()), style="dim")
         return Group(self._bars, facts)
 
 
@@ -109,8 +110,8 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:
-        with console.status(Text(text)) as shown:
-            yield lambda newer: shown.update(Text(newer))
+        with console.status(plain(text)) as shown:
+            yield lambda newer: shown.update(plain(newer))
         return
     last = time.monotonic()
 
@@ -124,5 +125,5 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print text as it is: no markup, no colors for numbers, no line breaks of our own."""
-    console.print(Text(text), highlight=False, soft_wrap=True)
+    """Print text as it is: no markup, no control characters, no colors for numbers, no line breaks of our own."""
+    console.print(plain(text), highlight=False, soft_wrap=True)

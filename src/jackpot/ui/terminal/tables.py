@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as TerminalTable
-from rich.text import Text
 
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.text import plain
 
 _MOST_ROWS = 40  # of a table in the terminal; a longer one is in the page only
 
@@ -22,7 +22,7 @@ def show_tables(console: Console, sections: Iterable[Section]) -> None:
             elif isinstance(item, Table):
                 numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text
                 show_table(console, item.title, item.columns, item.rows, numbers)
-                console.print(Text(item.note + "\n" if item.note else ""), highlight=False)
+                console.print(plain(item.note + "\n" if item.note else ""), highlight=False)
 
 
 def show_table(
@@ -43,9 +43,9 @@ def show_table(
         print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
     table = TerminalTable(**options)
     for column in columns:
-        table.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
+        table.add_column(plain(column), justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(plain, row))
     console.print(table)
 
 

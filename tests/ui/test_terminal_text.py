@@ -1,0 +1,75 @@
+"""Text of models, servers, files and paths in the terminal: no control character of it arrives, no markup is read."""
+
+import io
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import jackpot
+from helpers.commands import jackpot as typed
+from jackpot.ui.charts import Section, Table
+from jackpot.ui.terminal.progress import print_line, progress, status
+from jackpot.ui.terminal.tables import show_table, show_tables
+from jackpot.ui.terminal.text import PrintableFormatter, plain, printable
+
+HOSTILE = (
+    "\x1b]0;owned\x07",
+    "\x1b[2J",
+    "\x9b31m",
+    "a\rb",
+    "\x08\x08",
+    "[bold]x",
+    "runs/[/]x",
+    "[/bold]",
+    "[link=http://x]",
+)
+UI = Path(jackpot.__file__).parent / "ui"
+
+
+def assert_harmless(shown: str, text: str) -> None:
+    """Only rich's own sequences, for colors and the cursor, are left, and markup stands there as typed."""
+    own = re.sub(r"\r?\x1b\[[0-9;?]*[mhlAK]", "", shown)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", own)
+    assert printable(text) in own
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=repr)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_hostile_text_is_shown_and_does_nothing(text: str, is_terminal: bool) -> None:
+    def shown() -> Console:
+        return Console(file=io.StringIO(), force_terminal=is_terminal, width=200)
+
+    line, table, tables, bars, doing = (shown() for _ in range(5))
+    print_line(line, f"Run folder: {text}")
+    show_table(table, text, (text, "other"), [(text, text)])
+    note = Table(title=text, columns=("a", "b"), rows=((text, text),), note=text)
+    show_tables(tables, [Section(title="", intro="", items=(note,))])
+    with progress(bars) as going:
+        going.update(text, 1, 2, {text: text}, is_due=True)
+    with status(doing, text) as show:
+        show(text)
+    for console in (line, table, tables, bars, doing):
+        assert_harmless(console.file.getvalue(), text)
+
+
+def test_line_breaks_and_tabs_stay() -> None:
+    assert printable("a\n\tb é ⟨") == plain("a\n\tb é ⟨").plain == "a\n\tb é ⟨"
+
+
+def test_an_error_and_a_warning_with_a_hostile_path_are_shown_as_they_are(tmp_path: Path) -> None:
+    path = "runs/[/]x\x1b]0;owned\x07\x1b[2J[bold]"
+    error = typed("diagnose", path, cwd=tmp_path).stderr
+    assert "\x1b]0;" not in error and "\x1b[2J" not in error
+    assert "runs/[/]x⟨1B⟩]0;owned⟨07⟩⟨1B⟩[2J[bold]" in error
+    record = logging.makeLogRecord({"msg": "server said %s", "args": ("\x1b[2J",)})
+    assert PrintableFormatter().format(record) == "server said ⟨1B⟩[2J"
+    assert isinstance(logging.lastResort.formatter, PrintableFormatter)
+
+
+def test_all_text_of_the_terminal_goes_through_one_place() -> None:
+    """rich.Text keeps escapes, and a bare string is read as markup."""
+    others = [path for path in UI.rglob("*.py") if path.name != "text.py"]
+    assert not [path.name for path in others if re.search(r"rich\.(text|markup) import", path.read_text())]
