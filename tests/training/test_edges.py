@@ -1,0 +1,55 @@
+"""Runs at the edges: a vocabulary smaller than the top k, and rewards that are all equal."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.runs import metrics, run, small_config
+from helpers.ten_tokens import TOKENS, settings
+from jackpot.analysis.replay.run import replay
+from jackpot.analysis.simulate.run import simulate_candidates
+from jackpot.core.errors import ConfigError
+from jackpot.models.load import load_model
+from jackpot.training.run.folder import RunFolder
+
+
+def test_more_top_log_probs_than_tokens_are_refused_and_all_tokens_give_the_exact_z(tmp_path: Path) -> None:
+    ten = settings(tmp_path)
+    assert small_config(*ten).sampling.num_top_log_probs == 20
+    with pytest.raises(ConfigError, match=r"sampling.num_top_log_probs is 20, .* at most 10.*; lower it"):
+        run(small_config(*ten, "iterations=1"), tmp_path / "refused")
+    run(small_config(*ten, "iterations=2", f"sampling.num_top_log_probs={len(TOKENS)}"), tmp_path / "run")
+    for line in metrics(tmp_path / "run")[1:]:
+        assert line["obrs/rollout_mass"] == pytest.approx(1.0, abs=1e-5) and line["obrs/z_bound_width"] < 1e-5
+        assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
+    pairs = simulate_candidates(small_config(*ten), [str(tmp_path / "rollout_model")], prompts=4, seed=0)
+    assert pairs.candidates[0].k == 10  # of the paper's 20
+    replayed = replay(tmp_path / "run")
+    assert replayed.unreadable == 0 and float(replayed.run["responses"].value) > 0
+
+
+def weights(path: Path) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in load_model(str(path), torch.float32).parameters()])
+
+
+@pytest.mark.parametrize(
+    "iterations", [6, pytest.param(500, marks=pytest.mark.slow)], ids=lambda count: f"{count} iterations"
+)
+def test_equal_rewards_leave_the_policy_as_it_is_while_distillation_goes_on(iterations: int, tmp_path: Path) -> None:
+    rewards = settings(tmp_path, reward=0.1 + 0.2)
+    every = (f"iterations={iterations}", "evaluation.every=1000", "checkpoint.every=1000", "rollouts.every=1000")
+    run(small_config(*rewards, "sampling.num_top_log_probs=10", *every), tmp_path / "run")
+    _, *lines = metrics(tmp_path / "run")
+    assert len(lines) == iterations
+    after = tmp_path / "run" / "checkpoints" / "last"
+    assert weights(after / "policy").equal(weights(tmp_path / "policy"))
+    assert not weights(after / "rollout_model").equal(weights(tmp_path / "rollout_model"))
+    assert lines[-1]["mismatch/kl_policy_rollout"] < lines[0]["mismatch/kl_policy_rollout"]
+    assert all(line["policy/skipped_steps"] == line["reward/frac_zero_std"] == 1.0 for line in lines)
+    assert all(line["rollout_model/skipped_steps"] == line["health/non_finite_steps"] == 0.0 for line in lines)
+    for name in ("policy/loss", "rollout_model/loss", "policy/grad_norm", "rollout_model/grad_norm", "obrs/kappa"):
+        assert all(line[name] is not None and math.isfinite(line[name]) for line in lines), name
+    skipped = [event for event in RunFolder(tmp_path / "run").read("events.jsonl") if event["event"] == "skipped_step"]
+    assert [event["why"] for event in skipped] == ["all groups have equal rewards"] * iterations
