@@ -1,5 +1,6 @@
 """Which correction `jackpot replay` advises on runs of known mismatch, and what it says where it cannot tell."""
 
+import json
 import math
 from pathlib import Path
 
@@ -300,6 +301,25 @@ def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
     assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
     lines[7]["old_log_probs"][3] -= 1e-6
     assert replayed(tmp_path, lines).answer.verdict == "none needed"
+
+
+@pytest.mark.parametrize("why", ["name a token twice", "hold 1.5 of all", "not of the same shape"])
+def test_a_list_that_no_distribution_has_costs_its_response(tmp_path, why):
+    lines = list(records(noise(0.3), responses=60))
+    lines[3] = json.loads(json.dumps(lines[3]))  # records share their lists of ids
+    ids, log_probs = lines[3]["rollout_top_ids"][5], lines[3]["rollout_top_log_probs"][5]
+    if why == "name a token twice":  # as a top 20 of a vocabulary of 10
+        ids[1] = ids[0]
+        log_probs[1] = -30.0
+    elif why == "hold 1.5 of all":
+        log_probs[:] = [math.log(1.5 / len(log_probs))] * len(log_probs)
+    else:
+        lines[3]["rollout_top_log_probs"] = [row[:2] for row in lines[3]["rollout_top_log_probs"]]
+    found = replayed(tmp_path, lines)
+    assert found.unreadable == 1 and why in found.problems[0] and float(found.run["responses"].value) == 59
+    if why == "name a token twice":
+        log_probs[1] = -math.inf  # padding
+        assert replayed(tmp_path, lines).unreadable == 0
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
     texts = record.get("tokens")
     _check_lengths({"sampled_mask": mask, "tokens": texts, **columns, **lists}, len(ids), f"{where}, response {number}")
     _check_values(columns, lists, mask, f"{where}, response {number}")
+    _check_lists(lists, mask, f"{where}, response {number}")
     return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{number}"),
         where=where,
@@ -121,6 +122,26 @@ def _check_values(
             )
 
 
+def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
+    """Refuse a top-k list that names a token twice or holds more than all probability: its Z would be impossible.
+
+    Entries of probability 0 may pad a list that is longer than the vocabulary.
+    """
+    for model in ("rollout", "policy"):
+        ids, log_probs = lists[f"{model}_top_ids"], lists[f"{model}_top_log_probs"]
+        if ids is None and log_probs is None:
+            continue
+        if ids is None or log_probs is None or ids.shape != log_probs.shape:
+            raise DamagedRecord(f"{where}: {model}_top_ids and {model}_top_log_probs are not of the same shape [T, K]")
+        probs = log_probs[mask].exp()
+        if (probs.sum(-1) > 1.0 + _ROUNDING).any():
+            raise DamagedRecord(f"{where}: {model}_top_log_probs hold {probs.sum(-1).max():.4g} of all probability")
+        own = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
+        if (own[:, 1:] == own[:, :-1]).any():
+            raise DamagedRecord(f"{where}: {model}_top_ids name a token twice; pad a list with log-probs of -inf")
+
+
+_ROUNDING = 1e-2  # of the mass of a list, in half precision
 _MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
