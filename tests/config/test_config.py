@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pydantic
@@ -18,8 +19,10 @@ from jackpot.config import corrections as config_corrections
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
 from jackpot.config.base import model_classes
-from jackpot.config.build import build_config, merge, nest
+from jackpot.config.build import build_config, merge, nest, validated
+from jackpot.config.changes import settings_of
 from jackpot.config.published import RecipeNotes
+from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
@@ -633,3 +636,14 @@ def test_arms_that_are_no_mapping_of_mappings_are_refused(arms):
 def test_numbers_that_the_optimizer_cannot_use_are_refused_with_their_key(key, value):
     with pytest.raises(ConfigError, match=f"policy.optimizer.{key}"):
         build_config(RECIPE, None, [nest(f"policy.optimizer.{key}", value)])
+
+
+CAPS = ("objective.correction.c1", "objective.correction.c2", "policy.optimizer.max_grad_norm")
+
+
+@pytest.mark.parametrize("value", ["null", ".inf"])
+@pytest.mark.parametrize("key", CAPS)
+def test_no_cap_is_null_or_inf_and_is_read_back_from_a_run_folder(key: str, value: str) -> None:
+    config = resolve("quickstart", "obrs", [f"{key}={value}"])
+    assert attrgetter(key)(config) == math.inf
+    assert validated(Config, settings_of(config)) == config

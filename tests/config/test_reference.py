@@ -38,7 +38,7 @@ ALL = "jackpot train, jackpot eval, jackpot mismatch"
         ("task.rewards[].name", "string", "required", "jackpot train, jackpot eval, jackpot mismatch, with task=math"),
         (
             "objective.correction.cap",
-            "number > 0",
+            "number > 0 or null",
             "3.0 (tis, tis_adjusted); 5.0 (drop); 2.0 (seq_tis)",
             "jackpot train, with objective.correction=tis, tis_adjusted, drop or seq_tis",
         ),
@@ -137,7 +137,7 @@ def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
     one = jackpot("config", "objective.correction.cap", cwd=tmp_path).stdout.splitlines()
     assert one[:3] == [
         "objective.correction.cap",
-        "  values   number > 0",
+        "  values   number > 0 or null",
         "  default  3.0 (tis, tis_adjusted); 5.0 (drop); 2.0 (seq_tis)",
     ]
     block = jackpot("config", "engine", cwd=tmp_path).stdout

@@ -1,12 +1,16 @@
 """The base class of every block of settings, and the types of numbers and names that the blocks share."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-Positive = Annotated[float, Field(gt=0.0)]  # .inf is allowed: no cap, no clip
+# A cap, clip or limit. None is .inf, which JSON does not have: folders of runs say null.
+Bound = Annotated[
+    Annotated[float, Field(gt=0.0)] | None, AfterValidator(lambda value: math.inf if value is None else value)
+]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from jackpot.config.base import ImportPath, NonNegative, Positive, Strict, by_name
+from jackpot.config.base import Bound, Finite, ImportPath, NonNegative, Strict, by_name
 
 Kappa = Literal["auto", "prepass", "previous", "none"]
 Mask = Literal["sampled", "expected"]
@@ -20,10 +20,13 @@ AnyProximal = Annotated[
         "(old), of the current policy without its gradient (new), or of the engine (rollout)."
     ),
 ]
-C1 = Annotated[Positive, Field(description="Cap of the weight of an accepted token; .inf: no cap.")]
+C1 = Annotated[Bound, Field(description="Cap of the weight of an accepted token; null or .inf: no cap.")]
 C2 = Annotated[
-    Positive,
-    Field(description="Cap of p_proximal / p_target, a factor of the weight; it is 1 where both are the same policy."),
+    Bound,
+    Field(
+        description="Cap of p_proximal / p_target, a factor of the weight, which is 1 where both are the same policy; "
+        "null or .inf: no cap."
+    ),
 ]
 
 
@@ -54,7 +57,7 @@ class _BandCorrection(_RatioCorrection):
     """A correction that keeps tokens or responses whose ratio lies from `low` to `high`."""
 
     low: NonNegative
-    high: Positive
+    high: Bound
 
     @model_validator(mode="after")
     def _check(self) -> "_BandCorrection":
@@ -73,8 +76,8 @@ class TISCorrection(_RatioCorrection):
     """Truncated importance sampling: each token is weighted by min(rho, cap)."""
 
     name: Literal["tis"] = "tis"
-    cap: Positive = 3.0
-    """Largest weight of a token; .inf: no cap."""
+    cap: Bound = 3.0
+    """Largest weight of a token; null or .inf: no cap."""
 
 
 class TISAdjustedCorrection(Strict):
@@ -83,8 +86,8 @@ class TISAdjustedCorrection(Strict):
     name: Literal["tis_adjusted"] = "tis_adjusted"
     proximal: Literal["new"] = "new"
     """Log-probs that PPO's ratio is taken from: always those of the current policy, without their gradient."""
-    cap: Positive = 3.0
-    """Largest weight of a token; .inf: no cap."""
+    cap: Bound = 3.0
+    """Largest weight of a token; null or .inf: no cap."""
 
 
 class IcePopCorrection(_BandCorrection):
@@ -93,24 +96,24 @@ class IcePopCorrection(_BandCorrection):
     name: Literal["icepop"] = "icepop"
     low: NonNegative = 0.5
     """Smallest rho of a token that is kept."""
-    high: Positive = 5.0
-    """Largest rho of a token that is kept; .inf: no bound."""
+    high: Bound = 5.0
+    """Largest rho of a token that is kept; null or .inf: no bound."""
 
 
 class DropCorrection(_RatioCorrection):
     """Tokens with rho <= cap are weighted by rho, the others are dropped (AReaL)."""
 
     name: Literal["drop"] = "drop"
-    cap: Positive = 5.0
-    """Largest rho of a token that is kept."""
+    cap: Bound = 5.0
+    """Largest rho of a token that is kept; null or .inf: no bound."""
 
 
 class SequenceTISCorrection(_RatioCorrection):
     """Every token of a response is weighted by min(R, cap) (verl's `rollout_is: sequence`)."""
 
     name: Literal["seq_tis"] = "seq_tis"
-    cap: Positive = 2.0
-    """Largest weight of a response; .inf: no cap."""
+    cap: Bound = 2.0
+    """Largest weight of a response; null or .inf: no cap."""
 
 
 class SequenceMaskCorrection(_BandCorrection):
@@ -119,8 +122,8 @@ class SequenceMaskCorrection(_BandCorrection):
     name: Literal["seq_mask"] = "seq_mask"
     low: NonNegative = 0.0
     """Smallest R of a response that is kept."""
-    high: Positive = 3.0
-    """Largest R of a response that is kept; .inf: no bound."""
+    high: Bound = 3.0
+    """Largest R of a response that is kept; null or .inf: no bound."""
 
 
 class GeometricMaskCorrection(_BandCorrection):
@@ -129,8 +132,8 @@ class GeometricMaskCorrection(_BandCorrection):
     name: Literal["geo_mask"] = "geo_mask"
     low: NonNegative = 0.999
     """Smallest geometric mean of rho of a response that is kept."""
-    high: Positive = 1.001
-    """Largest geometric mean of rho of a response that is kept; .inf: no bound."""
+    high: Bound = 1.001
+    """Largest geometric mean of rho of a response that is kept; null or .inf: no bound."""
 
 
 class TargetCorrection(Strict):
@@ -145,7 +148,7 @@ class TargetCorrection(Strict):
 class _LamCorrection(TargetCorrection):
     """A correction that compares rho with lam."""
 
-    lam: Positive = 1.0
+    lam: Finite = 1.0
     """lambda of OBRS: a token is accepted with probability min(1, rho / lam), so a larger one rejects more."""
 
 

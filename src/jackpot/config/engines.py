@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from jackpot.config.base import MAY_CHANGE, Count, Names, Positive, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, Bound, Count, Names, Strict, by_name
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
@@ -84,11 +84,11 @@ class VLLMServerEngineConfig(_Engine):
     weights_folder: Annotated[str, MAY_CHANGE]
     """Folder through which the servers get new weights, under the same path on every machine. It needs room for two
     copies of the model."""
-    timeout: Annotated[Positive, MAY_CHANGE] = 600.0
+    timeout: Annotated[Bound, MAY_CHANGE] = 600.0
     """Time limit of one response and of one weight update, seconds."""
     max_retries: Annotated[Count, MAY_CHANGE] = 5
     """Failed attempts at one response, over all servers, after which the run stops."""
-    connect_timeout: Annotated[Positive, MAY_CHANGE] = 600.0
+    connect_timeout: Annotated[Bound, MAY_CHANGE] = 600.0
     """Time to wait while no server can be reached, seconds; after that the run stops."""
 
 

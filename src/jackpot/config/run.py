@@ -10,13 +10,13 @@ from pydantic import Field, model_validator
 from jackpot.config.base import (
     MAY_CHANGE,
     AnyNames,
+    Bound,
     Count,
     Decay,
     Differences,
     Finite,
     Names,
     NonNegative,
-    Positive,
     Strict,
 )
 from jackpot.config.corrections import (
@@ -33,7 +33,7 @@ from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 class Sampling(Strict):
     """Settings of an engine's sampling. The engine's log-probs are of the distribution after all of these."""
 
-    temperature: Positive = 1.0
+    temperature: Finite = 1.0
     """Temperature of sampling. Every model's log-probs in training use the same one."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Probability mass of nucleus sampling; 1: off."""
@@ -58,7 +58,7 @@ class ReferenceConfig(Strict):
 
     path: str | None = None
     """Folder or hub name of the reference; null: the policy as it is at the start of the run."""
-    kl_loss_coef: Positive = 0.001
+    kl_loss_coef: Finite = 0.001
     """Coefficient of the KL divergence in the loss."""
     kl_loss_type: Literal["exact", "k2", "k3"] = "exact"
     """Estimator of the KL divergence: summed over the vocabulary (exact), or from the sampled tokens: k2 (verl's mse)
@@ -70,7 +70,7 @@ class OverlongBufferConfig(Strict):
 
     len: Count
     """Response tokens before `sampling.max_new_tokens` over which the penalty falls from 0 to -`penalty_factor`."""
-    penalty_factor: Positive = 1.0
+    penalty_factor: Finite = 1.0
     """Penalty of a response that reaches the limit, in units of reward."""
 
 
@@ -123,8 +123,8 @@ class OptimizerConfig(Strict):
     """AdamW's epsilon, added to the root of the mean square."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: Positive = 1.0
-    """Largest norm of a step's gradient, which is scaled down to it; .inf: no limit."""
+    max_grad_norm: Bound = 1.0
+    """Largest norm of a step's gradient, which is scaled down to it; null or .inf: no limit."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -204,8 +204,8 @@ class CriticConfig(Strict):
     """Discount of rewards per token."""
     lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
     """lambda of generalized advantage estimation, not of OBRS."""
-    clip: Positive = 0.5
-    """Largest change of a value from its old one that the critic's loss rewards; .inf: no clip."""
+    clip: Bound = 0.5
+    """Largest change of a value from its old one that the critic's loss rewards; null or .inf: no clip."""
 
 
 class FilterGroupsConfig(Strict):

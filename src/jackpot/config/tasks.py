@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from jackpot.config.base import MAY_CHANGE, AnyNames, Count, Finite, ImportPath, Positive, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, AnyNames, Bound, Count, Finite, ImportPath, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -143,15 +143,15 @@ class RewardConfig(Strict):
     """Reward function: correct, format, or package.module:function."""
     weight: Annotated[float, Field(ge=0.0, lt=float("inf"))] = 1.0
     """Factor of this part in the sum."""
-    timeout: Positive | None = None
+    timeout: Finite | None = None
     """Time limit of one call of the function, seconds; null: `reward_timeout`."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a call that failed or took too long is repeated, after 1, 2, 4, ... seconds."""
     batch_size: Count = 64
     """Most responses in one call of a function that takes batches, or that an async function rates at the same time."""
-    memory: Positive = 2.0
-    """Memory that the function's process may take beyond what it had after importing the function, GiB; .inf: no
-    limit."""
+    memory: Bound = 2.0
+    """Memory that the function's process may take beyond what it had after importing the function, GiB; null or .inf:
+    no limit."""
 
     @model_validator(mode="after")
     def _check(self) -> "RewardConfig":
@@ -207,10 +207,10 @@ class QuestionConfig(Strict):
     reward_workers: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
     """Most processes that verify answers which are not plain numbers, and as many more for each reward function that is
     neither async nor takes batches; auto: the cores that are free when the task is made."""
-    reward_timeout: Positive = 5.0
+    reward_timeout: Finite = 5.0
     """Time limit to verify one response or to call one reward function, seconds; after that the response counts as
     wrong."""
-    reward_batch_timeout: Positive = 600.0
+    reward_batch_timeout: Bound = 600.0
     """Longest time that a response of a rollout batch waits for its turn to be scored, seconds; after that it counts as
     one that took too long. Evaluations have no such limit."""
 
