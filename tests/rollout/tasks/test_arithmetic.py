@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from helpers.paths import ROOT
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Prompt
@@ -113,6 +114,12 @@ def test_only_the_whole_text_after_the_first_hash_of_a_finished_response_counts(
     score = task.score(prompt, response, finished)
     assert score.correct is correct
     assert score.reward == (1.0 if correct else 0.0)
+
+
+def test_the_held_out_problems_of_the_pages_are_drawn_with_repetition(task):
+    assert len({task.prompt("test", index).text for index in range(512)}) == 371
+    for page in ("README.md", "docs/quickstart.md", "docs/evaluate.md"):
+        assert "371" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize(
