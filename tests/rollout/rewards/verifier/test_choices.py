@@ -64,7 +64,7 @@ def test_another_letter_two_letters_and_none_are_wrong(answer, option):
         (r"\frac{1}{2}", "0.5", "0.6"),
         ("5 square meters", r"5\text{ m}^2", r"5\text{ m}"),
         ("The gas expands.", "the gas expands", "the gas contracts"),
-        ("The gas expands.", r"\text{The gas expands}", "expands the gas"),
+        ("The gas expands.", r"\text{The gas expands.}", "expands the gas"),
         ("(1, 2]", "(1,2]", "[1,2]"),
         (r"A \cup B", r"A\cup B", r"A\cap B"),
         ("= 3", "= 3", "= 4"),
@@ -87,6 +87,7 @@ def test_without_the_text_another_choice_after_the_letter_is_wrong():
     assert is_right("(A) 5 (B) 6", "(A)") is False
     assert is_right("A. 5, B", "(A)") is False
     assert is_right("(A)+1", "(A)") is False
+    assert is_right("A. B", "(A)") is False
 
 
 @pytest.mark.parametrize("expression", ["(A)(B)", r"(A) \cup (B)", "(A) + 3"])

@@ -44,6 +44,8 @@ UNITS = [
     (r"300\text{ kelvins}", r"300\text{ mK}", r"300\text{ K}"),
     (r"25\text{ degrees Celsius}", r"25^\circ\text{F}", r"25^\circ\text{C}"),
     ("10", r"10\text{ p.m.}", r"10\text{ a.m.}"),
+    (r"5\ \mu\mathrm{m}", r"5\ \mathrm{m}", r"5\text{ μm}"),
+    (r"5\ \mathrm{\mu m}", r"5\ \mathrm{mm}", r"5\ \mu\mathrm{m}"),
     (r"2 \text{ apples/box}", r"2 \text{ pi/box}", "2"),
 ]
 NO_LABELS = [

@@ -26,7 +26,7 @@ _GIVEN = re.compile(
     re.IGNORECASE,
 )
 _NOT_ITS_TEXT = re.compile(
-    r"[+*/^_=<>]|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z]))"
+    r"[+*/^_=<>]|[A-Z]$|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z]))"
 )
 _PREFIX = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")
 
@@ -91,7 +91,8 @@ def _given(text: str) -> tuple[str, str]:
 
 def _is_option(answer: str, option: str, compare: Callable[[str, str], bool | None]) -> bool | None:
     """Return whether an answer is the text of an option: the same prose, or equal mathematics."""
-    if not option or without_text_marks(answer).lower() == without_text_marks(option).lower():
+    mine, theirs = (without_text_marks(text).strip(" .").lower() for text in (answer, option))
+    if not option or mine == theirs:
         return option != ""
     if has_prose(option) and parse_quantity(option, is_reference=True) is None:
         return False

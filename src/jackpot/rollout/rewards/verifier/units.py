@@ -94,6 +94,7 @@ _MEANINGFUL = frozenset(
 _MILLIONS = re.compile("[a-z]+illions?")
 _HALF_DAY = re.compile(r"\b([ap])\. ?m\b\.?", re.IGNORECASE)
 _TEMPERATURE = re.compile(r"(?:\^\\circ ?|\bdeg(?:ree)?s? )(c|f)(?:elsius|ahrenheit)?\b", re.IGNORECASE)
+_MICRO = re.compile(r"\\mu(?![A-Za-z]) *")
 _TOKEN = re.compile(
     r"(?P<word>[^\W\d_]+|[%¢€£]|\\\$)(?: ?\^\{?(?P<power>-?\d)\}?)?|(?P<rest>/|\\cdot(?![a-z])|[^\s.()*-])"
 )
@@ -112,7 +113,7 @@ def read_unit(text: str, symbols: bool) -> str | None:
     """
     text = _HALF_DAY.sub(r"\1m", text)
     text = _TEMPERATURE.sub(lambda match: "celsius" if match[1] in "cC" else "fahrenheit", text)
-    text = text.replace(r"^\circ", "degree")
+    text = _MICRO.sub("\N{GREEK SMALL LETTER MU}", text.replace(r"^\circ", "degree"))
     if text.strip() == _K:
         return _K
     if unit := _product(text, symbols):
@@ -157,7 +158,7 @@ def _product(text: str, symbols: bool) -> str | None:
             power_before = 1
         else:
             return None
-    if len(powers) > _MOST_WORDS or power_before > 1:
+    if len(powers) > _MOST_WORDS or power_before > 1 or text.rstrip(" .").endswith("/"):
         return None
     total = {unit: sum(power for other, power in powers if other == unit) for unit, _ in powers}
     return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in sorted(total.items()) if power)
