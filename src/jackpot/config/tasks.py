@@ -58,9 +58,9 @@ class ColumnsConfig(Strict):
 class AnswersConfig(Strict):
     """Part of the answer's column that is the answer."""
 
-    name: Literal["plain", "hashes", "boxed", "regex"]
-    """All of the column (plain), what follows the last #### (hashes), what is in the last boxed{} of LaTeX (boxed), or
-    what `regex` finds (regex)."""
+    name: Literal["plain", "hashes", "boxed", "letter", "regex"]
+    """All of the column (plain), what follows the last #### (hashes), what is in the last boxed{} of LaTeX (boxed), the
+    letter of multiple choice that the column begins with (letter), or what `regex` finds (regex)."""
     regex: str | None = None
     """Regular expression that is searched in the column: the answer is what the first group of its last match holds, or
     the whole match where it has no group."""

@@ -155,6 +155,12 @@ def test_a_regular_expression_finds_the_answer(regex: str, text: str, answers, t
     assert found[0].answers == answers
 
 
+@pytest.mark.parametrize(("text", "answers"), [("b", ("(B)",)), ("B. red", ("(B) red",)), ("red", ())])
+def test_the_letter_of_a_choice_is_read_from_the_answers_column(text: str, answers, tmp_path: Path) -> None:
+    found = read(tmp_path / "a.jsonl", [{"problem": "p", "answer": text}], answers="letter")
+    assert found[0].answers == answers
+
+
 MMLU = {"question": "Which is even?", "choices": ["1", "2", "3", "5"], "answer": 1}
 ARC = {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["1", "2"]}, "answerKey": "2"}
 MEDQA = {"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer_idx": "B"}
@@ -178,14 +184,14 @@ AQUA = {"question": "Which?", "options": ["A)21", "B)22"], "correct": "B"}
         (AQUA | {"correct": "0"}, "options", "correct", ["21", "22"], "A"),
     ],
 )
-def test_options_stand_below_the_problem_and_their_letter_is_the_answer(
+def test_options_stand_below_the_problem_and_letter_and_text_of_one_are_the_answer(
     row: dict, options, answer: str, texts: list[str], letter: str, tmp_path: Path
 ) -> None:
     columns = {"problem": "question", "options": options, "answer": answer}
     (found,) = read(tmp_path / "a.jsonl", [row], columns=columns)
     listed = "\n".join(f"{name}. {text}" for name, text in zip("ABCD", texts, strict=False))
     assert found.problem == f"{row['question']}\n\n{listed}"
-    assert found.answers == (letter,)
+    assert found.answers == (f"({letter}) {texts[ord(letter) - ord('A')]}",)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_prompts_that_are_too_long_are_left_out_and_the_count_is_told(tmp_path, 
         f"than {sorted(lengths)[2]} tokens; 3 are left"
     ]
     expected = {"event": "data", "source": "some", "rows": 6, "without_answer": 1, "long_answer": 1, "too_long": 1}
-    expected |= {"max_prompt_tokens": sorted(lengths)[2], "unknown_tokens": 0}
+    expected |= {"max_prompt_tokens": sorted(lengths)[2], "unreadable_answer": 0, "unknown_tokens": 0}
     assert task.take_events() == [expected | {"split": "train"}]
     assert task.take_events() == []
     assert task.size("test") == 3 and task.take_events() == [expected | {"split": "test"}]
@@ -73,6 +73,17 @@ def test_data_that_is_used_whole_is_told_without_a_warning(ten, caplog):
     task = make(ten)
     assert task.size("train") == 10 and not caplog.records
     assert [(event["rows"], event["too_long"]) for event in task.take_events()] == [(10, 0)]
+
+
+def test_answers_that_only_the_same_text_equals_are_kept_with_a_warning(tmp_path, caplog):
+    path = write_problems(tmp_path / "some.jsonl", ["1", r"\boxed{5}", "['5']", r"5\text{ apples}"])
+    task = make(path)
+    assert task.size("train") == 4
+    assert [record.message for record in caplog.records] == [
+        "some (train): the answers of 2 rows are no number, expression or words, so only the same text is right; see "
+        "answers and columns.answer"
+    ]
+    assert [event["unreadable_answer"] for event in task.take_events()] == [2]
 
 
 def test_a_stream_tells_again_when_it_has_left_out_more(tmp_path):

@@ -6,7 +6,7 @@
 | problem | text, chat messages, or several columns: `{Body} {Question}` |
 | answer | text or a number, or a list of them, any of which is right |
 | options of multiple choice | a list, a mapping from label to text, lists `text` and `label`, or one column for each |
-| answer to multiple choice | a letter or label, the number of the option from 0, or its text; it becomes the letter |
+| answer to multiple choice | a letter or label, the number of the option from 0, or its text; it becomes `(B) text` |
 """
 
 import math
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
 from jackpot.core.errors import DataError
+from jackpot.rollout.rewards.verifier.choices import choice, letter_choice
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.tasks.benchmarks import Benchmark
 from jackpot.rollout.tasks.files import Record
@@ -73,9 +74,9 @@ def make_reader(
         asked, found = problem(record), _lookup(values, answer)
         given = found if isinstance(found, list) else [found]
         if options:
-            choice = _choice(values, options, place)
-            asked = append(asked, choice.text)
-            answers = [choice.letter(one, extract, answer, place) for one in given]
+            offered = _choice(values, options, place)
+            asked = append(asked, offered.text)
+            answers = [offered.reference(one, extract, answer, place) for one in given]
         else:
             answers = [None if (text := _text(one, answer, place)) is None else extract(text) for one in given]
         return DataRow(
@@ -214,8 +215,8 @@ class _Choice(NamedTuple):
             f"\n{letter}. {option}" for letter, option in zip(ascii_uppercase, self.options, strict=False)
         )
 
-    def letter(self, value: Any, extract: Callable[[str], str | None], column: str, place: str) -> str | None:
-        """Return the letter of the option that an answer names: by its label, its number from 0, or its text."""
+    def reference(self, value: Any, extract: Callable[[str], str | None], column: str, place: str) -> str | None:
+        """Return letter and text of the option that an answer names: by its label, its number from 0, or its text."""
         text = _text(value, column, place)
         answer = None if text is None else extract(text)
         if answer is None:
@@ -234,7 +235,7 @@ class _Choice(NamedTuple):
                 f"({', '.join(self.labels)}); it is a label, a number from 0, or the text of an option: set "
                 f"columns.answer or answers"
             )
-        return ascii_uppercase[named]
+        return choice(ascii_uppercase[named], self.options[named])
 
 
 def _choice(values: Mapping[str, Any], columns: Sequence[str], place: str) -> _Choice:
@@ -332,4 +333,5 @@ ANSWERS: Mapping[str, Callable[[str], str | None]] = {
     "plain": lambda text: text,
     "hashes": hashed_answer,
     "boxed": _last_boxed,
+    "letter": letter_choice,
 }

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from jackpot.core.errors import DataError
+from jackpot.rollout.rewards.verifier.compare import is_readable
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.columns import DataRow
 from jackpot.rollout.tasks.data import DataSource
@@ -37,6 +38,7 @@ class RowCounts:
     without_answer: int = 0
     long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
     too_long: int = 0  # more prompt tokens than the limit
+    unreadable: int = 0  # kept, but only the same text is right (`is_readable`)
     unknown: int = 0  # kept, but the tokenizer has no tokens for a part of the prompt
 
     @property
@@ -142,6 +144,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
         counts.without_answer += len(batch) - len(answered)
         counts.long_answer += len(answered) - len(verifiable)
         counts.too_long += len(verifiable) - len(chosen)
+        counts.unreadable += sum(not any(map(is_readable, row.answers)) for row, _ in chosen)
         counts.unknown += sum(size.has_unknown for _, size in chosen)
         if 2 * counts.unknown >= max(counts.kept, 1):
             row = next(row for row, size in chosen if size.has_unknown)

@@ -132,6 +132,7 @@ class Math(Task):
                             "long_answer": counts.long_answer,
                             "too_long": counts.too_long,
                             "max_prompt_tokens": self._settings.max_prompt_tokens,
+                            "unreadable_answer": counts.unreadable,
                             "unknown_tokens": counts.unknown,
                         }
                     )
@@ -186,8 +187,16 @@ def make_benchmark(
 
 
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:
-    """Log a warning about rows left out, and about text without tokens; those of a stream are counted in events.jsonl
-    as it is read."""
+    """Log a warning about rows left out and about answers and text that cannot be read; those of a stream are counted
+    in events.jsonl as it is read."""
+    if counts.unreadable:
+        _log.warning(
+            "%s (%s): the answers of %d rows are no number, expression or words, so only the same text is right; see "
+            "answers and columns.answer",
+            name,
+            split,
+            counts.unreadable,
+        )
     if counts.unknown:
         _log.warning("%s (%s): the tokenizer has no tokens for parts of %d prompts", name, split, counts.unknown)
     if not counts.left_out:
