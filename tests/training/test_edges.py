@@ -20,7 +20,10 @@ def test_more_top_log_probs_than_tokens_are_refused_and_all_tokens_give_the_exac
     assert small_config(*ten).sampling.num_top_log_probs == 20
     with pytest.raises(ConfigError, match=r"sampling.num_top_log_probs is 20, .* at most 10.*; lower it"):
         run(small_config(*ten, "iterations=1"), tmp_path / "refused")
-    run(small_config(*ten, "iterations=2", f"sampling.num_top_log_probs={len(TOKENS)}"), tmp_path / "run")
+    run(
+        small_config(*ten, "iterations=2", f"sampling.num_top_log_probs={len(TOKENS)}", "sampling.top_k=20"),
+        tmp_path / "run",
+    )
     for line in metrics(tmp_path / "run")[1:]:
         assert line["obrs/rollout_mass"] == pytest.approx(1.0, abs=1e-5) and line["obrs/z_bound_width"] < 1e-5
         assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]

@@ -380,9 +380,9 @@ def test_lines_that_are_nested_without_end_are_named_and_those_alike_are_counted
 
 
 def expanded_sample(folder: Path) -> None:
-    """10^11 tokens that take eight bytes in the file, where `long()` would write them out."""
-    ids = torch.zeros(1, dtype=torch.int64).expand(10**11)
-    torch.save({"samples": [GOOD | {"tokens": ids, "response_lengths": 10**11}]}, folder / "3.pt")
+    """3 * 10^8 tokens that take eight bytes in the file."""
+    ids = torch.zeros(1, dtype=torch.int64).expand(3 * 10**8)
+    torch.save({"samples": [GOOD | {"tokens": ids, "response_lengths": 3 * 10**8}]}, folder / "3.pt")
 
 
 def expanded_batch(folder: Path) -> None:
@@ -414,7 +414,7 @@ def parquet_row(folder: Path) -> None:
         (
             expanded_sample,
             LIMITS,
-            "100,000,000,000 tokens, and at most 1,000,000 are read; raise --max-response-tokens",
+            "300,000,000 tokens, and at most 1,000,000 are read; raise --max-response-tokens",
         ),
         (expanded_batch, LIMITS, "takes 20 GB unpacked, and at most 2 GB are read; raise --max-file-gb"),
         (repeated_lists, LIMITS, "a column of 100,000,000 numbers; raise --max-response-tokens"),
