@@ -189,8 +189,8 @@ def test_after_the_last_round_equal_groups_fill_what_is_missing():
 
 def test_the_prompts_go_on_where_the_last_round_ended():
     sampler, prompts, *_ = sampler_of(every_third, DYNAMIC)
-    assert kept(sampler.next_batch(1)) == [0, 3, 6, 9] and prompts.state_dict() == {"position": 12}
-    assert kept(sampler.next_batch(2)) == [12, 15, 18, 21] and prompts.state_dict() == {"position": 24}
+    assert kept(sampler.next_batch(1)) == [0, 3, 6, 9] and prompts.state_dict()["position"] == 12
+    assert kept(sampler.next_batch(2)) == [12, 15, 18, 21] and prompts.state_dict()["position"] == 24
 
 
 # What a response is worth

@@ -11,7 +11,9 @@ from helpers.programs import run, without
 from jackpot.analysis.compare.comparison import UNITS
 from jackpot.analysis.replay.formats import AUTO, FORMATS
 from jackpot.analysis.simulate.candidates import PROMPTS
+from jackpot.core.errors import DataError
 from jackpot.ui import cli, commands
+from jackpot.ui.commands.train import train
 from jackpot.ui.report.inspector import MAX_TOKENS
 
 COMMANDS = sorted(path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py"))
@@ -25,6 +27,11 @@ LIGHT_COMMANDS = (
     ["recipes", "joint_8b"],
     ["config"],
 )
+
+
+def test_an_unknown_benchmark_is_refused_before_a_plan_is_made() -> None:
+    with pytest.raises(DataError, match="unknown benchmark 'gsm9k'; did you mean 'gsm8k'"):
+        train("quickstart", ["evaluation.benchmarks=[gsm9k]"], None, None, dry_run=True, tiny=False)
 
 
 def text_of(*arguments: str, cwd: Path) -> str:

@@ -49,7 +49,8 @@ class ColumnsConfig(Strict):
     """Column with the reference answer, or with a list of answers any of which is right; null: the benchmark's own,
     else `answer`."""
     options: AnyNames = ()
-    """Multiple choice: the column with the list of options, or one column for each; the letter is then the answer."""
+    """Multiple choice: the column with the list of options, or one column for each; letter and text of the right one
+    are then the answer."""
     uid: str | None = None
     """Column with the problem's id, or `row` for the row's number; null: the benchmark's own, else `id` if there is
     one, else `row`."""

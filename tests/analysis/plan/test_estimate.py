@@ -7,12 +7,14 @@ import pytest
 
 from helpers.hub import without_hub
 from helpers.runs import small_config
+from helpers.texts import write_problems
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate, estimate, extra_passes, is_large
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.config.recipes.listing import list_recipe
 from jackpot.config.run import Config
+from jackpot.config.tasks import MathConfig
 
 PAPERS = [
     "ablation_4b",
@@ -138,6 +140,17 @@ def test_only_large_models_are_planned_for_gpus() -> None:
 def test_prompts_are_counted_where_they_can_be() -> None:
     found = prompt_lengths(small_config("task.max_terms=3", "task.max_operand=40"))
     assert found.longest == len("10+10+10=") and 5 <= found.mean < found.longest and found.assumed == ""
+
+
+def test_problems_without_room_are_in_the_plan(tmp_path: Path) -> None:
+    data = str(write_problems(tmp_path / "a.jsonl", [1, None, 2], problem=["1+0=", "1+1=", "1+" * 100]))
+    task = {"name": "math", "train": data, "test": {"source": data, "limit": 2}, "template": "plain", "instruction": ""}
+    config = small_config("batch.micro_batch_tokens=90", "sampling.max_new_tokens=50")
+    found = prompt_lengths(config.model_copy(update={"task": MathConfig.model_validate(task)}))
+    assert found.longest == 4 and found.left_out == (
+        "a (train): of 3 problems 1 have prompts of more than 40 tokens, 1 have no answer; "
+        "a (test): of 2 problems 1 have no answer"
+    )
 
 
 def test_prompts_that_cannot_be_read_are_assumed_and_it_is_said_why() -> None:

@@ -63,7 +63,8 @@ class Template:
         """Return the size of each prompt; one call for many is several times faster."""
         if not texts:
             return []
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        encoded = self._tokenizer(texts, **settings)["input_ids"]
         unknown = self._tokenizer.unk_token_id
         return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
 
