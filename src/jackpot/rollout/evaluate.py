@@ -6,10 +6,10 @@ neither on the other requests, nor on the number of samples, nor on where an int
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,18 +109,6 @@ class Evaluation:
             "truncated": self.truncated,
             "reward_errors": sum(score.reward_error is not None for score in self.scores) / len(self.scores),
         }
-
-
-Measure = Literal["accuracy", "reward"]
-
-
-def measure_of(values: Mapping[str, Any]) -> Measure | None:
-    """Return what an evaluation measures models by: accuracy, or mean reward where the task has no verdict.
-
-    Args:
-        values: metrics of an iteration by name; None is returned where they hold no evaluation.
-    """
-    return next((one for one in get_args(Measure) if values.get(f"eval/policy_{one}") is not None), None)
 
 
 class ScoredResponse(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Sums
 from jackpot.core.types import TokenBatch, TrainingSample
-from jackpot.rollout.evaluate import measure_of
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import mini_batches
@@ -21,7 +20,7 @@ from jackpot.training.guards import EngineCheck, NonFiniteGuard
 from jackpot.training.interrupt import StopSignal
 from jackpot.training.iteration_metrics import metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.training.run.rollouts import write_rollouts
 
 MetricsLine = dict[str, Any]  # one line of metrics.jsonl

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.core.files import write_whole
-from jackpot.rollout.evaluate import Measure
+from jackpot.training.run.folder import Measure
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.html import write_page
 from jackpot.ui.png import write_png

@@ -9,7 +9,7 @@ from typing import Literal
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.limits import two_errors
 from jackpot.core.errors import ConfigError
-from jackpot.rollout.evaluate import Measure
+from jackpot.training.run.folder import Measure
 
 Unit = Literal["sequences", "tokens", "flops"]
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance

@@ -1,28 +1,26 @@
-"""Runs one training run of a comparison in a process of its own, which ends with its parent."""
+"""Starts processes of a comparison. Only these import what trains (`child.py`), and on Linux once for all of them."""
 
 import multiprocessing
-import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import transformers
-
 from jackpot.config.run import Config
-from jackpot.core.errors import JackpotError
-from jackpot.launch.local import launch
 from jackpot.training.interrupt import TERMINATIONS
 
 # Elsewhere than on Linux a process cannot be forked safely once torch is imported, so each run imports it anew.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+CHILD = "jackpot.analysis.compare.child"  # by name: this process does not import it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,51 +44,37 @@ def start_process(run: ArmRun) -> BaseProcess:
 
     SIGTERM stops the run after its iteration, with a checkpoint; so does the end of this process, however it ends.
     The exit code is 0, or 2 after an error whose text stands at the end of the log.
-
-    On Linux the process is forked from a server, so that torch and transformers are imported once and not once a run.
-    The server does nothing but import: it runs no tensor operation and opens no GPU, either of which would break a
-    process forked after it.
     """
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context(START_METHOD)
-    if START_METHOD == "forkserver":
-        context.set_forkserver_preload([__name__])
-        with _ignored_signals():
-            forkserver.ensure_running()
-    child = context.Process(target=_train, args=(run,), name=run.name)
+    child = _context().Process(target=_call, args=("train", run), name=run.name)
     with _empty_main_module():
         child.start()
     return child
 
 
-def _train(run: ArmRun) -> None:
-    """Train in the new process, with all that is printed in the log."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
-    with run.log.open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in TERMINATIONS:
-        signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    transformers.utils.logging.disable_progress_bar()
-
-    def show(line: dict[str, Any]) -> None:
-        print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True)
-
-    try:
-        with closing(launch(run.config, run.folder, show)) as trainer:
-            trainer.train()
-    except JackpotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+def call_in_process(function: str, *arguments: Any) -> Any:
+    """Call a function of `child.py` in a process of its own, and return or raise what it returns or raises."""
+    with _empty_main_module(), ProcessPoolExecutor(1, _context()) as pool:
+        return pool.submit(_call, function, *arguments).result()
 
 
-def _end_with_parent() -> None:
-    """Wait for the end of the parent process, then send SIGTERM to this one."""
-    connection.wait([multiprocessing.parent_process().sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
+def _call(function: str, *arguments: Any) -> Any:
+    return getattr(import_module(CHILD), function)(*arguments)
+
+
+def _context() -> BaseContext:
+    """Return what starts processes.
+
+    On Linux they are forked from a server, so that torch and transformers are imported once: neither in this process
+    nor once a run. The server does nothing but import: it runs no tensor operation and opens no GPU, either of which
+    would break a process forked after it.
+    """
+    context = multiprocessing.get_context(START_METHOD)
+    if START_METHOD == "forkserver":
+        context.set_forkserver_preload([__name__, CHILD])
+        with _ignored_signals():
+            forkserver.ensure_running()
+    return context
 
 
 @contextmanager

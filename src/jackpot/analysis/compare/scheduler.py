@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from jackpot.analysis.compare.process import ArmRun, start_process
+from jackpot.analysis.compare.process import ArmRun, call_in_process, start_process
 from jackpot.config.run import Config
-from jackpot.core.cores import free_cores
-from jackpot.launch.local import pick_device, threads
-from jackpot.rollout.evaluate import measure_of
 from jackpot.training.interrupt import TERMINATIONS
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run.folder import RunFolder, measure_of
 
 Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
 POLL_SECONDS = 0.5
@@ -34,11 +31,12 @@ class _Running:
 
 
 def runs_at_once(configs: Iterable[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run."""
-    configs = list(configs)
-    if any(pick_device(config).type == "cuda" for config in configs):
-        return 1
-    return max(1, free_cores() // max(threads(config) for config in configs))
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run.
+
+    Raises:
+        ConfigError: a run asks for a GPU and there is none.
+    """
+    return call_in_process("runs_at_once", list(configs))
 
 
 def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: ArmListener) -> dict[ArmRun, str]:

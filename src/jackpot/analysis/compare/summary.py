@@ -10,9 +10,8 @@ from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
-from jackpot.rollout.evaluate import Measure, measure_of
 from jackpot.training.run.environment import Environment
-from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.training.run.folder import Measure, RunFolder, measure_of, run_config
 
 Lines = Sequence[Mapping[str, Any]]
 PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose time counts; evaluations are left out

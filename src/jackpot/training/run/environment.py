@@ -10,9 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import write_whole
 
@@ -94,6 +91,9 @@ def version() -> str:
 
 
 def _environment() -> dict[str, Any]:
+    import torch
+    import transformers
+
     return {
         "jackpot": version(),
         "commit": commit(),

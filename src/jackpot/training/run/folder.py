@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
@@ -29,10 +29,12 @@ from jackpot.config.changes import Change, changes, falling_rates, fixed_changes
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
-from jackpot.rollout.evaluate import Evaluation
 from jackpot.training.run.environment import Environment, version
 from jackpot.training.run.superseded import Superseded
 from jackpot.training.run.tensorboard import event_file_name, event_files, metrics_record, restart_records
+
+if TYPE_CHECKING:
+    from jackpot.rollout.evaluate import Evaluation
 
 _HISTORY = "# after iteration"  # begins a comment of config.yaml about a setting that changed
 _log = logging.getLogger(__name__)
@@ -69,6 +71,18 @@ def run_config(run: Path) -> Config:
             f"{path} does not fit this version ({version()}):\n{error}\nUse the version that began the run, which "
             f"environment.json names, or give another folder"
         ) from None
+
+
+Measure = Literal["accuracy", "reward"]
+
+
+def measure_of(values: Mapping[str, Any]) -> Measure | None:
+    """Return what an evaluation measures models by: accuracy, or mean reward where the task has no verdict.
+
+    Args:
+        values: metrics of an iteration by name; None is returned where they hold no evaluation.
+    """
+    return next((one for one in get_args(Measure) if values.get(f"eval/policy_{one}") is not None), None)
 
 
 class RunFolder:
@@ -262,7 +276,7 @@ class RunFolder:
         except OSError as error:
             self.failure(iteration, "files/failed", {"event": "write_failed", "file": file, "why": str(error)})
 
-    def save_evaluation(self, iteration: int, of: str, evaluation: Evaluation) -> None:
+    def save_evaluation(self, iteration: int, of: str, evaluation: "Evaluation") -> None:
         """Write every problem, response and score of one evaluation as JSON lines; `of` is a role or a benchmark."""
         name = f"eval/iteration-{iteration:06d}-{of}.jsonl"
         rows = zip(evaluation.rollouts, evaluation.responses, evaluation.scores, strict=True)

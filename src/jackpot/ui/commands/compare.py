@@ -10,7 +10,7 @@ from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_ar
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import ArmListener, Lines
 from jackpot.config.recipes import resolve_arms, split_names
-from jackpot.rollout.evaluate import measure_of
+from jackpot.training.run.folder import measure_of
 from jackpot.ui.results import measured, write_results
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_files, show_tables

@@ -18,9 +18,8 @@ from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.launch.local import launch
-from jackpot.rollout.evaluate import measure_of
 from jackpot.rollout.tasks.registry import check_sets, set_name
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
 from jackpot.ui.terminal.progress import print_line, progress
 from jackpot.ui.terminal.tables import show_table

@@ -14,7 +14,7 @@ from jackpot.analysis.compare.comparison import (
     spent_on,
 )
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
-from jackpot.rollout.evaluate import Measure
+from jackpot.training.run.folder import Measure
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.results import measured

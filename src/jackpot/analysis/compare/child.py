@@ -1,0 +1,56 @@
+"""Runs in processes that `process.py` starts, and imports for them what trains."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import transformers
+
+from jackpot.analysis.compare.process import ArmRun
+from jackpot.config.run import Config
+from jackpot.core.cores import free_cores
+from jackpot.core.errors import JackpotError
+from jackpot.launch.local import launch, pick_device, threads
+from jackpot.training.interrupt import TERMINATIONS
+
+
+def train(run: ArmRun) -> None:
+    """Train, with all that is printed in the log."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
+    with run.log.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in TERMINATIONS:
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    transformers.utils.logging.disable_progress_bar()
+
+    def show(line: dict[str, Any]) -> None:
+        print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True)
+
+    try:
+        with closing(launch(run.config, run.folder, show)) as trainer:
+            trainer.train()
+    except JackpotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def runs_at_once(configs: Sequence[Config]) -> int:
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run."""
+    if any(pick_device(config).type == "cuda" for config in configs):
+        return 1
+    return max(1, free_cores() // max(threads(config) for config in configs))
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent process, then send SIGTERM to this one."""
+    connection.wait([parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
