@@ -26,6 +26,7 @@ from jackpot.ui import cli
 JACKPOT = Path(sys.executable).with_name("jackpot")
 TINY = (*(one for one in SMALL if not one.startswith("threads")), "iterations=2", "evaluation.every=1")
 PATIENCE = 240.0
+ASKED = ("--accuracy", "0.1")  # that costs are counted to, whatever two iterations learned
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
@@ -54,7 +55,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     configs = resolve_arms("quickstart", ["obrs", "on_policy"], [1, 2], TINY)
     for arm, seed in (("obrs", 2), ("on_policy", 1)):
         run(configs[arm, seed], cwd / "runs" / "compare-quickstart" / f"{arm}-seed{seed}")
-    code, output, error = compare("--arms", "obrs, on_policy", "--seeds", "2", "--jobs", "2", *TINY, cwd=cwd)
+    code, output, error = compare("--arms", "obrs, on_policy", "--seeds", "2", "--jobs", "2", *ASKED, *TINY, cwd=cwd)
     assert code == 0, error
     return cwd / "runs" / "compare-quickstart", output
 
@@ -97,7 +98,7 @@ def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
 def test_what_is_done_is_not_run_again(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     before = (folder / "comparison.json").read_bytes(), (folder / "obrs-seed1" / "metrics.jsonl").stat().st_mtime_ns
-    code, output, error = compare("--arms", "obrs,on_policy", "--seeds", "2", *TINY, cwd=folder.parent.parent)
+    code, output, error = compare("--arms", "obrs,on_policy", "--seeds", "2", *ASKED, *TINY, cwd=folder.parent.parent)
     assert code == 0, error
     assert output.count("done before") == 4
     after = (folder / "comparison.json").read_bytes(), (folder / "obrs-seed1" / "metrics.jsonl").stat().st_mtime_ns
@@ -201,7 +202,7 @@ def test_runs_have_the_settings_of_the_command_and_come_seed_by_seed(tmp_path: P
     assert runs[0].folder == tmp_path / "none-seed3"
     with pytest.raises(ConfigError, match="less than one rollout batch of arm 'obrs', 32"):
         with_budget(configs, 31)
-    (tmp_path / "none-seed3" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "none-seed3" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
         make_runs(configs, tmp_path)
 
@@ -219,6 +220,7 @@ def test_runs_whose_costs_nobody_counted_are_refused_before_anything_runs(tmp_pa
     settings = json.loads(configs["obrs", 1].model_dump_json())
     (tmp_path / "obrs-seed1" / "config.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "obrs-seed1" / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    (tmp_path / "obrs-seed1" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"obrs-seed1 was begun by a version that did not write flops/rollout"):
         make_runs(configs, tmp_path)
 
