@@ -139,12 +139,13 @@ def test_a_budget_of_flops_stops_a_run_at_the_first_evaluation_beyond_it(tmp_pat
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_same_command_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_all_runs_with_checkpoints_and_the_same_command_continues(sent: int, tmp_path: Path) -> None:
     settings = ("--arms", "obrs,on_policy", "--seeds", "1", "--jobs", "2", *TINY, "iterations=40")
     process = start(*settings, cwd=tmp_path)
     runs = [tmp_path / "runs" / "compare-quickstart" / f"{arm}-seed1" for arm in ("obrs", "on_policy")]
     wait_until(lambda: all(len(lines(run)) > 2 for run in runs))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     output, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, error
     assert "the same command continues" in output and "Traceback" not in error
@@ -216,7 +217,7 @@ def test_without_arms_all_that_can_be_compared_are(tmp_path: Path) -> None:
 
 def test_runs_whose_costs_nobody_counted_are_refused_before_anything_runs(tmp_path: Path) -> None:
     configs = resolve_arms("quickstart", ["obrs"], [1], [])
-    (tmp_path / "obrs-seed1").mkdir()
+    (tmp_path / "obrs-seed1" / "checkpoints" / "step-1").mkdir(parents=True)
     settings = json.loads(configs["obrs", 1].model_dump_json())
     (tmp_path / "obrs-seed1" / "config.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "obrs-seed1" / "metrics.jsonl").write_text('{"iteration": 1}\n')

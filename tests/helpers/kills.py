@@ -1,0 +1,128 @@
+"""Kills commands that read or measure, at moments spread over their time, and lets the same command end.
+
+    python kills.py HOME RUN    works in HOME on a finished run; prints a JSON list of `Kill`
+
+Everything is imported once and every process is a fork, so that it costs a fraction of a second.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from helpers.runs import contents
+from jackpot.models.load import load_model
+from jackpot.ui import cli
+from jackpot.ui.commands import evaluate, replay, report  # noqa: F401  what the commands import when they are called
+
+COMMANDS = {
+    "eval": ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "16", "problems=64", "threads=1"],
+    "report": ["report", "{run}", "--out", "page.html"],
+    "replay": ["replay", "{run}", "--json"],
+}
+KILLS = (  # signal, and its moment as a share of the time that the whole command takes
+    ("SIGKILL", 0.1),
+    ("SIGKILL", 0.3),
+    ("SIGKILL", 0.5),
+    ("SIGKILL", 0.7),
+    ("SIGTERM", 0.3),
+    ("SIGHUP", 0.3),
+    ("SIGINT", 0.3),
+)
+
+
+@dataclass
+class Kill:
+    """What was seen of a command that was killed and run again."""
+
+    command: str
+    signal: str
+    code: int  # how the killed process ended
+    left: int  # processes of its session that were alive 5 s later
+    half_written: list[str]  # files that stand under their final name with other contents than the whole command's
+    again: int  # exit code of the same command afterwards
+    differs: list[str]  # files that then differ from the whole command's
+    reads_only: bool  # whether the run folder is as before
+
+
+class Command:
+    """A process, the leader of its own session, that runs a command in a folder."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path) -> None:
+        cwd.mkdir(exist_ok=True)
+        self.process = os.fork()
+        if self.process == 0:
+            os._exit(_run(arguments, cwd))
+
+    def end(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def left(self) -> int:
+        """Count the processes of the session that are still there 5 s later."""
+        for _ in range(50):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process, 0)
+                time.sleep(0.1)
+                continue
+            return 0
+        return 1
+
+
+def _run(arguments: Sequence[str], cwd: Path) -> int:
+    os.setsid()
+    os.chdir(cwd)
+    with Path("output").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.argv = ["jackpot", *arguments]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def files(cwd: Path) -> dict[str, bytes | str]:
+    """What the command leaves, but for times."""
+    left = contents(cwd)
+    for name in ("output", "runs/eval-starter-policy/summary.json"):
+        left.pop(name, None)
+    return left
+
+
+def kill_all(home: Path, run: Path) -> list[Kill]:
+    kills, before = [], contents(run)
+    for name, given in COMMANDS.items():
+        arguments = [text.format(run=run) for text in given]
+        for folder in (home / f"{name}-warm", home / f"{name}-whole"):
+            began = time.monotonic()
+            assert Command(arguments, folder).end() == 0, (folder / "output").read_text()
+        seconds, whole = time.monotonic() - began, files(folder)
+        for number, (sent, moment) in enumerate(KILLS):
+            cwd = home / f"{name}-{number}"
+            first = Command(arguments, cwd)
+            time.sleep(moment * seconds)
+            os.kill(first.process, getattr(signal, sent))
+            code, left, after = first.end(), first.left(), files(cwd)
+            half = [one for one, held in after.items() if one in whole and held != whole[one]]
+            again, found = Command(arguments, cwd).end(), files(cwd)
+            differs = sorted(one for one in whole.keys() | found.keys() if whole.get(one) != found.get(one))
+            kills.append(Kill(name, sent, code, left, half, again, differs, contents(run) == before))
+    return kills
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    load_model("starter:policy", torch.float32)  # what transformers imports late
+    print(json.dumps([asdict(kill) for kill in kill_all(Path(sys.argv[1]), Path(sys.argv[2]))]))
