@@ -4,14 +4,13 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.disks import largest_file
+from helpers.kill_points import Kill
 from helpers.runs import Killed
 from helpers.tensors import save
 from jackpot.core.errors import CheckpointError
@@ -138,27 +137,6 @@ def test_one_that_does_not_fit_leaves_those_before_it(size: int, tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "best", "last"}
     save(tmp_path, 4, is_best=True)
     assert (tmp_path / "best").resolve().name == "step-4"
-
-
-class Kill:
-    """Dies instead of the n-th call that changes something on the disk."""
-
-    CALLS = ((os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (shutil, "rmtree"))
-    CALLS += ((Path, "unlink"), (os, "unlink"), (torch, "save"))
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.left = at
-        for owner, name in self.CALLS:
-            monkeypatch.setattr(owner, name, self._or_die(getattr(owner, name)))
-
-    def _or_die(self, call: Callable) -> Callable:
-        def counted(*arguments, **keywords):
-            self.left -= 1
-            if self.left == 0:
-                raise Killed
-            return call(*arguments, **keywords)
-
-        return counted
 
 
 def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:

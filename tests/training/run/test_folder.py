@@ -1,5 +1,6 @@
 """What a run folder still says after a kill."""
 
+import contextlib
 import json
 import subprocess
 import time
@@ -11,7 +12,8 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers.runs import contents, small_config
+from helpers.kill_points import Kill
+from helpers.runs import Killed, contents, small_config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.training.run.environment import Environment, commit, version
 from jackpot.training.run.folder import RunFolder, run_config
@@ -75,6 +77,38 @@ def test_rewinding_forgets_what_came_later_and_half_written_files(tmp_path: Path
         "iteration-000003.parquet",
     }
     assert json.loads((superseded / "1" / "metrics.jsonl").read_text())["iteration"] == 3
+
+
+@pytest.mark.parametrize("iteration", [2, -1])
+def test_a_kill_at_any_moment_of_a_start_is_made_good_by_the_next(iteration: int, tmp_path: Path) -> None:
+    """Where it continues, and where it begins anew: no line and no file is lost."""
+    config = small_config("checkpoint.every=100")
+    for at in range(1, 1000):
+        path = tmp_path / str(at)
+        folder = opened(path)
+        folder.start(config, 1, -1)
+        for number in range(4):
+            folder.event(number, {"event": "something"})
+            folder.report(number, {"loss": 1.0})
+        folder.rollouts.mkdir()
+        (folder.rollouts / "iteration-000003.parquet").write_bytes(b"rollouts")
+        before = contents(path)
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(Killed):
+            kill = Kill(monkeypatch, at)
+            RunFolder(path).start(config, 1, iteration)
+        folder = RunFolder(path)
+        folder.check(config)
+        folder.start(config, 1, iteration)
+        assert iterations(folder) == iterations(folder, "events.jsonl") == list(range(iteration + 1))
+        assert run_config(path) == config and not list(folder.rollouts.iterdir())
+        after = contents(path)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            lines = b"".join(content for one, content in after.items() if one.endswith(name)).splitlines()
+            assert set(before.pop(name).splitlines()) <= set(lines)
+        assert set(before.values()) - {before["environment.json"]} <= set(after.values())
+        if kill.left > 0:
+            break
+    assert kill.left > 0 and at > 10
 
 
 def test_tensorboard_shows_every_iteration_once_after_a_kill(tmp_path: Path) -> None:
