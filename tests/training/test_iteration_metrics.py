@@ -1,13 +1,22 @@
-"""Which tokens the metrics of an iteration are of."""
+"""Which tokens the metrics of an iteration are of, and the numbers that are derived from them."""
 
 import math
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from helpers.runs import FinishedRuns, read_lines
+from jackpot.core.clock import Seconds
 from jackpot.core.metrics import EffectiveSampleSize, Mean
-from jackpot.training.iteration_metrics import FEWEST_TOKENS, WITH_STANDARD_ERROR, metric_values, training_sums
+from jackpot.training.iteration_metrics import (
+    FEWEST_TOKENS,
+    WITH_STANDARD_ERROR,
+    metric_values,
+    throughput,
+    training_sums,
+)
 from jackpot.training.learner import StepResult
 
 
@@ -38,3 +47,38 @@ def test_an_effective_share_of_a_handful_of_tokens_is_null() -> None:
 
     assert all(map(math.isnan, shares(FEWEST_TOKENS - 1)))
     assert shares(FEWEST_TOKENS) == pytest.approx([shares(FEWEST_TOKENS)[0]] * 3)
+
+
+def test_the_explained_variance_is_what_the_critics_error_leaves_of_the_returns() -> None:
+    returns, errors = torch.tensor([0.0, 1.0, 0.0, 3.0]), torch.tensor([0.5, 0.5, 0.0, 1.0])
+    mask = torch.ones(4, dtype=torch.bool)
+    found = metric_values({"critic/error": Mean.of(errors, mask), "critic/return": Mean.of(returns, mask)})
+    left = errors.var(correction=0) / returns.var(correction=0)
+    assert found == {"critic/return": 1.0, "critic/explained_variance": pytest.approx(1.0 - left.item())}
+
+
+def test_an_iteration_without_metrics_has_none() -> None:
+    assert metric_values({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "overlaps", "speeds"),
+    [
+        (10.0, False, {"speed/tokens_per_second": 2.0, "speed/rollout_tokens_per_second": 5.0}),
+        (10.0, True, {"speed/tokens_per_second": 2.0}),  # how long generation alone takes is unknown
+        (None, False, {}),
+        (0.0, True, {}),
+    ],
+)
+def test_throughput_is_tokens_over_the_seconds_of_generation_and_of_training(tokens, overlaps, speeds) -> None:
+    found = throughput({"rollout": Seconds(2.0, 1.0), "train": Seconds(3.0, 2.5)}, tokens, overlaps)
+    seconds = {"seconds/rollout": 2.0, "seconds/train": 3.0, "cpu_seconds/rollout": 1.0, "cpu_seconds/train": 2.5}
+    assert found == seconds | speeds
+
+
+def test_what_was_trained_on_counts_once_an_epoch(finished_run: FinishedRuns) -> None:
+    folder = finished_run("iterations=1", "batch.ppo_epochs=2", "evaluation.problems=2")
+    rows = pq.read_table(folder / "rollouts" / "iteration-000001.parquet").to_pylist()
+    line = read_lines(folder)[1]
+    assert line["tokens/train"] == 2 * sum(len(row["token_ids"]) for row in rows)
+    assert line["reward/frac_zero_std"] == sum(not any(row["advantages"]) for row in rows) / len(rows)
