@@ -2,10 +2,10 @@
 
     python server.py < jobs.json > results.json
 
-A job is {"file", "function", "number", "tests"}: mutant `number` of `function` (`operators.mutants`) in `file`; the
-tests in the files `tests` run until one fails. The answer has one entry for each job, {"failed", "text"}, and one more
-for all tests that failed, on the code as it is. `failed` names the test, or is "" where all passed and None where they
-could not be run; `text` is the end of what they said.
+A job is {"file", "function", "number", "tests"}: mutant `number` of `function` (`operators.mutants`) in `file`; its
+`tests`, each "file" or "file::function", run until one fails. The answer has one entry for each job, {"failed",
+"text"}, and one more for all tests that failed, on the code as it is. `failed` names the test, or is "" where all
+passed and None where they could not be run; `text` is the end of what they said.
 
 A function is broken by giving it the code object compiled from the broken module: whoever imported it has it at once.
 """
@@ -55,7 +55,7 @@ class Server:
 
     def _failed(self, job: dict) -> tuple[str, str]:
         """Break the code and run the job's tests."""
-        chosen = [item for item in self._items if str(item.path.relative_to(TESTS)) in job["tests"]]
+        chosen = [item for item in self._items if not places_of(item).isdisjoint(job["tests"])]
         if not chosen:
             raise LookupError(f"{job['tests']} have no tests")
         self._swap(job["file"], job["function"], job["number"])
@@ -72,6 +72,12 @@ class Server:
             raise LookupError("no function that was imported has this code")
         for function in swapped:
             function.__code__ = changed[function.__code__]
+
+
+def places_of(item: pytest.Item) -> set[str]:
+    """The names by which a job can ask for a test."""
+    file = str(item.path.relative_to(TESTS))
+    return {file, f"{file}::{item.originalname}"}
 
 
 def run(items: list[pytest.Item]) -> tuple[str, str]:

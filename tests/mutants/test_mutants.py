@@ -1,7 +1,7 @@
 """Breaks every formula on purpose, one operator at a time: a test must notice.
 
-`FORMULAS` names functions and the test files of which at least one test has to fail. A mutant that computes the same
-stands in `EQUIVALENT` with the reason.
+`FORMULAS` names functions and the tests, whole files or single ones, of which at least one has to fail. A mutant that
+computes the same stands in `EQUIVALENT` with the reason.
 """
 
 import json
@@ -19,7 +19,40 @@ from mutants.operators import mutants
 pytestmark = pytest.mark.mutants
 PACKAGE = Path(jackpot.__file__).parent
 CORRECTIONS = tuple(f"objectives/test_{name}.py" for name in ("corrections", "ratio_corrections", "attribution"))
-FORMULAS = {  # "file::function": test files
+ROLLOUT_MODEL_STEPS = "training/test_rollout_model_steps.py"
+
+
+def of_learner(*names: str) -> tuple[str, ...]:
+    """Name single tests of the learner: all of them take half a minute."""
+    return tuple(f"training/test_learner.py::test_{name}" for name in names)
+
+
+KAPPA = of_learner(
+    "kappa_is_the_one_of_the_whole_step",
+    "previous_kappa_is_that_of_the_step_before_and_one_at_first",
+    "auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of_the_step_before",
+    "kappa_is_not_carried_between_z_with_and_without_fill_ins",
+    "kappa_is_not_carried_from_a_step_without_a_finite_one",
+    "a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported",
+)
+SKIPPED = of_learner(
+    "groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model",
+    "a_rollout_model_that_nothing_pulls_is_not_moved_by_its_momentum",
+    "when_everything_is_rejected_the_loss_is_zero_and_the_step_is_counted_as_skipped",
+    "only_rejected_tokens_with_an_advantage_count_as_nothing_to_learn",
+    "a_step_without_any_token_moves_nothing_and_says_so",
+    "a_non_finite_gradient_skips_both_models_and_leaves_their_optimizers_as_they_were",
+)
+AGES = of_learner(
+    "fill_ins_are_used_only_while_the_writing_weights_are_in_training",
+    "the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others",
+)
+STEP = of_learner(
+    "a_single_step_needs_no_scores_of_its_own_and_costs_no_extra_forward",
+    "old_log_probs_of_several_steps_are_those_before_the_first_update",
+    "two_steps_are_those_of_the_float64_reference",
+)
+FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [f"objectives/obrs.py::{name}" for name in ("acceptance", "accept", "log_kept_mass", "exact_z", "weight")],
         ("objectives/test_obrs.py", *CORRECTIONS),
@@ -48,9 +81,36 @@ FORMULAS = {  # "file::function": test files
     ),
     "objectives/joint.py::joint_loss": ("objectives/test_joint.py", "objectives/test_regularizers.py"),
     "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),
+    "training/step_totals.py::StepTotals.before_backward": KAPPA,
+    "training/step_totals.py::StepTotals.keep": KAPPA,
+    "training/joint_optimizer.py::JointOptimizer.step": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::JointOptimizer._prepare": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::JointOptimizer._reason_to_skip": (*SKIPPED, ROLLOUT_MODEL_STEPS),
+    "training/joint_learner.py::JointLearner.train": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_learner.py::JointLearner.compute_old_log_probs": STEP,
+    "training/joint_learner.py::JointLearner.update": STEP,
+    "training/joint_learner.py::JointLearner._engine_gap": AGES,
+    "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_learner.py::JointLearner._generated_by": AGES,
+    "training/joint_learner.py::JointLearner._has_fill_ins": KAPPA,
+    "training/gradients.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
+    "training/gradients.py::GradientDecomposition.measure": (ROLLOUT_MODEL_STEPS,),
+    "training/optimizer.py::ModelOptimizer.reduce": ("training/test_optimizer.py",),
+    **dict.fromkeys(
+        [
+            f"training/iteration_metrics.py::{name}"
+            for name in ("training_sums", "metric_values", "throughput", "_of_many")
+        ],
+        ("training/test_iteration_metrics.py",),
+    ),
+    **dict.fromkeys(
+        [f"training/trainer.py::Trainer.{name}" for name in ("_finish_iteration", "_saves_rollouts", "_is_last")],
+        ("training/test_trainer.py::test_evaluations_and_rollouts_are_due_as_the_settings_say",),
+    ),
 }
 EQUIVALENT = {  # the name of a mutant: why it computes the same
     "topk_z: (1.0 / scale).clamp(max=1.0) -> (1.0 / scale).clamp(min=1.0)": "it mends rounding alone",
+    "metric_values: value.detach() -> value": "only its number is read",
     "clipped_value_error: (held > free).detach() -> held > free": "a comparison carries no gradient",
 }
 

@@ -1,5 +1,6 @@
 """`rollout_model.update`: one step for each rollout batch, and where its gradient comes from."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,8 @@ from helpers.learners import (
 )
 from jackpot.config.run import OptimizerConfig
 from jackpot.core.prng import fold_in, uniform_row
+from jackpot.training.gradients import GradientAccumulator
+from jackpot.training.optimizer import ModelOptimizer
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL)
@@ -85,7 +88,9 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
     assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
     assert value(results[-1], "lag/policy_max") == 5.0
     later = write(learner._models["rollout_model"], version=learner.version)
-    assert len(learner.train(batches(later, mini_batch_size=6), False)) == 2 and learner.version.rollout_model == 2
+    results = learner.train(batches(later, mini_batch_size=6), False)
+    assert [value(result, "lag/policy_max") for result in results] == [0.0, 1.0]
+    assert learner.version.rollout_model == 2
 
 
 def test_with_the_policy_it_steps_as_often_as_the_policy():
@@ -174,3 +179,13 @@ def test_where_no_step_is_finite_the_rollout_model_stays():
     results = learner.train(steps, False)
     assert all(value(result, "health/non_finite_steps") == 1.0 for result in results)
     assert learner.version == (0, 0) and torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+
+
+def test_a_gradient_counts_where_it_and_those_of_the_other_models_are_finite():
+    weight, added = torch.nn.Parameter(torch.zeros(2)), []
+    accumulator = GradientAccumulator(ModelOptimizer([weight], LINEAR, 1))
+    for size, others_are_finite in ((2.0, True), (math.nan, True), (1.0, False)):
+        weight.grad = torch.full_like(weight, size)
+        added.append(accumulator.add(3.0, others_are_finite))
+    assert added == [True, False, False]
+    assert accumulator.pop() == 3.0 and weight.grad.tolist() == [2.0, 2.0]

@@ -70,6 +70,14 @@ def test_metrics_have_the_documented_keys(finished: Path) -> None:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
+def test_evaluations_and_rollouts_are_due_as_the_settings_say(tmp_path: Path) -> None:
+    overrides = ("iterations=5", "evaluation.every=2", "rollouts.every=3", "evaluation.problems=2", "batch.prompts=1")
+    lines = run(small_config(*overrides), tmp_path)
+    assert [line["iteration"] for line in lines if "eval/policy_accuracy" in line] == [0, 2, 4, 5]
+    saved = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert saved == [f"iteration-{number:06d}.parquet" for number in (1, 3, 5)]
+
+
 def test_the_engine_and_training_agree_on_what_was_sampled(finished: Path) -> None:
     """The rollout model re-scored in training is the distribution that the engine sampled from, at every iteration."""
     gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished)[1:]]
