@@ -65,7 +65,7 @@ def events(folder: Path, name: str) -> list[dict]:
 def test_a_run_trains_on_the_problems_that_are_left_and_tells_how_many_are_not(model, data, tmp_path):
     lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}), tmp_path / "run")
     expected = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
-    expected |= {"max_prompt_tokens": 200, "unknown_tokens": 0}
+    expected |= {"max_prompt_tokens": 200, "unreadable_answer": 0, "unknown_tokens": 0}
     assert events(tmp_path / "run", "data") == [
         expected | {"split": "train", "rows": 40, "without_answer": 2},
         expected | {"split": "test", "rows": 20, "without_answer": 1},
