@@ -1,7 +1,9 @@
 """A run whose rewards are a function of the user: what stands where other runs have accuracies."""
 
 import io
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,8 @@ from helpers.runs import FinishedRuns, read_lines, small_config
 from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import summarize
 from jackpot.core.errors import ConfigError
+from jackpot.core.types import Score
+from jackpot.rollout.evaluate import Evaluation
 from jackpot.training.run.rollouts import list_rollout_files, read_columns
 from jackpot.ui import cli
 from jackpot.ui.commands import train
@@ -47,6 +51,18 @@ def test_without_a_verdict_mean_rewards_stand_in_place_of_accuracies(own: Path) 
     assert all(text in shown for text in (f"{before:#.4g} ±", f"{after:#.4g} ±", f"{after - before:+#.4g} ±"))
 
 
+def test_a_set_without_a_verdict_has_rewards_in_metrics_and_in_the_closing_table() -> None:
+    rollouts = tuple(SimpleNamespace(token_ids=[0], finish="stop") for _ in range(4))
+    scores = tuple(Score(reward=reward) for reward in (1.0, 0.0, -3.0, 0.0))
+    found = Evaluation(k=2, rollouts=rollouts, responses=("",) * 4, scores=scores).set_metrics()
+    assert (found["reward"], found["reward_stderr"]) == (-0.5, 1.0) and "mean_at_k" not in found
+    line = {"eval/policy_accuracy": 0.5, "eval/rollout_model_accuracy": 0.25, "iteration": 1}
+    line |= {f"eval/mine/{name}": value for name, value in found.items()}
+    console = Console(file=io.StringIO(), width=200)
+    train._show_result(console, small_config("evaluation.benchmarks=[mine.jsonl]"), [line], Path(), is_finished=True)
+    assert "policy on mine, mean reward" in console.file.getvalue() and "-0.5000 ± 1.0" in console.file.getvalue()
+
+
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_reward(own: Path) -> None:
     lines = [line for line in read_lines(own) if line["iteration"]]
     best = max(lines, key=lambda line: (line["eval/policy_reward"], -line["iteration"]))["iteration"]
@@ -60,6 +76,15 @@ def test_sample_and_report_show_rewards_and_no_verdict(own: Path, tmp_path: Path
     assert "mean reward where the task has no verdict" in (tmp_path / "report.html").read_text()
     table = read_columns(list_rollout_files(own)[0][0], ["correct", "reward"])
     assert table["correct"].null_count == len(table) > 0 == table["reward"].null_count
+
+
+def test_eval_measures_the_held_out_problems_of_the_run_by_their_mean_reward(own: Path, tmp_path: Path) -> None:
+    command = ["eval", str(own), "--benchmarks", "own", "--out", str(tmp_path), "problems=4"]
+    done = CliRunner().invoke(cli.app, command, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    [found] = json.loads((tmp_path / "summary.json").read_text())["benchmarks"].values()
+    assert found["mean_at_k"] is None and found["pass_at_k"] == {} and found["reward"] < -1.0
+    assert "mean reward" in done.output and f"{found['reward']:.4g}" in done.output
 
 
 def test_compare_takes_rewards_but_not_beside_accuracies(own: Path, finished_run: FinishedRuns) -> None:

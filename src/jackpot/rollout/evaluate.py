@@ -100,11 +100,12 @@ class Evaluation:
         return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
-        """Return the metrics of another evaluation set, logged as `eval/NAME/...`."""
-        return {
-            "mean_at_k": self.accuracy,
-            "mean_at_k_stderr": self.accuracy_stderr,
-            "pass_at_k": self.pass_at_k,
+        """Return the metrics of another evaluation set, logged as `eval/NAME/...`; rewards where it has no verdict."""
+        if self.has_verdict:
+            shares = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr, "pass_at_k": self.pass_at_k}
+        else:
+            shares = {"reward": self.reward, "reward_stderr": self.reward_stderr}
+        return shares | {
             "tokens": self.mean_tokens,
             "truncated": self.truncated,
             "reward_errors": sum(score.reward_error is not None for score in self.scores) / len(self.scores),

@@ -13,6 +13,7 @@ from jackpot.core.types import DecodedResponse, Prompt, Score
 from jackpot.rollout.rewards.rewards import BUILT_IN, REWARD, RewardFn
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.base import PromptSource, Split, Task
+from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.columns import DataRow
 from jackpot.rollout.tasks.data import DataSource, find_sources
 from jackpot.rollout.tasks.filters import Problems, PromptSize, RowCounts, StreamedProblems
@@ -175,14 +176,14 @@ def make_benchmark(
 ) -> Math:
     """Make a task whose one split, test, is the problems of a source; `reward_fn` as in `Math`.
 
-    No problem is left out for its length, since published numbers are about all problems. Without a verdict in the
-    settings the verifier decides what is right, for the same reason, even where rewards are a function of the user.
+    No problem is left out for its length, since published numbers are about all problems. For the same reason the
+    verifier decides what is right in a named benchmark, where the settings have no verdict, whatever the rewards are.
 
     Raises:
         DataError: there is no such source, or as `Math`.
     """
     asked = settings.model_dump(include=set(QuestionConfig.model_fields))
-    asked["verdict"] = settings.verdict or VerdictConfig(name="correct")
+    asked["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
     return Math(tokenizer, MathConfig(train=data, test=data, **asked), reward_fn, splits=("test",))
 
 

@@ -109,7 +109,10 @@ def _show_result(
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
     shown = {role.replace("_", " "): (f"eval/{role}_{measure}", _percent if is_accuracy else _number) for role in roles}
     for name in map(set_name, config.evaluation.benchmarks):
-        shown[f"policy on {name}" + ("" if is_accuracy else ", percent")] = (f"eval/{name}/mean_at_k", _percent)
+        if (metric := f"eval/{name}/mean_at_k") in last:
+            shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, _percent)
+        else:
+            shown[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", _number)
     rows = []
     for name, (metric, form) in shown.items():
         (before, error), (after, newer) = ((line[metric], line.get(f"{metric}_stderr")) for line in (first, last))
