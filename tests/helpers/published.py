@@ -9,16 +9,19 @@ import pytest
 
 from helpers.paths import ROOT
 
-DEFAULT = ROOT / "shared" / "data"
+PLACES = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime24")
 
 
 def data_folder() -> Path:
-    """The folder that JACKPOT_DATA names, or shared/data in the repository; without one the test is skipped."""
-    folder = Path(os.environ.get("JACKPOT_DATA") or DEFAULT)
-    if not folder.is_dir():
-        pytest.skip(f"the published sets are not in {folder}; set JACKPOT_DATA to the folder that holds them")
-    return folder
+    """The folder that JACKPOT_DATA names, or shared/data in or beside the repository; without one the test is skipped."""
+    named = os.environ.get("JACKPOT_DATA")
+    places = (Path(named),) if named else PLACES
+    for folder in places:
+        if folder.is_dir():
+            return folder
+    listed = " or ".join(map(str, places))
+    pytest.skip(f"the published sets are not in {listed}; set JACKPOT_DATA to the folder that holds them")
 
 
 def rows(name: str) -> list[dict[str, Any]]:
