@@ -92,6 +92,7 @@ class ScriptedServer:
             path = body["method"]
         self.asked.append((path, body))
         self.headers.append(dict(request.headers))
+        self.request = request  # the newest one, for scripts that stream their answer
         scripted = self.script.get(path)
         usual = {} if scripted is not None and path in _CHANGING else self._usual(path, body)
         answer = usual if scripted is None else await scripted(body, usual)
@@ -122,7 +123,7 @@ class ScriptedServer:
         assert EOS not in tokens
         tops = [
             {f"token_id:{token}": value}
-            | {f"token_id:{(token + k) % VOCAB_SIZE}": value + 0.1 * k for k in range(1, body["logprobs"] + 1)}
+            | {f"token_id:{(token + k) % VOCAB_SIZE}": value + 0.001 * k for k in range(1, body["logprobs"] + 1)}
             for token in tokens
         ]
         choice = {

@@ -1,6 +1,10 @@
 """`VLLMServerEngine` with servers that fail, report false facts or serve another model, all played by a script."""
 
 import asyncio
+import contextlib
+import gzip
+import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +109,46 @@ def changed(**changes: Any) -> Callable[[dict, dict], dict]:
     return lambda body, usual: {"choices": [usual["choices"][0] | changes]}
 
 
+def log_probs(**changes: Any) -> Callable[[dict, dict], dict]:
+    """Return a function that changes log-probs of the first token of the usual completion: `sampled`, `own`, `top`."""
+
+    def change(body: dict, usual: dict) -> dict:
+        entries = usual["choices"][0]["logprobs"]
+        top = entries["top_logprobs"][0]
+        own, *others = top
+        if "sampled" in changes:
+            entries["token_logprobs"][0] = changes["sampled"]
+        for name in [own] if "own" in changes else others if "top" in changes else ():
+            top[name] = changes.get("own", changes.get("top"))
+        return usual
+
+    return change
+
+
+def compressed(body: dict, usual: dict) -> web.Response:
+    """Return the completion after 4 MB of spaces, in 4 kB."""
+    data = gzip.compress(b" " * 2**22 + json.dumps(usual).encode())
+    return web.Response(body=data, headers={"Content-Encoding": "gzip"})
+
+
+class Endless:
+    """Answers with 40 MB, whose length it tells before or not, and counts those that were taken."""
+
+    def __init__(self, server: ScriptedServer, told: bool) -> None:
+        self.server, self.told, self.sent = server, told, 0
+
+    async def __call__(self, body: dict, usual: dict) -> Any:
+        response = web.StreamResponse()
+        if self.told:
+            response.content_length = 40 * 2**20
+        await response.prepare(self.server.request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                await response.write(b" " * 2**20)
+                self.sent += 1
+        return response
+
+
 # One bad answer
 
 
@@ -118,8 +162,27 @@ def changed(**changes: Any) -> Callable[[dict, dict], dict]:
         failure(200, "[]"),
         changed(finish_reason="abort"),
         changed(logprobs=None),
+        log_probs(sampled="-1.5"),
+        log_probs(top=None),
+        log_probs(own=True),
+        lambda body, usual: changed(token_ids=[str(one) for one in usual["choices"][0]["token_ids"]])(body, usual),
+        lambda body, usual: changed(token_ids=[*usual["choices"][0]["token_ids"][:-1], 3.7])(body, usual),
+        compressed,
     ],
-    ids=["500", "429", "503", "garbage", "list", "abort", "no log-probs"],
+    ids=[
+        *(
+            "500",
+            "429",
+            "503",
+            "garbage",
+            "list",
+            "abort",
+            "no log-probs",
+            "text for a log-prob",
+            "null for a log-prob",
+        ),
+        *("a boolean", "texts for ids", "a broken id", "compressed"),
+    ],
 )
 def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, server, bad):
     engine = make(server)
@@ -230,13 +293,25 @@ def fewer_log_probs(body: dict, usual: dict) -> dict:
 def other_vocabulary(body: dict, usual: dict) -> dict:
     log_probs, tokens = usual["choices"][0]["logprobs"], [VOCAB_SIZE] * body["max_tokens"]
     tops = [{f"token_id:{VOCAB_SIZE + k}": -1.0 - k for k in range(body["logprobs"])}] * len(tokens)
-    return changed(token_ids=tokens, logprobs=log_probs | {"top_logprobs": tops})(body, usual)
+    named = {"token_logprobs": [-1.0] * len(tokens), "top_logprobs": tops}
+    return changed(token_ids=tokens, logprobs=log_probs | named)(body, usual)
 
 
 def cut_short(body: dict, usual: dict) -> dict:
     choice = usual["choices"][0]
     log_probs = {name: values[:4] for name, values in choice["logprobs"].items()}
     return changed(token_ids=choice["token_ids"][:4], logprobs=log_probs)(body, usual)
+
+
+def too_long(body: dict, usual: dict) -> dict:
+    """Twice as many tokens as were asked for, the last of them a stop token."""
+    choice = usual["choices"][0]
+    twice = {name: values * 2 for name, values in choice["logprobs"].items()}
+    twice["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in (EOS, 7, 8, 9)}
+    twice["token_logprobs"][-1] = -4.0
+    tokens = [*choice["token_ids"] * 2]
+    tokens[-1] = EOS
+    return changed(token_ids=tokens, logprobs=twice, finish_reason="stop")(body, usual)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +323,65 @@ def cut_short(body: dict, usual: dict) -> dict:
         (cut_short, "ended .* after 4 tokens of 12.*--generation-config vllm"),
         (changed(finish_reason="stop"), "not a stop token"),
         (failure(400), "HTTP 400 to /v1/completions: as scripted"),
+        (log_probs(sampled=math.nan), "numbers that are not log-probs"),
+        (log_probs(top=math.nan), "numbers that are not log-probs"),
+        (log_probs(sampled=0.5, own=0.5), "numbers that are not log-probs"),
+        (log_probs(top=-0.9), r"top log-probs of a token whose probabilities sum to 1\.2\d"),
+        (log_probs(sampled=-3.0), r"two log-probs of the sampled token \d+: -3, and -\d\.17805"),
+        (too_long, "ended .* after 24 tokens of 12"),
     ],
-    ids=["too few log-probs", "vocabulary", "prompt", "short", "stop", "400"],
+    ids=[
+        *("too few log-probs", "vocabulary", "prompt", "short", "stop", "400", "NaN", "NaN in the list"),
+        *("above 0", "mass above 1", "two log-probs of a token", "too long"),
+    ],
 )
 def test_a_response_that_must_not_be_trained_on_is_an_error(make, server, bad, advice):
     engine = make(server)
     server.script["/v1/completions"] = first(1, bad)
     with pytest.raises(EngineError, match=advice):
         engine.generate(requests(1))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_answer_longer_than_what_was_asked_for_is_not_read(make, server, told):
+    engine, answer = make(server, max_retries=2), Endless(server, told)
+    server.script["/v1/completions"] = answer
+    with pytest.raises(EngineError, match=r"max_retries = 2 times .*of more than 1,0\d\d,\d{3} bytes"):
+        engine.generate(requests(1))
+    assert answer.sent < 40  # of 2 x 40
+
+
+def test_a_long_error_of_a_server_is_cut(make, server):
+    engine = make(server)
+    server.script["/v1/completions"] = first(1, failure(400, json.dumps({"error": {"message": "x" * 10_000}})))
+    with pytest.raises(EngineError, match=r"HTTP 400 .*xxx") as error:
+        engine.generate(requests(1))
+    assert len(str(error.value)) < 1_000
+
+
+def test_a_redirect_to_another_server_is_not_followed(make, server, other):
+    engine = make(server)
+    lead = f"{other.url}/v1/completions"
+    server.script["/v1/completions"] = always(
+        lambda body, usual: web.Response(status=307, headers={"Location": lead}, text="moved")
+    )
+    with pytest.raises(EngineError, match=r"HTTP 307 to /v1/completions.*redirects are not followed.*engine.urls"):
+        engine.generate(requests(1))
+    assert other.asked == []
+
+
+def test_scores_that_are_no_log_probs_are_refused(make, server):
+    engine = make(server)
+
+    def score(body: dict, usual: dict) -> dict:
+        token = body["logprob_token_ids"][0]
+        entries = [{str(one): {"logprob": -1.0}} for one in body["prompt"]]
+        tops = {"top_logprobs": [{f"token_id:{token}": math.nan}]}
+        return {"choices": [usual["choices"][0] | {"logprobs": tops, "prompt_logprobs": entries}]}
+
+    server.script["/v1/completions"] = always(score)
+    with pytest.raises(EngineError, match="numbers that are not log-probs"):
+        engine.score([rollout_of(tiny_prompt(3), [2, 3])], 1.0)
 
 
 def test_log_probs_are_sorted_and_minus_infinity_is_restored(make, server):

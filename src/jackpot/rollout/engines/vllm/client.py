@@ -11,8 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jackpot.core.errors import EngineError
+from jackpot.rollout.engines.vllm.protocol import completion_bytes
 
 Result = TypeVar("Result")
+_ANSWER_BYTES = 1 << 26  # most of an answer other than a completion: a model's modules, checksums
+_CHUNK_BYTES = 1 << 16  # read at once, so that an answer is never much larger in memory than it may be
+_MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
 API_KEY_VAR = "VLLM_API_KEY"  # environment variable that holds the key of the servers, vLLM's own
@@ -48,7 +52,8 @@ def open_session() -> Any:
         )
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
-        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        auto_decompress=False,  # a small answer must not become a huge one
     )
 
 
@@ -135,7 +140,8 @@ class ServerClient:
 
     async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
         """Return the completion of one prompt, converted by `parse`, which may run on another thread."""
-        return await self._call("POST", "/v1/completions", body, parse=parse, seconds=self._long)
+        most = completion_bytes(body)
+        return await self._call("POST", "/v1/completions", body, parse=parse, seconds=self._long, most=most)
 
     async def _call(
         self,
@@ -145,19 +151,23 @@ class ServerClient:
         *,
         parse: Callable[[Any], Result] | None = lambda body: body,
         seconds: float | None = None,
+        most: int = _ANSWER_BYTES,
         missing: str = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000",
     ) -> Result:
         """Send a request and return its parsed JSON.
 
         Args:
-            parse: function of the response's JSON; None: the body is not read.
+            parse: function of the response's JSON; None: the body is not parsed.
+            most: largest size of the response, bytes.
             missing: advice where the route does not exist.
         """
         seconds = seconds or self._short
         limits = self._aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._session.request(method, self._url + path, json=body, timeout=limits) as response:
-                status, data = response.status, await response.read()
+            async with self._session.request(
+                method, self._url + path, json=body, timeout=limits, allow_redirects=False
+            ) as response:
+                status, data = response.status, await _read(response, path, most)
         except TimeoutError:
             raise ServerLost(f"{path} took longer than {seconds:g} seconds") from None
         except (self._aiohttp.ClientError, OSError) as error:
@@ -177,7 +187,29 @@ class ServerClient:
                 f"{self._url} refuses the API key ({reply}); put the key that it was started with into the environment "
                 f"variable {API_KEY_VAR}"
             )
-        raise EngineError(f"{self._url} answered {reply}" + (f"; {missing}" if status in (404, 405) else ""))
+        advice = {404: missing, 405: missing}.get(status, "")
+        if 300 <= status < 400:
+            advice = "redirects are not followed; put the address of the server itself into engine.urls"
+        raise EngineError(f"{self._url} answered {reply}" + (f"; {advice}" if advice else ""))
+
+
+async def _read(response: Any, path: str, most: int) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        ServerLost: it has more than `most` bytes, or is compressed, which no request asks for.
+    """
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise ServerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")
+    data = bytearray()
+    if (response.content_length or 0) <= most:
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > most:
+                break
+        else:
+            return bytes(data)
+    raise ServerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
 
 
 def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
@@ -199,7 +231,7 @@ def _error_message(data: bytes) -> str:
     """Return the message in the body of an error, or the start of the body."""
     try:
         error = json.loads(data)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return str(error["message"] if isinstance(error, dict) else error)[:_MESSAGE_LENGTH]
     except (ValueError, TypeError, LookupError):
         return data[:200].decode(errors="replace")
 

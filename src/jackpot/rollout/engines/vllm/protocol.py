@@ -6,7 +6,7 @@ be vLLM's processed ones: after temperature, top-p and top-k.
 Shapes: `T` response tokens, `K` top log-probs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,12 +140,20 @@ def join_log_probs(parts: Sequence[Sequence[float]]) -> Tensor:
 
 _PREFIX = "token_id:"
 _MINUS_INFINITY = -9999.0  # as vLLM writes it in JSON
+_LARGEST_MASS = 1.0 + 1e-3  # of the top log-probs of a token; more than rounding makes it
+_SAME = 1e-4  # by which a sampled token's log-prob may differ from its entry among the top ones
 _COMMON = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream": False}
 
 
 def completion_body(prompt: Sequence[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a completions call, without the model's name."""
     return _COMMON | sampling_params | {"prompt": list(prompt)}
+
+
+def completion_bytes(body: Mapping[str, Any]) -> int:
+    """Return the most bytes that a server's JSON for a `completion_body` can have, with room for other versions."""
+    num_prompt, num_response, num_top = len(body["prompt"]), body["max_tokens"], body.get("logprobs") or 0
+    return (1 << 20) + 1024 * num_prompt + (512 + 64 * (num_top + 2)) * num_response
 
 
 def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
@@ -167,7 +175,7 @@ def parse_completion(
     """
     num_top = request.sampling.num_top_log_probs
     choice = _only_choice(completion, request.prompt.token_ids, request.uid)
-    token_ids = [int(token) for token in choice["token_ids"]]
+    token_ids = [_token_id(token) for token in choice["token_ids"]]
     _check_end(choice["finish_reason"], token_ids, sampling_params, request.uid)
     tops = choice["logprobs"]["top_logprobs"]
     rows = [
@@ -184,6 +192,11 @@ def parse_completion(
         )
     if not (log_probs <= 1e-3).all() or not np.isfinite(log_probs[:, 0]).all():
         raise EngineError(f"{request.uid} came back with numbers that are not log-probs, the largest {log_probs.max()}")
+    if (mass := float(np.exp(log_probs[:, 1:]).sum(axis=1).max())) > _LARGEST_MASS:
+        raise EngineError(
+            f"{request.uid} came back with top log-probs of a token whose probabilities sum to {mass:.6g}; start the "
+            f"server with --logprobs-mode processed_logprobs"
+        )
     return make_rollout(request, token_ids, ids, log_probs, choice["finish_reason"], version)
 
 
@@ -200,7 +213,10 @@ def parse_log_probs(completion: Any, *, request: LogProbRequest, uid: str) -> li
         entries = choice["prompt_logprobs"][-count:]
         tokens = request.prompt[-count:]
         values = [_log_prob(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
-    return [*values, _log_prob(choice["logprobs"]["top_logprobs"][0][f"{_PREFIX}{request.token}"])]
+    values.append(_log_prob(choice["logprobs"]["top_logprobs"][0][f"{_PREFIX}{request.token}"]))
+    if not all(value <= 1e-3 for value in values):
+        raise EngineError(f"the score of {uid} came back with numbers that are not log-probs, such as {max(values)}")
+    return values
 
 
 def _only_choice(completion: Any, prompt: Sequence[int], uid: str) -> Any:
@@ -219,7 +235,7 @@ def _check_end(finish_reason: str, token_ids: Sequence[int], sampling_params: di
     """Raise EngineError for a response that ended at no stop token and before its limit."""
     advice = "a setting of its own. Start it with --generation-config vllm and without other overrides"
     max_tokens = sampling_params["max_tokens"]
-    if (finish_reason == "length" and len(token_ids) != max_tokens) or not token_ids:
+    if (finish_reason == "length" and len(token_ids) != max_tokens) or not 0 < len(token_ids) <= max_tokens:
         raise EngineError(f"the server ended {uid} after {len(token_ids)} tokens of {max_tokens}: {advice}")
     if finish_reason == "stop" and token_ids[-1] not in sampling_params["stop_token_ids"]:
         raise EngineError(f"the server ended {uid} at token {token_ids[-1]}, which is not a stop token: {advice}")
@@ -238,9 +254,23 @@ def _log_prob_row(token: int, sampled: Any, top: dict[str, Any], num_top: int, u
             f"{uid} came back with {len(entries)} top log-probs of a token in place of {num_top}; start the server "
             f"with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs"
         )
-    return [(token, _log_prob(sampled)), *sorted(entries, key=lambda entry: -entry[1])]
+    log_prob, own = _log_prob(sampled), _log_prob(top.get(f"{_PREFIX}{token}", sampled))
+    if abs(log_prob - own) > _SAME:
+        raise EngineError(
+            f"{uid} came back with two log-probs of the sampled token {token}: {log_prob:.6g}, and {own:.6g} among the "
+            f"top ones. Is there something between the server and the trainer that changes answers?"
+        )
+    return [(token, log_prob), *sorted(entries, key=lambda entry: -entry[1])]
+
+
+def _token_id(given: Any) -> int:
+    if type(given) is not int:
+        raise TypeError(f"the token id {given!r} is no integer")
+    return given
 
 
 def _log_prob(given: Any) -> float:
-    value = float(given)
-    return value if value > _MINUS_INFINITY else -np.inf
+    """Return a log-prob of vLLM's JSON; NaN stays NaN."""
+    if type(given) not in (int, float):
+        raise TypeError(f"the log-prob {given!r} is no number")
+    return -np.inf if given <= _MINUS_INFINITY else float(given)
