@@ -1,11 +1,13 @@
 """Loading models and tokenizers: what is refused, and with which words."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -94,6 +96,26 @@ def test_corrupt_weights_are_refused(folder):
     (folder / "model.safetensors").write_bytes(b"no weights at all" * 1000)
     with pytest.raises(ModelError, match="SafetensorError"):
         load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -2e6])
+@pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_weights_that_are_no_numbers_are_refused_by_path_and_tensor(folder, value, load_it, name):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights[name][-1, 3] = value  # one of all: the embedding of a token that no text may ever use
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"in {folder} are damaged: {name} has .* 1 of 2\d tensors"):
+        load_it(folder, torch.float32)
+
+
+def test_large_weights_that_models_have_are_none_of_those(folder):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][:] = 9e3
+    save_file(weights, file, metadata={"format": "pt"})
+    assert load_model(folder, torch.bfloat16).model.norm.weight.max() > 8e3
 
 
 def test_a_config_that_is_no_json_is_refused(folder):

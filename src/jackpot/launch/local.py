@@ -1,7 +1,7 @@
 """Builds all components of a run from its settings, in this process."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -169,7 +169,8 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     where the run `resumes`.
     """
     settings = getattr(config, role)
-    model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
+    with _role_named(role):
+        model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     if settings.lora is not None:
         add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
         if resumes:
@@ -179,11 +180,21 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     return model
 
 
+@contextmanager
+def _role_named(role: Role) -> Iterator[None]:
+    """Put a model's role before the error of a model that cannot be used."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{role}: {error}") from error
+
+
 def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -> Critic:
     """Build the critic: its value model comes from a checkpoint, or for a new run from the settings."""
     settings = config.critic
     path = str(checkpoint / "critic") if checkpoint else settings.path or config.policy.path
-    model = load_value_model(path, torch.float32, device)
+    with _role_named("critic"):
+        model = load_value_model(path, torch.float32, device)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     optimizer = _optimizer(model, settings.optimizer, _total_steps(config))

@@ -43,6 +43,7 @@ def starter_path(name: str) -> Path:
     return Path(__file__).parent / "starter_weights" / name
 
 
+LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 STARTER_PREFIX = "starter:"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -59,12 +60,13 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
     """Load the causal language model in `path`, in eval mode.
 
     Raises:
-        ModelError: no such folder, no config.json, damaged, missing or unknown weights, not a causal language model, or
-            one whose logits are not its output layer's (`check_head`).
+        ModelError: no such folder, no config.json, damaged, missing or unknown weights, weights that are not finite or
+            huge, not a causal language model, or one whose logits are not its output layer's (`check_head`).
     """
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype)
     _check_fit(path, model, info)
     model = model.to(device).eval()
+    _check_finite(path, model)
     check_head(model)
     return model
 
@@ -85,7 +87,9 @@ def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.d
             for name in head:
                 model.get_parameter(name).zero_()
     _check_fit(path, model, info)
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    _check_finite(path, model)
+    return model
 
 
 def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
@@ -122,6 +126,19 @@ def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
                 f"the weights in {path} do not fit {type(model).__name__}: {len(names)} {kind}, such as "
                 f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {_ADVICE}"
             )
+
+
+def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
+    """Raise ModelError for weights that are NaN, infinite or beyond LARGEST_WEIGHT; reads every weight once."""
+    named = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
+    largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in named.values()]).tolist()
+    if bad := [(name, value) for name, value in zip(named, largest, strict=True) if not value <= LARGEST_WEIGHT]:
+        name, value = bad[0]
+        raise ModelError(
+            f"the weights in {path} are damaged: {name} has the value {value:g}, and {len(bad)} of {len(named)} "
+            f"tensors have NaN, infinity or more than {LARGEST_WEIGHT:g}. Fetch or save the model again, or take an "
+            f"earlier checkpoint"
+        )
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
