@@ -175,6 +175,7 @@ class Scripted(Engine):
             max_model_len=CONTEXT,
             quantized=False,
             dtype=torch.float32,
+            device="cpu",
         )
 
     @property

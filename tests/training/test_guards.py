@@ -4,14 +4,14 @@ import copy
 import json
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from scipy.stats import binom
 
-from helpers.engines.reference import EOS
+from helpers.engines.reference import EOS, VOCAB_SIZE
 from helpers.learners import make_learner, scored, smallest_model
 from helpers.runs import metrics, run, small_config
 from jackpot.config.engines import TransformersEngineConfig
@@ -19,21 +19,24 @@ from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
 from jackpot.core.metrics import Sum
-from jackpot.core.types import Prompt, Score, Version
+from jackpot.core.types import Prompt, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
-from jackpot.rollout.tasks.arithmetic import Arithmetic
+from jackpot.training import advantages, reported_lists
 from jackpot.training.batching import micro_batches
 from jackpot.training.guards import (
+    CPU_FP32,
+    EngineCheck,
     NonFiniteGuard,
-    check_engine,
+    check_gap,
     engine_gap,
     first_rollouts,
-    largest_surplus,
+    list_gap,
+    precisions,
     sample_rollouts,
-    top_token_surplus,
 )
 from jackpot.training.learner import StepResult
+from jackpot.training.reported_lists import FALSE_ALARM, ReportedLists, SamplingEvidence, check_lists
 from jackpot.training.run.checkpoint import load_state
 
 MODEL = smallest_model(1)
@@ -93,9 +96,12 @@ class Hotter(TransformersEngine):
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED, PLAIN.model_copy(update={"temperature": 1.6})])
 def test_an_honest_engine_passes_whatever_it_filters(sampling):
     rollouts = written(TransformersEngine, sampling)
-    found = check_engine(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
-    assert found["event"] == "engine_check" and found["tokens"] == sum(len(one.token_ids) for one in rollouts) > 500
-    assert found["mean_gap"] < 1e-5 and abs(found["top_token_surplus"]) < 0.7
+    found = check_gap(rollouts, sampling, [CPU_FP32], score(rollouts))
+    assert found["mean_gap"] < 1e-6 and found["list_gap"] < 2e-6 and found["allowed"] == 1e-5
+    lists = ReportedLists.of(rollouts)
+    assert len(lists.token_ids) == sum(len(one.token_ids) for one in rollouts) > 500
+    check_lists(lists, VOCAB_SIZE)
+    assert SamplingEvidence().add(lists) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -109,14 +115,15 @@ def test_an_honest_engine_passes_whatever_it_filters(sampling):
 def test_an_engine_that_reports_raw_log_probs_is_refused_and_told_what_they_are(sampling, what):
     rollouts = written(Raw, sampling)
     with pytest.raises(EngineError, match=rf"They are the log-probs of the model ({what}); have the engine return"):
-        check_engine(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
+        check_gap(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
 
 
 def test_an_engine_that_samples_from_another_temperature_than_it_reports_is_refused_though_training_agrees():
     rollouts = written(Hotter, PLAIN)
     assert engine_gap(rollouts, score(rollouts)(PLAIN)) < 1e-5
-    with pytest.raises(EngineError, match=r"samples from another: .*drawn 1\d\d times less often"):
-        check_engine(rollouts, PLAIN, ["fp32", "fp32"], score(rollouts))
+    check_gap(rollouts, PLAIN, [CPU_FP32], score(rollouts))
+    with pytest.raises(EngineError, match=r"samples from another: over \d+ tokens .* log-prob of -\d\.\d+ on average"):
+        SamplingEvidence().add(ReportedLists.of(rollouts))
 
 
 def test_an_engine_with_other_weights_is_refused_and_the_likely_cause_named():
@@ -124,52 +131,204 @@ def test_an_engine_with_other_weights_is_refused_and_the_likely_cause_named():
     other = make_learner(smallest_model(0), smallest_model(5))
     batches = micro_batches([scored(rollout, 0.0) for rollout in rollouts], 4096, seed=0, epoch=0)
     with pytest.raises(EngineError, match="Likely causes: other weights, or another tokenizer"):
-        check_engine(rollouts, PLAIN, ["fp32"], lambda sampling: other.score("rollout_model", batches, sampling))
+        check_gap(rollouts, PLAIN, ["fp32"], lambda sampling: other.score("rollout_model", batches, sampling))
 
 
 def test_the_coarsest_precision_rules_what_is_rounding():
     rollouts = written(TransformersEngine, PLAIN)
     off = [replace(one, rollout_log_probs=(one.rollout_log_probs.exp() * 0.98).log()) for one in rollouts]
     assert 1e-3 < engine_gap(off, score(rollouts)(PLAIN)) < 2e-2
-    check_engine(off, PLAIN, ["fp32", "bf16"], score(rollouts))
-    with pytest.raises(EngineError, match=r"at most 0\.001 is allowed in fp32"):
-        check_engine(off, PLAIN, ["fp32", "fp32"], score(rollouts))
+    check_gap(off, PLAIN, ["fp32", "bf16"], score(rollouts))
+    with pytest.raises(EngineError, match=r"at most 0\.001 is allowed in fp32\."):
+        check_gap(off, PLAIN, ["fp32", "fp32"], score(rollouts))
 
 
 def test_gaps_that_are_not_a_number_are_refused():
     rollouts = written(TransformersEngine, PLAIN)
     broken = [replace(one, rollout_log_probs=one.rollout_log_probs * torch.nan) for one in rollouts]
     with pytest.raises(EngineError, match="differ from training's by nan"):
-        check_engine(broken, PLAIN, ["fp32"], score(rollouts))
+        check_gap(broken, PLAIN, ["fp32"], score(rollouts))
 
 
 def test_the_gap_of_no_rollouts_is_not_a_number():
     assert math.isnan(engine_gap([], {}))
 
 
-def test_the_top_token_statistic_is_its_equation_and_sees_only_sampled_tokens():
+@pytest.mark.parametrize(
+    ("engine", "training", "device", "sampling", "keys"),
+    [
+        ("fp32", "fp32", "cpu", PLAIN, [CPU_FP32]),
+        ("fp32", "fp32", "cpu", FILTERED, ["fp32", "fp32"]),
+        ("fp32", "fp32", "cuda", PLAIN, ["fp32", "fp32"]),
+        ("fp32", "bf16", "cpu", PLAIN, ["fp32", "bf16"]),
+        ("quantized", "fp32", "cpu", PLAIN, ["quantized", "fp32"]),
+    ],
+)
+def test_only_untruncated_fp32_on_a_cpu_is_held_to_its_rounding(engine, training, device, sampling, keys):
+    assert precisions(engine, training, device, sampling) == keys
+
+
+# What an engine reports, by itself
+
+
+def lists_of(rows, drawn):
+    """Reported lists [N, K] of probabilities of the ids 0, 1, ..., and the tokens drawn."""
+    probs = torch.tensor(rows, dtype=torch.float64)
+    return ReportedLists(torch.tensor(drawn), torch.arange(probs.shape[1]).expand(probs.shape), probs.log())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda one: {"top_ids": one.top_ids[:, :1].expand(-1, 4)}, "name a token twice; the prob.* sum to [23]"),
+        (lambda one: {"top_log_probs": one.top_log_probs + 3.0}, r"the probabilities of one sum to \d+\."),
+        (lambda one: {"top_log_probs": one.top_log_probs * torch.nan}, "the probabilities of one sum to nan"),
+        (lambda one: {"top_ids": one.top_ids + 9}, r"ids from 9 to \d+, and the model knows 0 to 23"),
+        (lambda one: {"top_ids": one.top_ids - 9}, r"ids from -9 to \d+, and the model knows 0 to 23"),
+    ],
+)
+def test_lists_that_no_distribution_has_are_refused(change, why):
+    rollouts = [replace(one, **change(one)) for one in written(TransformersEngine, PLAIN)]
+    if "twice" in why:
+        rollouts = [replace(one, top_log_probs=one.top_log_probs[:, :1].expand(-1, 4)) for one in rollouts]
+    with pytest.raises(EngineError, match=f"top-k lists are no part of a distribution: .*{why}"):
+        check_lists(ReportedLists.of(rollouts), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: {"top_log_probs": one.top_log_probs.roll(1, 0)},
+        lambda one: {"top_ids": one.top_ids.roll(1, 0)},
+        lambda one: {"top_log_probs": one.top_log_probs - 1e-3},
+        lambda one: {
+            "top_log_probs": torch.cat(
+                [one.top_log_probs[:, :3], torch.full_like(one.top_log_probs[:, 3:], -torch.inf)], 1
+            )
+        },
+    ],
+    ids=["log-probs of the token before", "ids of the token before", "a little off", "the last one dropped"],
+)
+def test_lists_that_training_does_not_have_are_refused_though_the_sampled_tokens_agree(change):
     rollouts = written(TransformersEngine, PLAIN)
+    check_gap(rollouts, PLAIN, [CPU_FP32], score(rollouts))
+    rollouts = [replace(one, **change(one)) for one in rollouts]
+    with pytest.raises(EngineError, match=r"top-k lists are not those of .* tokens by \d\S*e-\d+; at most 3e-05"):
+        check_gap(rollouts, PLAIN, [CPU_FP32], score(rollouts))
+
+
+def test_the_gap_of_lists_is_the_total_variation_of_sampled_tokens():
+    rollouts = written(TransformersEngine, PLAIN)[:5]
     rollouts = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) % 3 != 1) for one in rollouts]
-    surplus = variance = 0.0
-    for one in rollouts:
-        for t in range(len(one.token_ids)):
-            if t % 3 != 1:
-                p = one.top_log_probs[t, 0].double().exp().item()
-                surplus += (one.token_ids[t] == one.top_ids[t, 0]).item() - p
-                variance += p * (1 - p)
-    assert top_token_surplus(rollouts) == pytest.approx((surplus, variance), rel=1e-6)
+    scores = {one.uid: torch.rand(len(one.token_ids), 5).log() for one in rollouts}
+    expected = [
+        sum(abs(scores[one.uid][t, 1 + k].exp() - one.top_log_probs[t, k].exp()).item() for k in range(4)) / 2
+        for one in rollouts
+        for t in range(len(one.token_ids))
+        if t % 3 != 1
+    ]
+    assert list_gap(rollouts, scores) == pytest.approx(np.mean(expected), rel=1e-6)
+    assert math.isnan(list_gap([], {}))
+
+
+def test_the_evidence_of_tokens_drawn_as_reported_has_mean_one_at_most_over_all_outcomes(monkeypatch):
+    """By enumeration of three draws, the last token of each row outside its list of two."""
+    rows = [[0.6, 0.3], [0.5, 0.2], [0.97, 0.02999]]
+    for slack, low, high in ((0.0, 1.0 - 1e-12, 1.0 + 1e-12), (reported_lists.ROUNDING, 0.9995, 1.0)):
+        monkeypatch.setattr(reported_lists, "ROUNDING", slack)
+        mean = 0.0
+        for drawn in product(range(3), repeat=3):
+            evidence = SamplingEvidence()
+            chance = math.prod([*row, 1.0 - sum(row)][x] for row, x in zip(rows, drawn, strict=True))
+            begun = [evidence.add(lists_of([row], [x])) for row, x in zip(rows, drawn, strict=True)]
+            mean += chance * (math.exp(-math.log(FALSE_ALARM) * begun[-1]) + 0.1 / 3.0)  # the rest has not begun
+        assert low <= mean <= high
+
+
+def simulated(temperature, seed, batches, tokens=200):
+    """Batches drawn at a temperature from random distributions over 12 tokens, of which 8 are reported, as at 1."""
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(batches):
+        logits = 2.5 * torch.randn(tokens, 12, generator=random, dtype=torch.float64)
+        drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)[:, 0]
+        top = logits.log_softmax(-1).topk(8)
+        yield ReportedLists(drawn, top.indices, top.values)
+
+
+def test_a_sound_engine_is_refused_no_more_often_than_promised_in_a_run_of_any_length(monkeypatch):
+    monkeypatch.setattr(reported_lists, "FALSE_ALARM", 0.1)
+    refused = 0
+    for seed in range(60):
+        evidence = SamplingEvidence()
+        try:
+            for lists in simulated(1.0, seed, batches=6, tokens=100):
+                evidence.add(lists)
+        except EngineError:
+            refused += 1
+    assert refused <= 6
+
+
+@pytest.mark.parametrize(("temperature", "tokens"), [(1.1, 12_000), (1.3, 1_600), (0.9, 12_000), (0.7, 1_600)])
+@pytest.mark.parametrize("sound", [0, 20])
+def test_another_temperature_is_found_early_and_hardly_later_after_sound_batches(temperature, tokens, sound):
+    evidence = SamplingEvidence()
+    for lists in simulated(1.0, 1, batches=sound):
+        evidence.add(lists)
+    with pytest.raises(EngineError, match="samples from another"):
+        for lists in simulated(temperature, 2, batches=tokens // 200):
+            evidence.add(lists)
+
+
+def test_tokens_that_a_tool_wrote_and_lists_without_entries_are_no_evidence():
+    rollouts = written(TransformersEngine, PLAIN)[:9]
+    some = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) < 2) for one in rollouts]
+    cut = [
+        replace(
+            one, **{name: getattr(one, name)[:2] for name in ("token_ids", "sampled_mask", "top_ids", "top_log_probs")}
+        )
+        for one in rollouts
+    ]
+    assert SamplingEvidence().add(ReportedLists.of(some)) == SamplingEvidence().add(ReportedLists.of(cut)) != 0.0
     bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
-    assert top_token_surplus(bare) == top_token_surplus([]) == (0.0, 0.0)
+    check_lists(ReportedLists.of(bare), VOCAB_SIZE)
+    assert SamplingEvidence().add(ReportedLists.of(bare)) == 0.0
 
 
-@pytest.mark.parametrize("count", [1, 30, 4096])
-@pytest.mark.parametrize("p", [0.5, 0.9, 0.999, 0.999999])
-def test_a_sound_engine_fails_once_in_a_thousand_million_starts(count, p):
-    """The exact tails of a binomial beyond what is allowed."""
-    allowed = largest_surplus(count * p * (1.0 - p))
-    tails = binom.cdf(np.ceil(count * p - allowed) - 1, count, p) + binom.sf(np.floor(count * p + allowed), count, p)
-    assert tails <= 1e-9
-    assert allowed < 15.0 + 7.0 * math.sqrt(count * p * (1.0 - p))
+def test_lists_of_very_many_tokens_are_read_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(reported_lists, "LISTED_TOKENS", 40)
+    lists = ReportedLists.of(written(TransformersEngine, PLAIN))
+    assert 40 <= len(lists.token_ids) < 40 + 16
+
+
+# Versions
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return TransformersEngine(
+        copy.deepcopy(MODEL), TransformersEngineConfig(max_num_seqs=64), eos_token_ids=(EOS,), version=Version(0, 0)
+    )
+
+
+@pytest.mark.parametrize(("ahead", "carried", "stops"), [(0, 1, True), (0, -1, True), (1, 1, True), (1, -1, False)])
+def test_a_batch_without_a_rollout_of_the_weights_that_were_sent_is_refused_unless_it_was_generated_ahead(
+    engine, ahead, carried, stops
+):
+    recorded = []
+    check = EngineCheck(small_config(f"batch.ahead={ahead}"), LEARNER, lambda number, event: recorded.append(event))
+    rollouts = engine.generate(requests(PLAIN, count=20))
+    wrong = [replace(one, versions=one.versions + carried) for one in rollouts]
+    if stops:
+        with pytest.raises(
+            EngineError, match=f"none of the 20 rollouts of iteration 7 .*: 0 optimizer.*carry {carried}"
+        ):
+            check.check_batch(engine, wrong, 7)
+        assert [event["event"] for event in recorded] == ["stopped"]
+    else:
+        check.check_batch(engine, wrong, 7)
+        check.check_batch(engine, wrong, 8)
+        check.check_batch(engine, rollouts[:3] + wrong[3:], 9)
+        assert [event["event"] for event in recorded] == ["engine_not_checked", "engine_check"]
 
 
 def test_first_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():
@@ -213,24 +372,22 @@ def events(folder):
 
 
 def poison(monkeypatch, first):
-    """Every second reward is infinite from train score number `first` on."""
-    score, seen = Arithmetic.score, []
+    """Every second advantage is NaN from iteration `first` on."""
+    compute, calls = advantages.compute_advantages, []
 
-    def bad(task, prompt, response, finished):
-        if "/test/" in prompt.uid:
-            return score(task, prompt, response, finished)
-        seen.append(prompt.uid)
-        is_bad = len(seen) > first and len(seen) % 2
-        return Score(reward=float("inf"), correct=False) if is_bad else score(task, prompt, response, finished)
+    def bad(*arguments):
+        calls.append(arguments)
+        values = compute(*arguments)
+        return torch.where(torch.arange(len(values)) % 2 == 1, torch.nan, values) if len(calls) >= first else values
 
-    monkeypatch.setattr(Arithmetic, "score", bad)
+    monkeypatch.setattr(advantages, "compute_advantages", bad)
 
 
 POISONED = ("iterations=6", "checkpoint.every=1", "guard.max_non_finite_steps=2", "objective.advantage=reinforce_pp")
 
 
 def test_a_run_whose_gradients_are_not_finite_skips_both_models_and_stops_with_its_checkpoint(tmp_path, monkeypatch):
-    poison(monkeypatch, first=40)  # in the middle of the third rollout batch of 16
+    poison(monkeypatch, first=3)
     with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 4"):
         run(small_config(*POISONED), tmp_path)
     skipped = [event for event in events(tmp_path) if event["event"] == "skipped_step"]
@@ -250,7 +407,7 @@ def test_a_run_whose_gradients_are_not_finite_skips_both_models_and_stops_with_i
 
 
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
-    poison(monkeypatch, first=16)
+    poison(monkeypatch, first=2)
     run(small_config(*POISONED), tmp_path, kill_after=2)
     assert load_state(tmp_path / "checkpoints" / "last")["non_finite"] == 1
     with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
@@ -272,9 +429,32 @@ def test_a_run_writes_down_what_the_checks_before_and_after_the_first_update_fou
     finished_run.copy(tmp_path, kill_after=3)  # the checkpoint is that of iteration 2
     found = [event for event in events(tmp_path) if event["event"] == "engine_check"]
     assert [event["iteration"] for event in found] == [1, 2]
-    assert all(event["tokens"] > 50 and event["mean_gap"] < 1e-4 for event in found)
+    for event in found:
+        assert event["tokens"] > 50 and event["mean_gap"] < 1e-6 and event["list_gap"] < 2e-6
+        assert event["allowed"] == 1e-5 and event["sampling_evidence"] < 0.5
     run(small_config(), tmp_path)
     assert [event["iteration"] for event in events(tmp_path) if event["event"] == "engine_check"] == [1, 2, 3, 4]
+
+
+LIES = {
+    "lists of the token before": lambda one: {"top_log_probs": one.top_log_probs.roll(1, 0)},
+    "one id in all places": lambda one: {"top_ids": one.top_ids[:, :1].expand(-1, one.top_ids.shape[1]).contiguous()},
+    "lists above 1": lambda one: {"top_log_probs": one.top_log_probs + 0.1},
+    "versions of weights that were never sent": lambda one: {"versions": one.versions + 1},
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_engine_whose_lists_or_versions_are_wrong_stops_the_run_at_its_first_batch(name, tmp_path, monkeypatch):
+    class Lying(TransformersEngine):
+        def collect(self, *arguments, **named):
+            return [replace(one, **LIES[name](one)) for one in super().collect(*arguments, **named)]
+
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Lying)
+    with pytest.raises(EngineError, match=r"top-k lists are|carries the version"):
+        run(small_config("iterations=1"), tmp_path)
+    (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
+    assert stopped["iteration"] == 1 and metrics(tmp_path)[-1]["iteration"] == 0
 
 
 # Weight updates that do not arrive
@@ -300,7 +480,7 @@ def losing(update, names):
 FAST = ("rollout_model.optimizer.learning_rate=5e-3", "iterations=8", "evaluation.every=8", "checkpoint.every=1")
 
 
-@pytest.mark.parametrize("names", ["", "embed_tokens"])  # all, and the tied output layer
+@pytest.mark.parametrize("names", ["", "embed_tokens", "model.norm"])  # all, the tied output layer, and 64 numbers
 @pytest.mark.parametrize("update", [1, 2, 4])
 def test_a_weight_update_that_does_not_arrive_stops_the_run_before_it_trains_on_what_comes_of_it(
     update, names, tmp_path, monkeypatch

@@ -71,8 +71,8 @@ def test_a_gap_that_stops_other_runs_lets_one_with_a_quantized_engine_go_on_up_t
     rollout = rollout_of(tiny_prompt(3), [4, 5])  # probability 1 each, as the engine says
 
     def gap(precision: str, probability: float) -> float:
-        scores = {rollout.uid: torch.full((2,), probability).log()}
-        return check_gap([rollout], Sampling(), [precision, "fp32"], lambda sampling: scores)
+        scores = {rollout.uid: torch.full((2, 1), probability).log()}
+        return check_gap([rollout], Sampling(), [precision, "fp32"], lambda sampling: scores)["mean_gap"]
 
     assert gap("quantized", 0.8) == pytest.approx(0.2)
     for precision, probability in (("bf16", 0.8), ("fp32", 0.8), ("quantized", 0.7)):

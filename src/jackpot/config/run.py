@@ -292,8 +292,9 @@ class GuardConfig(Strict):
     """Settings of the checks that stop a run which no longer trains."""
 
     check_engine: Annotated[bool, MAY_CHANGE] = True
-    """Compare the engine's log-probs with those of training, at every evaluation and for every rollout batch before it
-    is trained on; with `batch.ahead` and a trained rollout model, only for the first batch after a start."""
+    """Compare the engine's log-probs and top-k lists with those of training, at every evaluation and for every rollout
+    batch before it is trained on (with `batch.ahead` and a trained rollout model, only for the first batch after a
+    start), and check over all batches that the engine samples as it reports."""
     max_non_finite_steps: Annotated[Count, MAY_CHANGE] = 10
     """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""
 

@@ -51,18 +51,20 @@ def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Res
 def token_log_probs(
     model: PreTrainedModel, hidden: Tensor, token_ids: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the log-prob of one token at each position, in the distribution that is sampled from: [N] float32.
+    """Return the log-probs of given tokens at each position, in the distribution that is sampled from.
+
+    They are float32, in the shape of `token_ids`.
 
     Args:
         hidden: [N, H] states that predict the tokens.
-        token_ids: [N] int64.
+        token_ids: [N] or [N, G] int64.
         temperature, top_k, top_p: as in `sampling_log_probs`.
     """
     parts = [
-        sampling_log_probs(logits, temperature, top_k, top_p).gather(1, ids[:, None]).squeeze(1)
+        sampling_log_probs(logits, temperature, top_k, top_p).gather(1, ids.view(len(ids), -1))
         for logits, ids in logit_chunks(model, hidden, token_ids)
     ]
-    return torch.cat(parts)
+    return torch.cat(parts).view_as(token_ids)
 
 
 def exact_log_probs(

@@ -14,65 +14,78 @@ from jackpot.config.run import Config, Sampling
 from jackpot.core.errors import EngineError, JackpotError, TrainingError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Rollout
-from jackpot.rollout.engines.base import Capabilities, Engine
+from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
 from jackpot.training.learner import Learner, StepResult
+from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_lists
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
-CHECKED_TOKENS = 4096  # sampled tokens that a thorough check reads, in whole rollouts
-QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a quick check reads
-FALSE_ALARM = 1e-9  # probability that a sound engine fails the check of what it samples
+CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
+QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a quick check scores
 # Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
 # user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.
-LARGEST_GAPS = {"fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
+CPU_FP32 = "fp32 on a CPU"
+LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
+LISTS_MAY = 3.0  # times as much may whole lists differ, in total variation: they are never closer than single tokens
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
-ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # log-probs by rollout uid, under the distribution of `Sampling`
+ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # `Learner.score` by rollout uid, under `Sampling`
 RecordEvent = Callable[[int, dict[str, Any]], None]  # iteration, event
 
 
 class EngineCheck:
-    """Compares an engine's log-probs with training's while a run goes on, and stops the run where they disagree.
+    """Compares an engine's report with training while a run goes on, and stops the run where they disagree.
 
-    Every rollout batch is checked before it is trained on: the first two after a start thoroughly, the others quickly.
-    `guard.check_engine` turns these checks off.
+    Every rollout batch is checked before it is trained on. What the engine reports must be consistent in itself, over
+    all tokens: its lists, and how often it draws what (`SamplingEvidence`). Training scores some of the tokens again:
+    many in the first two batches after a start, then few. `guard.check_engine` turns these checks off.
+
+    The evidence begins anew with every start of a run: the engine is another process then, and may be mended.
 
     Args:
         learner: holds the weights that the engine should hold.
-        record: called with every event: what a thorough check found, why the run stops.
+        record: called with every event: what a thorough check found, what cannot be checked, why the run stops.
     """
 
     def __init__(self, config: Config, learner: Learner, record: RecordEvent) -> None:
         self._config, self._learner, self._record = config, learner, record
         self._thorough_checks = 0  # done since the start
+        self._evidence = SamplingEvidence()
+        self._unchecked = False  # whether the event has been recorded that a batch could not be scored
 
     def check_batch(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Check the rollout batch of an iteration on a few of its rollouts.
+        """Check the rollout batch of an iteration.
 
-        A rollout generated with older weights than the learner holds cannot be checked and is passed over.
+        A rollout generated with older weights than the learner holds cannot be scored again and is passed over.
 
         Raises:
-            EngineError: the engine's log-probs are not those of the distribution that it samples from.
+            EngineError: the engine's log-probs are not those of the distribution that it samples from, or no rollout
+                carries the version of the weights that it was sent.
         """
         config = self._config
-        if not config.guard.check_engine:
+        if not config.guard.check_engine or not rollouts:
             return
         is_thorough = self._thorough_checks < THOROUGH_CHECKS
         seed = fold_in(config.seed, "glance", iteration)
-        chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
         now = self._learner.version.rollout_model
+        chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
         chosen = [one for one in chosen if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
-        if not chosen:
-            return
-        score = self._score("rollout_model", chosen)
-        check = check_engine if is_thorough else check_gap
         with _recorded(self._record, iteration):
-            found = check(chosen, config.sampling, self._precisions(engine), score)
-        if is_thorough:
+            lists = ReportedLists.of(rollouts)
+            check_lists(lists, engine.capabilities.vocab_size)
+            if chosen:
+                score = self._score("rollout_model", chosen)
+                gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
+            else:
+                self._check_ahead(rollouts, now, iteration)
+            evidence = self._evidence.add(lists)
+        if is_thorough and chosen:
             self._thorough_checks += 1
-            self._record(iteration, found)
+            tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
+            found = {"event": "engine_check", "tokens": tokens, "sampling_evidence": evidence}
+            self._record(iteration, found | gaps)
 
     def gap(self, role: Role, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
         """Return the mean |p_engine - p_training| of rollouts just generated; NaN where none of them can be used.
@@ -88,14 +101,37 @@ class EngineCheck:
         if not config.guard.check_engine:
             return engine_gap(chosen, score(config.sampling))
         with _recorded(self._record, iteration):
-            return check_gap(chosen, config.sampling, self._precisions(engine), score)
+            check_lists(ReportedLists.of(chosen), engine.capabilities.vocab_size)
+            return check_gap(chosen, config.sampling, self._precisions(engine), score)["mean_gap"]
+
+    def _check_ahead(self, rollouts: Sequence[Rollout], now: int, iteration: int) -> None:
+        """Refuse a batch without a token of the newest weights, unless it was generated ahead of them.
+
+        Then an event says once after a start that nothing is scored again.
+        """
+        versions = torch.cat([rollout.versions[:, 1] for rollout in rollouts]).unique().tolist()
+        if not versions or now in versions:
+            return
+        carried = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
+        if not self._config.batch.ahead or versions[-1] > now:
+            raise EngineError(
+                f"none of the {len(rollouts)} rollouts of iteration {iteration} carries the version of the weights "
+                f"that the engine was sent: {now} optimizer steps of the model that generates; they carry {carried}. "
+                f"Have the engine put the version of its last update_weights on every token"
+            )
+        if not self._unchecked:
+            self._unchecked = True
+            why = f"generated ahead with older weights: version {carried}, the learner has {now}"
+            self._record(iteration, {"event": "engine_not_checked", "why": why})
 
     def _score(self, role: Role, rollouts: Sequence[Rollout]) -> ScoreFn:
         batches = plain_batches(rollouts, self._config.batch.micro_batch_tokens, self._config.seed)
         return lambda sampling: self._learner.score(role, batches, sampling)
 
     def _precisions(self, engine: Engine) -> list[str]:
-        return [precision_of(engine.capabilities), self._config.precision]
+        capabilities, config = engine.capabilities, self._config
+        of_engine = "quantized" if capabilities.quantized else _NAMES[capabilities.dtype]
+        return precisions(of_engine, config.precision, capabilities.device, config.sampling)
 
 
 class NonFiniteGuard:
@@ -139,102 +175,87 @@ def _recorded(record: RecordEvent, iteration: int) -> Iterator[None]:
         raise
 
 
-def check_engine(
+def check_gap(
     rollouts: Sequence[Rollout], sampling: Sampling, precisions: Sequence[str], score: ScoreFn
-) -> dict[str, Any]:
-    """Check that the engine reports the log-probs of the distribution that it samples from; return an event.
+) -> dict[str, float]:
+    """Check that training agrees with the engine's log-probs: those of the sampled tokens, and its top-k lists.
 
-    Two checks fail for different bugs. Training scores the same tokens with the same weights, after temperature, top-p
-    and top-k: the mean difference in probability must be rounding. And the most probable token must be drawn as often
-    as its reported probability says: that catches an engine which samples from another distribution than it reports,
-    even where training agrees with the report.
+    Training scores the same tokens with the same weights, after temperature, top-p and top-k, so that the differences
+    must be rounding. A few tokens suffice to catch a broken weight update: an engine that kept all or some of its old
+    weights.
 
     Args:
         rollouts: generated by the weights that training holds now, with a sampled token in each.
         precisions: of engine and training, keys of `LARGEST_GAPS`; the largest of their gaps is allowed.
         score: `Learner.score` of the model that generated them, on these rollouts.
 
-    Raises:
-        EngineError: either check fails; names what the reported numbers do agree with, if anything.
-    """
-    gap, (surplus, variance) = check_gap(rollouts, sampling, precisions, score), top_token_surplus(rollouts)
-    tokens = sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
-    allowed = largest_surplus(variance)
-    if not abs(surplus) <= allowed:
-        often = "more" if surplus > 0 else "less"
-        raise EngineError(
-            f"the engine reports one distribution and samples from another: over {tokens} tokens the most "
-            f"probable one was drawn {abs(surplus):.0f} times {often} often than its reported probabilities say "
-            f"(allowed: {allowed:.0f}). Have it return processed log-probs, of the temperature, top_p and top_k that "
-            f"it samples with"
-        )
-    return {"event": "engine_check", "tokens": tokens, "mean_gap": gap, "top_token_surplus": surplus / allowed}
-
-
-def check_gap(rollouts: Sequence[Rollout], sampling: Sampling, precisions: Sequence[str], score: ScoreFn) -> float:
-    """Check only that training agrees with the engine's log-probs, which a few tokens can show; return `engine_gap`.
-
-    It catches a broken weight update: an engine that kept all or some of its old weights.
+    Returns:
+        `mean_gap` (`engine_gap`), `list_gap` (`list_gap`) and `allowed`, the largest `mean_gap`.
 
     Raises:
-        EngineError: the gap is larger than the precisions explain.
+        EngineError: a gap is larger than the precisions explain; names what the reported numbers do agree with, if
+            anything.
     """
-    reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
-    gap = engine_gap(rollouts, score(sampling))
+    scores = score(sampling)
+    gap, lists = engine_gap(rollouts, scores), list_gap(rollouts, scores)
     allowed = max(LARGEST_GAPS[precision] for precision in precisions)
+    tokens = sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+    of_what = " and ".join(dict.fromkeys(precisions))
     if not gap <= allowed:
-        suspicion = _suspicion(rollouts, reported, sampling, score, allowed)
         raise EngineError(
             f"the engine's log-probs are not those of the distribution it was asked to sample from: over "
-            f"{len(reported)} tokens they differ from training's by {gap:.2g} in probability on average; at most "
-            f"{allowed:g} is allowed in {' and '.join(dict.fromkeys(precisions))}. {suspicion}"
+            f"{tokens} tokens they differ from training's by {gap:.2g} in probability on average; at most "
+            f"{allowed:g} is allowed in {of_what}. {_suspicion(rollouts, sampling, score, allowed)}"
         )
-    return gap
+    if not lists <= LISTS_MAY * allowed:
+        raise EngineError(
+            f"the engine's top-k lists are not those of the distribution it samples from: over {tokens} tokens they "
+            f"differ from training's at the same ids by {lists:.2g} in total variation on average, and the sampled "
+            f"tokens by {gap:.2g}; at most {LISTS_MAY * allowed:g} is allowed in {of_what}. Z is made of them. Likely "
+            f"causes: lists of another position or another request; a filter such as top_k that one side does not apply"
+        )
+    return {"mean_gap": gap, "list_gap": lists, "allowed": allowed}
 
 
-def precision_of(capabilities: Capabilities) -> str:
-    """Return the key of `LARGEST_GAPS` for an engine."""
-    return "quantized" if capabilities.quantized else _NAMES[capabilities.dtype]
+def precisions(engine: str, training: str, device: str, sampling: Sampling) -> list[str]:
+    """Return the keys of `LARGEST_GAPS` for an engine and for training, given as "fp32", "bf16" or "quantized".
+
+    On a CPU both sides in fp32 agree to 1e-6. With top-p or top-k they need not: a token at the limit may be kept by
+    one side and dropped by the other, and then its whole probability is the gap.
+
+    Args:
+        device: kind of device of the engine, as in `Capabilities.device`.
+    """
+    if engine == training == "fp32" and device == "cpu" and not sampling.truncated:
+        return [CPU_FP32]
+    return [engine, training]
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
     """Return the mean |p_engine - p_training| over the sampled tokens of rollouts; NaN for no rollouts.
 
     Args:
-        scores: by rollout uid, [T] log-probs as training computes them.
+        scores: by rollout uid, [T, 1 + K] log-probs as training computes them (`Learner.score`).
     """
     gaps = [
-        (scores[rollout.uid].double().exp() - rollout.rollout_log_probs.double().exp())[rollout.sampled_mask].abs()
+        (scores[rollout.uid][:, 0].double().exp() - rollout.rollout_log_probs.double().exp())[
+            rollout.sampled_mask
+        ].abs()
         for rollout in rollouts
     ]
     return float(torch.cat(gaps).mean()) if gaps else math.nan
 
 
-def top_token_surplus(rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """Count how many times more often than reported the most probable token was drawn; return count and variance.
+def list_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
+    """Return the mean total variation between the engine's top-k lists and training's probabilities of the same ids.
 
-    Both are 0 for rollouts without top log-probs.
+    Arguments as in `engine_gap`; 0 for empty lists.
     """
-    surplus = variance = 0.0
-    for rollout in rollouts:
-        if rollout.top_ids.shape[-1]:
-            here = rollout.sampled_mask
-            drawn = (rollout.token_ids == rollout.top_ids[:, 0])[here].double()
-            probability = rollout.top_log_probs[:, 0].double().exp()[here].clamp(max=1.0)
-            surplus += float((drawn - probability).sum())
-            variance += float((probability * (1.0 - probability)).sum())
-    return surplus, variance
-
-
-def largest_surplus(variance: float) -> float:
-    """Return the bound that the surplus of a sound engine exceeds, either way, with probability `FALSE_ALARM`.
-
-    Bernstein's inequality in Freedman's form (Ann. Probab. 3, 1975): each draw may depend on those before it, and the
-    probabilities may be close to 1, where 6 standard errors would be exceeded often. It holds for a variance fixed
-    beforehand; here the observed one stands in, so the probability is approximate.
-    """
-    needed = math.log(2.0 / FALSE_ALARM)
-    return needed / 3.0 + math.sqrt((needed / 3.0) ** 2 + 2.0 * needed * variance)
+    gaps = [
+        (scores[rollout.uid][:, 1:].double().exp() - rollout.top_log_probs.double().exp())[rollout.sampled_mask].abs()
+        for rollout in rollouts
+    ]
+    return float(torch.cat(gaps).sum(-1).mean() / 2.0) if gaps else math.nan
 
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -265,9 +286,7 @@ def _beginning(rollout: Rollout, length: int) -> Rollout:
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
 
 
-def _suspicion(
-    rollouts: Sequence[Rollout], reported: Tensor, sampling: Sampling, score: ScoreFn, allowed: float
-) -> str:
+def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, allowed: float) -> str:
     """Guess what an engine's wrong log-probs are, as a sentence: a known distribution, or else the likely causes."""
     plain = {"top_p": 1.0, "top_k": 0}
     known = {
@@ -279,5 +298,6 @@ def _suspicion(
         other = sampling.model_copy(update=changes)
         if other != sampling and engine_gap(rollouts, score(other)) <= allowed:
             return f"They are the log-probs {description}; have the engine return processed log-probs"
-    hint = "they are no distribution over tokens" if reported.max() > 1e-3 else "other weights, or another tokenizer"
+    largest = max(float(rollout.rollout_log_probs[rollout.sampled_mask].max()) for rollout in rollouts)
+    hint = "they are no distribution over tokens" if largest > 1e-3 else "other weights, or another tokenizer"
     return f"Likely causes: {hint}; a temperature or filter that one side does not apply; a broken weight update"

@@ -197,9 +197,11 @@ class JointLearner(Learner):
         for batch in (batch_to(batch, self._device) for batch in batches):
             exists = batch.attention_mask
             with self._precision():
-                hidden, ids = response_hidden(model, batch)[exists], batch.response_ids[exists]
+                hidden = response_hidden(model, batch)[exists]
+                ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
                 log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
-            spread = torch.zeros(exists.shape, device=self._device).masked_scatter(exists, log_probs)
+            spread = torch.zeros((*exists.shape, ids.shape[-1]), device=self._device)
+            spread[exists] = log_probs
             scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": spread.cpu()}).items()}
         return scores
 

@@ -49,7 +49,7 @@ class Learner(ABC):
 
     @abstractmethod
     def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
-        """Compute the log-probs of response tokens by rollout uid, [T] float32 on the CPU.
+        """Compute the log-probs of every response token and of its `top_ids`, by rollout uid: [T, 1 + K] float32, CPU.
 
         They are those of the distribution that `sampling` draws from, filters included; -inf for a token that the
         filters drop.

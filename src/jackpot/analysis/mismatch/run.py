@@ -231,7 +231,7 @@ def _pair(
         name=_pair_name(names, len(config.samplers), len(config.learners)),
         sampler=names[0],
         learner=names[1],
-        verdict=verdict(*sides, numbers.gap.value),
+        verdict=verdict(*sides, pick_device(config).type, config.sampling, numbers.gap.value),
         cut=sum(rollout.finish == "length" for rollout in responses.rollouts) / len(responses.rollouts),
         top_log_probs=responses.sides[0].top_ids.shape[1],
         vocabulary=responses.sides[0].vocabulary,

@@ -6,10 +6,11 @@ from typing import Any
 
 from jackpot.config.build import merge, validated
 from jackpot.config.engines import VLLMServerEngineConfig, is_quantized
+from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
-from jackpot.training.guards import LARGEST_GAPS
+from jackpot.training.guards import LARGEST_GAPS, precisions
 from jackpot.training.run.models import config_of_run, resolve_model_path
 
 _OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
@@ -106,9 +107,9 @@ def _settings_name(side: SideConfig) -> str:
     return " ".join(words)
 
 
-def verdict(sampler: SideConfig, learner: LearnerConfig, mean_gap: float) -> str:
-    """Rate the mean |p - q| in a sentence, by the largest gap that training's own check allows."""
-    kinds = [_precision(sampler), _precision(learner)]
+def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: Sampling, mean_gap: float) -> str:
+    """Rate the mean |p - q| in a sentence, by the largest gap that training's own check allows on a kind of device."""
+    kinds = precisions(_precision(sampler), _precision(learner), device, sampling)
     allowed = max(LARGEST_GAPS[kind] for kind in kinds)
     coarsest = next(kind for kind in kinds if LARGEST_GAPS[kind] == allowed)
     fact = f"mean |p - q| is {mean_gap:.2g}"

@@ -38,6 +38,7 @@ class Capabilities:
     max_model_len: int  # largest length of a prompt and its response together, tokens
     quantized: bool  # True where the engine computes with other numbers than the weights it was sent
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
+    device: str  # kind of device that the model computes on: "cpu", "cuda"
 
 
 class Engine(ABC):

@@ -75,6 +75,7 @@ class TransformersEngine(Engine):
             max_model_len=int(context),
             quantized=is_quantized(settings),
             dtype=self._weights.dtype,
+            device=model.device.type,
         )
         self._events = self._weights.events
         self._eos_token_ids = tuple(eos_token_ids)

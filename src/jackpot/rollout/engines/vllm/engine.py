@@ -216,6 +216,7 @@ class VLLMEngine(ThreadEngine):
             max_model_len=model.max_model_len,
             quantized=is_quantized(settings) or bool(model.quantization),
             dtype=self._dtype,
+            device=self._device.type,
         )
 
     def _add_all(self, requests: Sequence[Request], version: Version) -> None:

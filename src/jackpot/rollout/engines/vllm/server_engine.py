@@ -239,6 +239,7 @@ class VLLMServerEngine(BackgroundEngine):
             max_model_len=min(info.max_model_len for info in infos),
             quantized=is_quantized(settings) or any(info.quantized for info in infos),
             dtype=self._expected.dtype,
+            device="cpu" if all(info.device == "cpu" for info in infos) else "cuda",
         )
 
     async def _stop(self) -> None:
