@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jackpot.core.metrics import EffectiveSampleSize, Histogram, Max, Mean, Sum, add_sums, all_reduce_sums, masked_sum
+from jackpot.core.metrics import (
+    ClusteredMean,
+    EffectiveSampleSize,
+    Histogram,
+    Max,
+    Mean,
+    Sum,
+    add_sums,
+    all_reduce_sums,
+    masked_sum,
+)
 
 
 def sample(seed=0, shape=(3, 5)):
@@ -25,6 +35,21 @@ def test_a_mean_and_its_standard_error_are_those_of_the_masked_entries():
     assert entry.count.item() == len(inside)
     assert entry.value.item() == pytest.approx(inside.mean(), rel=1e-13)
     assert entry.standard_error.item() == pytest.approx(inside.std() / math.sqrt(len(inside)), rel=1e-12)
+
+
+def test_a_clustered_mean_is_the_ratio_estimator_of_whole_responses_however_they_are_added():
+    values, mask = sample(shape=(40, 7))
+    mask[3] = False  # a response without a token counts as none
+    values += 3.0 * torch.randn(40, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, n = (values * mask).sum(-1).numpy(), mask.sum(-1).numpy()
+    mean = y.sum() / n.sum()
+    there = np.count_nonzero(n)
+    error = math.sqrt(there / (there - 1) * ((y - mean * n) ** 2).sum()) / n.sum()
+    entry = ClusteredMean.of(values[:9], mask[:9]) + ClusteredMean.of(values[9:], mask[9:])
+    assert entry.value.item() == pytest.approx(mean, rel=1e-12)
+    assert entry.standard_error.item() == pytest.approx(error, rel=1e-10)
+    assert error > 1.5 * Mean.of(values, mask).standard_error  # tokens of a response are alike here
+    assert ClusteredMean.of(values[:1], mask[:1]).standard_error == 0.0
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
@@ -165,6 +190,7 @@ def rank_sums(rank):
     # another order on every rank: names, not places, say what is added
     entries = {"mean": Mean.of(values, mask), "other": Mean.of(values + 1, mask), "largest": Max.of(values, mask)}
     entries |= {"total": Sum.of(mask), "share": EffectiveSampleSize.of(400.0 + 2.0 * values, mask)}
+    entries |= {"clustered": ClusteredMean.of(values, mask)}
     entries |= {"spread": Histogram.of(values, mask), "nothing": EffectiveSampleSize.of(values, mask & False)}
     return entries if rank == 0 else dict(reversed(entries.items()))
 
@@ -191,6 +217,8 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         reduced = torch.load(tmp_path / f"{rank}.pt")
         assert Mean(*reduced["mean"]).value.item() == pytest.approx(both.mean(), rel=1e-13)
         assert Mean(*reduced["mean"]).standard_error.item() == pytest.approx(both.std() / len(both) ** 0.5, rel=1e-12)
+        whole = ClusteredMean.of(torch.cat([values, more]), torch.cat([mask, mask_too]))
+        assert torch.stack(reduced["clustered"]).tolist() == pytest.approx(torch.stack(whole).tolist(), rel=1e-13)
         assert Mean(*reduced["other"]).value.item() == pytest.approx(both.mean() + 1, rel=1e-13)
         assert Max(*reduced["largest"]).value.item() == both.max()
         assert Sum(*reduced["total"]).value.item() == len(both)

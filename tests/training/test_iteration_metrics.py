@@ -9,7 +9,7 @@ import torch
 
 from helpers.runs import FinishedRuns, read_lines
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import EffectiveSampleSize, Mean
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Mean
 from jackpot.training.iteration_metrics import (
     FEWEST_TOKENS,
     WITH_STANDARD_ERROR,
@@ -82,3 +82,18 @@ def test_what_was_trained_on_counts_once_an_epoch(finished_run: FinishedRuns) ->
     line = read_lines(folder)[1]
     assert line["tokens/train"] == 2 * sum(len(row["token_ids"]) for row in rows)
     assert line["reward/frac_zero_std"] == sum(not any(row["advantages"]) for row in rows) / len(rows)
+
+
+def test_the_error_of_acceptance_is_clustered_by_response_and_at_least_that_of_rare_rejections() -> None:
+    mask = torch.ones(30, 4, dtype=torch.bool)
+    alike = torch.linspace(-0.2, 0.3, 30, dtype=torch.float64)[:, None].expand(30, 4)  # one error a response
+
+    def error(gaps: torch.Tensor, z: float) -> float:
+        sums = {
+            "obrs/acceptance_by_response": ClusteredMean.of(gaps, mask),
+            "obrs/acceptance_variance": Mean.of(torch.full(mask.shape, z * (1.0 - z)), mask),
+        }
+        return metric_values(sums)["obrs/acceptance_minus_z_stderr"]
+
+    assert error(alike, 1.0) == pytest.approx(float(alike[:, 0].std()) / math.sqrt(30), rel=1e-9)
+    assert error(torch.full((30, 4), 1e-3), 0.999) == pytest.approx(math.sqrt(0.999 * 0.001 / 120), rel=1e-6)

@@ -74,6 +74,45 @@ class Mean(NamedTuple):
         return [cls(*row.unbind()) for row in packed]
 
 
+class ClusteredMean(NamedTuple):
+    """Carries a mean over tokens whose standard error is clustered by response, as sums (scalars, float64)."""
+
+    total: Tensor  # sum y, of the sum y of a response over its tokens
+    count: Tensor  # sum n, of the number n of its tokens
+    squares: Tensor  # sum y^2
+    products: Tensor  # sum y n
+    counts: Tensor  # sum n^2
+    responses: Tensor  # number of responses with a token
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> "ClusteredMean":
+        """Sum the entries of `values` where `mask` is True; both [B, T], a response in each row."""
+        y, n = torch.where(mask, values.detach().double(), 0.0).sum(-1), mask.sum(-1).double()
+        return cls(y.sum(), n.sum(), y.square().sum(), (y * n).sum(), n.square().sum(), (n > 0).sum().double())
+
+    def __add__(self, other: "ClusteredMean") -> "ClusteredMean":
+        return ClusteredMean(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def value(self) -> Tensor:
+        """Mean of the entries; NaN where nothing was counted."""
+        return self.total / self.count
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Standard error of the mean, however the tokens of a response depend on each other; 0 for one response."""
+        mean = self.value
+        spread = (self.squares - 2.0 * mean * self.products + mean.square() * self.counts).clamp(min=0.0)
+        return (self.responses / (self.responses - 1.0).clamp(min=1.0) * spread).sqrt() / self.count
+
+    @classmethod
+    def over_ranks(cls, entries: Sequence["ClusteredMean"]) -> list["ClusteredMean"]:
+        """Add each entry over all ranks, in one message."""
+        packed = torch.stack([torch.stack(entry) for entry in entries])
+        dist.all_reduce(packed)
+        return [cls(*row.unbind()) for row in packed]
+
+
 class Sum(NamedTuple):
     """Carries a count or a sum (scalar, float64)."""
 
@@ -214,7 +253,7 @@ class Histogram(NamedTuple):
 _SCALE, _LIMIT, _BINS = 1e-4, 40.0, 2048
 _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)
 
-Metric = Mean | Sum | Max | EffectiveSampleSize | Histogram
+Metric = Mean | ClusteredMean | Sum | Max | EffectiveSampleSize | Histogram
 Sums = dict[str, Metric]
 
 
@@ -234,7 +273,7 @@ def all_reduce_sums(sums: Sums) -> Sums:
     if not (dist.is_available() and dist.is_initialized()):
         return sums
     reduced: Sums = {}
-    for kind in (Mean, Sum, Max, EffectiveSampleSize, Histogram):
+    for kind in (Mean, ClusteredMean, Sum, Max, EffectiveSampleSize, Histogram):
         names = sorted(name for name, entry in sums.items() if isinstance(entry, kind))
         if names:
             reduced |= zip(names, kind.over_ranks([sums[name] for name in names]), strict=True)

@@ -275,7 +275,7 @@ def joint_loss(
         policy=policy_sum,
         rollout_model_ppo=ppo,
         rollout_model_distill=distill,
-        metrics=correction_metrics(correction, inputs, policy.correction.lam, batch.advantages, clipped)
+        metrics=correction_metrics(correction, inputs, policy.correction.lam, batch.advantages, clipped, totals)
         | {"policy/loss": _quotient(policy_sum, policy_count)}
         | rollout_metrics
         | _model_metrics(batch, scores, old),

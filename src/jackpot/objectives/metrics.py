@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from jackpot.core.bands import POSITIONS, band_masks
-from jackpot.core.metrics import EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
+
+ROUNDING = 1e-6  # of Z in float32
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
@@ -63,7 +65,7 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
 
 
 def correction_metrics(
-    correction: Correction, inputs: CorrectionInputs, lam: float, advantages: Tensor, clipped: Tensor
+    correction: Correction, inputs: CorrectionInputs, lam: float, advantages: Tensor, clipped: Tensor, totals: Sums
 ) -> Sums:
     """Measure what the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
 
@@ -71,11 +73,13 @@ def correction_metrics(
         lam: at which acceptance is measured.
         advantages: [B, T].
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
+        totals: the sums over the optimizer step that kappa is computed from; {} where there are none.
     """
-    mask = inputs.response_mask
+    mask, z = inputs.response_mask, inputs.z.value.double()
     factor = correction.weights * correction.accept_mask
+    acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
     columns = {
-        "obrs/acceptance": obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam),
+        "obrs/acceptance": acceptance,
         "correction/accepted": correction.accept_mask,
         "correction/weight": factor,
         "correction/clip_frac": correction.capped,
@@ -89,10 +93,21 @@ def correction_metrics(
     return sums | {
         "correction/weight_max": Max.of(factor, mask),
         "obrs/kappa": Mean.of(correction.kappa.expand_as(factor), mask),
-        "obrs/kappa_z_above_1": Mean.of(correction.kappa * inputs.z.value.double() > 1.0, mask),
+        "obrs/kappa_z_above_1": Mean.of(
+            (correction.kappa - 2.0 * _kappa_error(totals)) * z > min(1.0, 1.0 / lam) + ROUNDING, mask
+        ),
+        "obrs/acceptance_by_response": ClusteredMean.of(acceptance - z, mask),
+        "obrs/acceptance_variance": Mean.of((z * (1.0 - z)).clamp(min=0.0), mask),
         "policy/largest_advantage": Max.of(advantages.abs(), mask),
         "policy/largest_kept_advantage": Max.of(advantages.abs() * correction.accept_mask, mask),
     }
+
+
+def _kappa_error(totals: Sums) -> Tensor | float:
+    """Return the standard error of kappa = sum a / sum Z, from the spread of a - Z; 0 without totals."""
+    if not totals:
+        return 0.0
+    return totals["acceptance_minus_z"].squares.sqrt() / totals["z"].total.clamp(min=1e-9)
 
 
 def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:

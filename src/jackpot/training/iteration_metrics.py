@@ -13,10 +13,14 @@ from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
-WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # uncorrelated between tokens; first epoch only
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # of the first epoch only
+_ACCEPTANCE_ERROR = ("obrs/acceptance_by_response", "obrs/acceptance_variance")  # what the first's is computed from
 FEWEST_TOKENS = 100  # the effective share of fewer is near 1 whatever their weights are
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
-    **{name: {f"{name}_stderr": lambda entry: entry.standard_error} for name in WITH_STANDARD_ERROR},
+    "mismatch/ratio": {
+        "mismatch/ratio_stderr": lambda entry: entry.standard_error,  # uncorrelated between tokens
+        "mismatch/ess": lambda entry: _of_many(entry, entry.effective_share),
+    },
     "mismatch/log_ratio": {
         f"mismatch/ratio_p{percent:g}": lambda entry, percent=percent: entry.quantile(percent / 100.0).exp()
         for percent in (0.1, 1, 50, 99, 99.9)
@@ -24,8 +28,13 @@ _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers f
     "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
     "correction/weight": {"correction/ess": lambda entry: _of_many(entry, entry.effective_share)},
 }
-_DERIVED["mismatch/ratio"] |= {"mismatch/ess": lambda entry: _of_many(entry, entry.effective_share)}
-_NOT_SHOWN = ("policy/largest_kept_advantage", "policy/largest_advantage", "mismatch/log_ratio", "critic/error")
+_NOT_SHOWN = (
+    "policy/largest_kept_advantage",
+    "policy/largest_advantage",
+    "mismatch/log_ratio",
+    "critic/error",
+    *_ACCEPTANCE_ERROR,
+)
 
 
 def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResult], components: RunComponents) -> Sums:
@@ -37,7 +46,7 @@ def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResul
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
         first = _total(results[: len(results) // epochs])
-        sums |= {name: first[name] for name in WITH_STANDARD_ERROR}
+        sums |= {name: first[name] for name in (*WITH_STANDARD_ERROR, *_ACCEPTANCE_ERROR) if name in first}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout)) for sample in samples)
     return sums | {
@@ -57,6 +66,8 @@ def metric_values(sums: Sums) -> dict[str, float]:
     for name, derived in _DERIVED.items():
         if name in sums:
             values |= {other: value(sums[name]) for other, value in derived.items()}
+    if _ACCEPTANCE_ERROR[0] in sums:
+        values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
         values["critic/explained_variance"] = 1.0 - sums["critic/error"].variance / sums["critic/return"].variance
     if not values:
@@ -64,6 +75,17 @@ def metric_values(sums: Sums) -> dict[str, float]:
     device = next(iter(values.values())).device
     packed = torch.stack([value.detach().double().to(device) for value in values.values()])
     return dict(zip(values, packed.tolist(), strict=True))
+
+
+def _acceptance_error(sums: Sums) -> Tensor:
+    """Return the standard error of mean acceptance minus mean Z.
+
+    It is clustered by response, as the error of a Z that misses mass is alike within one. And it is at least that of
+    independent acceptances, whose variance is Z (1 - Z) at most: where rejections are rare, a batch without one would
+    show no spread at all.
+    """
+    observed, expected = (sums[name] for name in _ACCEPTANCE_ERROR)
+    return torch.maximum(observed.standard_error, expected.total.sqrt() / expected.count)
 
 
 def _of_many(entry: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:

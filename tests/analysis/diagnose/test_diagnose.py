@@ -42,7 +42,10 @@ HEALTHY = {
     "mismatch/ratio": 0.99,
     "mismatch/ratio_max": 9.0,
     "mismatch/ratio_p1": 0.05,
+    "mismatch/ratio_stderr": 0.005,
     "obrs/acceptance": 0.93,
+    "obrs/acceptance_minus_z": 0.002,
+    "obrs/acceptance_minus_z_stderr": 0.004,
     "obrs/kappa": 1.0,
     "obrs/kappa_z_above_1": 0.2,
     "obrs/z_bound_width": 4e-5,
@@ -81,6 +84,7 @@ BROKEN = {  # what makes a rule fire, by its name
     "mismatch/engine_gap": {"mismatch/engine_gap": 2e-3},
     "eval/rollout_model_engine_gap": {"eval/rollout_model_engine_gap": 2e-3},
     "eval/policy_engine_gap": {"eval/policy_engine_gap": 2e-3},
+    "obrs/acceptance_error": {"obrs/acceptance_minus_z": -0.04},
     "mismatch/ratio": {"mismatch/ratio": 0.85},
     "mismatch/kl_k1": {"mismatch/kl_k1": -0.05},
     "rollout_model/weight": {"rollout_model/weight": 1.2},
@@ -127,6 +131,7 @@ BROKEN = {  # what makes a rule fire, by its name
     "response/truncated": {"response/truncated": 0.4},
     "files/failed": {"files/failed": 1},
 }
+UNFILTERED = {"obrs/acceptance_error"}  # rules of runs whose groups are not chosen by their rewards
 ALSO = {"eval/rollout_model_accuracy": {"eval/policy_accuracy"}}  # rules that fire with another
 
 
@@ -174,6 +179,8 @@ def test_a_wild_newest_iteration_is_no_alarm(config: Config) -> None:
 
 @pytest.mark.parametrize("name", [rule.name for rule in RULES if not rule.metric.startswith("events/")])
 def test_a_rule_fires_where_it_is_broken_and_nowhere_else(name: str, config: Config) -> None:
+    if name in UNFILTERED:
+        config = config.model_copy(update={"batch": small_config("batch.mini_batch_size=8").batch})
     found = diagnose(history(BROKEN[name]), [], config)
     assert found.verdict == "unhealthy"
     assert {finding.metric for finding in found.findings} == {name} | ALSO.get(name, set())
@@ -224,6 +231,45 @@ def test_bf16_may_round_more(config: Config) -> None:
     lines = history(BROKEN["mismatch/engine_gap"])
     assert diagnose(lines, [], config.model_copy(update={"precision": "bf16"})).verdict == "healthy"
     assert diagnose(lines, [], config).verdict == "unhealthy"
+
+
+def test_what_the_guard_allowed_is_the_limit_of_the_gap(config: Config) -> None:
+    lines = history({"mismatch/engine_gap": 5e-5})
+    checked = [{"event": "engine_check", "iteration": n, "allowed": allowed} for n, allowed in ((1, 1e-3), (2, 1e-5))]
+    assert diagnose(lines, checked[:1], config).verdict == "healthy"
+    [finding] = diagnose(lines, checked, config).findings
+    assert (finding.metric, finding.limit) == ("mismatch/engine_gap", 1e-5)
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.2])
+@pytest.mark.parametrize(
+    ("elsewhere", "is_a_bug"),
+    [({}, True), ({"mismatch/kl_policy_rollout": 0.21}, False), ({"mismatch/ratio_stderr": 0.06}, False)],
+    ids=["close models", "mass may be missing", "few tokens"],
+)
+def test_a_mean_ratio_is_a_bug_only_where_no_mass_can_be_missing(
+    config: Config, ratio: float, elsewhere: dict[str, float], is_a_bug: bool
+) -> None:
+    found = diagnose(history({"mismatch/ratio": ratio} | elsewhere), [], config).findings
+    assert [finding.metric for finding in found] == (["mismatch/ratio"] if is_a_bug else [])
+
+
+def test_acceptance_and_z_may_differ_by_chance_and_by_the_bounds_of_z(config: Config) -> None:
+    """4 standard errors of the mean of 20 iterations are 4 * 0.004 / sqrt(20) = 0.00358, the bounds 0.00004 apart."""
+    fair = config.model_copy(update={"batch": small_config().batch})
+
+    def found(**changes: float) -> list[str]:
+        broken = {f"obrs/{name}": value for name, value in changes.items()}
+        return [finding.metric for finding in diagnose(history(broken, since=1), [], fair).findings]
+
+    assert found(acceptance_minus_z=0.0035, acceptance_minus_z_stderr=0.004) == []
+    assert found(acceptance_minus_z=-0.0035, acceptance_minus_z_stderr=0.004) == []
+    for gap in (0.0037, -0.0037):
+        assert found(acceptance_minus_z=gap, acceptance_minus_z_stderr=0.004) == ["obrs/acceptance_error"]
+    assert found(acceptance_minus_z=0.0037, acceptance_minus_z_stderr=0.004, z_bound_width=0.001) == []
+    chosen = history({"obrs/acceptance_minus_z": 0.5}, since=1)
+    assert diagnose(chosen, [], config).verdict == "healthy"  # groups were chosen by their rewards
+    assert diagnose(chosen[:5], [], fair).findings == ()  # fewer than 5 iterations
 
 
 def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:

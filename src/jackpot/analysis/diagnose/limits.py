@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 from jackpot.config.engines import is_quantized
@@ -12,6 +12,10 @@ from jackpot.config.run import Config
 from jackpot.training.guards import LARGEST_GAPS
 
 LEAST = 5  # fewest values of a metric for a median
+AVERAGED = 20  # iterations over which acceptance and Z are compared
+SURE = 4.0  # standard errors beyond which a difference is no chance
+ROUNDING = 1e-6  # of acceptance and Z in float32
+SMALL_KL = 0.2  # KL(policy || rollout model) below which the policy cannot have a tenth of its mass on unseen tokens
 
 MetricSeries = list[tuple[int, float]]  # (iteration, value)
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
@@ -20,13 +24,14 @@ _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
 class MetricHistory:
     """Gives the values of a metric over a run, from the lines of metrics.jsonl and events.jsonl.
 
-    Two metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions in the middle of a mean response;
+    Three metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions in the middle of a mean
+    response; `obrs/acceptance_error` is |acceptance - Z| over what chance and the bounds of Z allow (`_with_error`);
     `events/NAME` counts the events of that name in the newest tenth of the iterations.
     """
 
     def __init__(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> None:
         self.config = config
-        self._lines = [dict(line) | _prefix_ess(line) for line in lines]
+        self._lines = _with_error([dict(line) | _prefix_ess(line) for line in lines])
         self._events = events
 
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
@@ -49,6 +54,21 @@ class MetricHistory:
             and line["iteration"] * steps >= after_steps
         ]
 
+    def largest_gap(self) -> float:
+        """Return the mean |p_engine - p_training| that the guard allowed at the newest start.
+
+        Without such an event, and for an engine of its own in evaluations, it is that of both dtypes on a GPU.
+        """
+        engine, precision = self.config.engine, self.config.precision
+        of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
+        allowed = [event["allowed"] for event in self._events if "allowed" in event]
+        return allowed[-1] if allowed and self.config.evaluation.engine is None else of_dtypes
+
+    def recent(self, metric: str) -> float:
+        """Return the median of the newest values of a metric; 0 without one."""
+        values = [value for _, value in self.series(metric)]
+        return median(values[-self.window(values) :]) if values else 0.0
+
     def window(self, values: Sequence[float]) -> int:
         """Return how many values a rule aggregates: a tenth of them, and at least LEAST."""
         return max(LEAST, len(values) // 10)
@@ -59,6 +79,22 @@ def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}
     reached = [begin for begin in begins if begin <= middle]
     return {"mismatch/prefix_ess": line[begins[max(reached)]]} if reached else {}
+
+
+def _with_error(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add `obrs/acceptance_error` to the lines that have acceptance and Z, from the LEASTth on.
+
+    It is |mean of acceptance - Z| over the newest AVERAGED iterations, divided by SURE standard errors of that mean
+    plus the mean distance of the bounds of Z: above 1, sampled tokens and top-k lists are not of one distribution.
+    """
+    names = ("obrs/acceptance_minus_z", "obrs/acceptance_minus_z_stderr", "obrs/z_bound_width")
+    there = [line for line in lines if all(line.get(name) is not None for name in names)]
+    for end in range(LEAST, len(there) + 1):
+        newest = there[max(0, end - AVERAGED) : end]
+        gap, width = (fmean(line[name] for line in newest) for name in (names[0], names[2]))
+        error = math.hypot(*(line[names[1]] for line in newest)) / len(newest)
+        there[end - 1]["obrs/acceptance_error"] = abs(gap) / (SURE * error + width + ROUNDING)
+    return lines
 
 
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantized.md
@@ -79,14 +115,33 @@ def increase(values: Values) -> float:
 
 
 def rounding(history: MetricHistory, values: Values) -> float | None:
-    """Return the mean |p_engine - p_training| that the rounding of both dtypes explains; None for quantized engines."""
-    engine, precision = history.config.engine, history.config.precision
-    return None if is_quantized(engine) else max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
+    """Return the mean |p_engine - p_training| that rounding explains; None for quantized engines."""
+    return None if is_quantized(history.config.engine) else history.largest_gap()
 
 
 def quantizing(history: MetricHistory, values: Values) -> float | None:
     """Return the mean |p_engine - p_training| from which a quantized engine needs a correction."""
     return QUANTIZED_GAP if is_quantized(history.config.engine) else None
+
+
+def unless_filtered(limit: float) -> Limit:
+    """Return a limit that applies where groups are not chosen by their rewards, which makes tokens no fair sample."""
+    return lambda history, values: None if history.config.batch.filter_groups else limit
+
+
+def near_1(distance: float) -> Limit:
+    """Return a limit of the mean ratio, `distance` from 1 and at least SURE standard errors.
+
+    It applies where the models are close (SMALL_KL). Elsewhere much of the policy's probability can be on tokens that
+    are hardly ever sampled, and then the ratios of those that are sum to less than 1.
+    """
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        away = max(abs(distance), SURE * history.recent("mismatch/ratio_stderr"))
+        is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
+        return 1.0 + math.copysign(away, distance) if is_close else None
+
+    return of
 
 
 def above_start(least: float, factor: float) -> Limit:

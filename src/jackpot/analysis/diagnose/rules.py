@@ -15,9 +15,11 @@ from jackpot.analysis.diagnose.limits import (
     both_parts,
     increase,
     latest,
+    near_1,
     quantizing,
     reward_below_first,
     rounding,
+    unless_filtered,
 )
 
 _CLOSER = (
@@ -48,9 +50,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         group="bug",
+        metric="obrs/acceptance_error",
+        high=unless_filtered(1.0),
+        aggregate=latest,
+        explanation="acceptance and Z differ by more than chance: the engine's sampled tokens and its top-k lists are "
+        "not of one distribution",
+        suggestion=_ENGINE,
+    ),
+    Rule(
+        group="bug",
         metric="mismatch/ratio",
-        low=0.9,
-        high=1.1,
+        low=near_1(-0.1),
+        high=near_1(0.1),
         explanation="the ratios of policy to engine do not average to 1: the engine samples from another distribution",
         suggestion="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
     ),
