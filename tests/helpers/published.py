@@ -14,7 +14,7 @@ SETS = ("gsm8k_train", "gsm8k_test", "math_train", "math500", "amc22_23", "aime2
 
 
 def data_folder() -> Path:
-    """The folder that JACKPOT_DATA names, or shared/data in or beside the repository; without one the test is skipped."""
+    """The folder that JACKPOT_DATA names, or shared/data in the repository or beside it; else the test is skipped."""
     named = os.environ.get("JACKPOT_DATA")
     places = (Path(named),) if named else PLACES
     for folder in places:
