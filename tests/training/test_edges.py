@@ -43,7 +43,8 @@ def weights(path: Path) -> torch.Tensor:
 def test_equal_rewards_leave_the_policy_as_it_is_while_distillation_goes_on(iterations: int, tmp_path: Path) -> None:
     rewards = settings(tmp_path, reward=0.1 + 0.2)
     every = (f"iterations={iterations}", "evaluation.every=1000", "checkpoint.every=1000", "rollouts.every=1000")
-    run(small_config(*rewards, "sampling.num_top_log_probs=10", *every), tmp_path / "run")
+    few = ("batch.prompts=2", "batch.group_size=3", "sampling.max_new_tokens=3") if iterations > 100 else ()
+    run(small_config(*rewards, "sampling.num_top_log_probs=10", *few, *every), tmp_path / "run")
     _, *lines = metrics(tmp_path / "run")
     assert len(lines) == iterations
     after = tmp_path / "run" / "checkpoints" / "last"

@@ -343,7 +343,7 @@ GOOD = dict(
         GOOD | {"loss_masks": torch.tensor(1)},
         GOOD | {"rollout_log_probs": [[["deep"]]]},
     ],
-    ids=str,
+    ids=range(10),
 )
 def test_one_bad_sample_costs_itself(bad, tmp_path):
     torch.save({"samples": [GOOD, bad, GOOD]}, tmp_path / "3.pt")
