@@ -206,6 +206,7 @@ def test_only_what_decides_no_number_computed_before_may_change() -> None:
     assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *blocks}
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_nothing_but_timestamps(
     finished_run: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
