@@ -24,15 +24,14 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training import advantages, reported_lists
 from jackpot.training.batching import micro_batches
+from jackpot.training.gaps import CPU_FP32, precisions
 from jackpot.training.guards import (
-    CPU_FP32,
     EngineCheck,
     NonFiniteGuard,
     check_gap,
     engine_gap,
     first_rollouts,
     list_gap,
-    precisions,
     sample_rollouts,
 )
 from jackpot.training.learner import StepResult

@@ -54,6 +54,12 @@ for arguments in {LIGHT_COMMANDS!r}:
     assert done.stdout == "".join(f"{arguments} []\n" for arguments in LIGHT_COMMANDS), done.stderr
 
 
+def test_what_reads_metrics_alone_needs_no_torch() -> None:
+    """compare leaves training to its processes, and so imports torch in them alone."""
+    done = run("import sys, jackpot.ui.commands.compare, jackpot.ui.commands.diagnose; print('torch' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
 @pytest.mark.parametrize("package", ["typer", "rich", "yaml"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     done = run(without([package]) + "from jackpot.__main__ import main; main()")

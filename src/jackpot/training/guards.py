@@ -17,16 +17,13 @@ from jackpot.core.types import Role, Rollout
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
+from jackpot.training.gaps import LARGEST_GAPS, precisions
 from jackpot.training.learner import Learner, StepResult
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_lists
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a quick check scores
-# Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
-# user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.
-CPU_FP32 = "fp32 on a CPU"
-LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
 LISTS_MAY = 3.0  # times as much may whole lists differ, in total variation: they are never closer than single tokens
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -215,20 +212,6 @@ def check_gap(
             f"causes: lists of another position or another request; a filter such as top_k that one side does not apply"
         )
     return {"mean_gap": gap, "list_gap": lists, "allowed": allowed}
-
-
-def precisions(engine: str, training: str, device: str, sampling: Sampling) -> list[str]:
-    """Return the keys of `LARGEST_GAPS` for an engine and for training, given as "fp32", "bf16" or "quantized".
-
-    On a CPU both sides in fp32 agree to 1e-6. With top-p or top-k they need not: a token at the limit may be kept by
-    one side and dropped by the other, and then its whole probability is the gap.
-
-    Args:
-        device: kind of device of the engine, as in `Capabilities.device`.
-    """
-    if engine == training == "fp32" and device == "cpu" and not sampling.truncated:
-        return [CPU_FP32]
-    return [engine, training]
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:

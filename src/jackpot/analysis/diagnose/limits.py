@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jackpot.config.engines import is_quantized
 from jackpot.config.run import Config
-from jackpot.training.guards import LARGEST_GAPS
+from jackpot.training.gaps import LARGEST_GAPS
 
 LEAST = 5  # fewest values of a metric for a median
 AVERAGED = 20  # iterations over which acceptance and Z are compared

@@ -10,7 +10,7 @@ from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
-from jackpot.training.guards import LARGEST_GAPS, precisions
+from jackpot.training.gaps import LARGEST_GAPS, precisions
 from jackpot.training.run.models import config_of_run, resolve_model_path
 
 _OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
