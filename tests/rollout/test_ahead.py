@@ -63,6 +63,7 @@ def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: 
     run(small_config("rollouts.every=1"), tmp_path)
     assert prompts(ahead) == prompts(tmp_path)
     assert [len(batch) for batch in rows(ahead).values()] == [16] * 4
+    assert all(row["uid"].startswith(f"{iteration}/") for iteration, batch in rows(ahead).items() for row in batch)
     state = load_state(ahead / "checkpoints" / "last")
     assert state["prompts"]["position"] == 16  # nothing is begun that no iteration will train on
 
