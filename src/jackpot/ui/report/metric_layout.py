@@ -75,6 +75,7 @@ LAYOUT = (
             MetricCharts(r"eval/.*_pass_at_k"),
             MetricCharts(r"eval/.*_reward"),
             MetricCharts(r"eval/.*reward_errors"),
+            MetricCharts(r"eval/.*_stderr"),
             MetricCharts(r"reward/.*"),
             MetricCharts(r"sampling/.*"),
         ),
