@@ -226,6 +226,7 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: 
     assert rows(tmp_path) == rows(whole[0])
 
 
+@pytest.mark.slow
 def test_a_signal_that_nobody_can_catch_costs_what_was_not_scored(whole, tmp_path: Path) -> None:
     command = "from jackpot.rollout import evaluate; evaluate._SCORE_BATCH = 4; from jackpot.ui.cli import main; main()"
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]

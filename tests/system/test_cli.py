@@ -141,6 +141,7 @@ def test_the_plan_of_a_small_model_has_no_gpus(tmp_path: Path) -> None:
     assert "H100" not in result.stdout and "memory" in result.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) -> None:
     settings = (*SMALL, "iterations=20", "evaluation.every=10", "checkpoint.every=100")
     process = subprocess.Popen(
@@ -182,6 +183,7 @@ def test_eval_measures_a_model_and_says_when_it_is_done(tmp_path: Path) -> None:
     assert other.returncode == 2 and "seed: 0 in the folder, 1 now" in other.stderr and "Traceback" not in other.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_eval_says_how_to_go_on(tmp_path: Path) -> None:
     command = [JACKPOT, "eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "64", "threads=1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -239,7 +241,10 @@ BAD_INPUT = {
     "other tokenizer": (["quickstart", "policy.path={tokenizer}"], ["'~'", "same vocabulary"]),
     "other vocabulary": (["quickstart", "policy.path={vocabulary}"], ["40", "32"]),
     "prompt too long": (["quickstart", "sampling.max_new_tokens=5000"], ["5000", "context"]),
-    "budget too small": (["quickstart", "batch.micro_batch_tokens=4"], ["micro_batch_tokens 4", "raise it"]),
+    "budget too small": (
+        ["quickstart", "batch.micro_batch_tokens=4"],
+        ["micro_batch_tokens of 4 tokens", "or raise batch.micro_batch_tokens"],
+    ),
     "more than the vocabulary": (["quickstart", "sampling.num_top_log_probs=99"], ["99", "at most 32"]),
     "unknown target module": (["quickstart", "policy.lora.target_modules=q_pro"], ["did you mean 'q_proj'", "v_proj"]),
     "unknown engine": (["quickstart", "engine=vlm"], ["'vlm'", "did you mean 'vllm'", "transformers"]),

@@ -221,7 +221,6 @@ def test_runs_whose_costs_nobody_counted_are_refused_before_anything_runs(tmp_pa
     settings = json.loads(configs["obrs", 1].model_dump_json())
     (tmp_path / "obrs-seed1" / "config.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "obrs-seed1" / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    (tmp_path / "obrs-seed1" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"obrs-seed1 was begun by a version that did not write flops/rollout"):
         make_runs(configs, tmp_path)
 

@@ -76,6 +76,7 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
     assert "starter:rollout_model" in (folder / "simulate.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     simulate("quickstart", "--arm", "tis", "--prompts", "4")

@@ -42,9 +42,10 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
     wanted = config.sampling.max_new_tokens
     if room <= wanted:
+        more = "take models with a longer one" if name == "the models' context" else f"raise {name}"
         raise ConfigError(
             f"sampling.max_new_tokens {wanted} leaves no room for a prompt in {name} of {room} tokens; lower "
-            f"max_new_tokens, or make room there"
+            f"max_new_tokens, or {more}"
         )
     return room - wanted
 

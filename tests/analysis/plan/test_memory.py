@@ -135,7 +135,14 @@ def test_tensors_are_counted_while_they_are_there() -> None:
         assert tracker.alive == 0 and tracker.peak == 4 * (256 + 512)
 
 
-@pytest.mark.parametrize("settings", [(), ("activation_checkpointing=true",), ("policy.lora.rank=4",)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        pytest.param(("activation_checkpointing=true",), marks=pytest.mark.slow),
+        pytest.param(("policy.lora.rank=4",), marks=pytest.mark.slow),
+    ],
+)
 def test_middle_layers_and_later_tiles_are_not_run_and_the_peak_is_the_same(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

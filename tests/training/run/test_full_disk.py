@@ -128,6 +128,7 @@ def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path: Path) -> None
         launch(small_config(), tmp_path / "run", lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_small_disk_that_fills_up(whole: Path, tmp_path: Path) -> None:
     """ENOSPC itself, on a file system of our own."""
     disk, kept = tmp_path / "disk", tmp_path / "kept"

@@ -38,7 +38,12 @@ REGIMES = {
 }
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+DEAR = ("kappa previous", "lora", "lora on policy", "iteration", "quantized", "reference")  # much of them is in others
+
+
+@pytest.mark.parametrize(
+    "regime", [pytest.param(one, marks=pytest.mark.slow) if one in DEAR else one for one in REGIMES]
+)
 def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
     config = small_config(*REGIMES[regime])
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)  # the checkpoint is that of iteration 2

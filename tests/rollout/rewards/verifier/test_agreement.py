@@ -87,6 +87,7 @@ def test_near_misses_of_gold_answers_are_wrong_and_equal_forms_right_without_alg
     assert [case for case, equal in decided if equal is not case.is_right] == []
 
 
+@pytest.mark.slow
 def test_algebra_agrees_on_some_of_the_gold_answers_that_need_it(agreement):
     wanted = [case for gold in agreement.chosen(data_folder()) for case in agreement.cases(gold)]
     hard = [case for case in wanted if len(case.gold) < 25 and compare_without_algebra(case.answer, case.gold) is None][
