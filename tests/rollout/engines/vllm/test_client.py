@@ -209,11 +209,21 @@ def test_a_request_that_fails_everywhere_is_an_error_that_names_it(make, server)
         engine.score([rollout_of(tiny_prompt(3), [2, 3])], 1.0)
 
 
-def test_a_server_that_does_not_answer_in_time_loses_the_request_to_another(make, server, other):
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_server_that_does_not_answer_in_time_loses_the_request_to_another(make, server, other, sends):
+    """Whether it is silent or sends a byte now and then: the time limit is of the whole answer."""
     engine = make(server, other, timeout=1.0)
 
     async def never(body: dict, usual: dict) -> Any:
-        await asyncio.sleep(60.0)
+        response = web.StreamResponse()
+        if sends:
+            await response.prepare(server.request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(600):
+                await asyncio.sleep(0.1)
+                if sends:
+                    await response.write(b" ")
+        return response
 
     server.script["/v1/completions"] = never
     assert len(engine.generate(requests(6))) == 6
