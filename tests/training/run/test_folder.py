@@ -169,15 +169,6 @@ def test_every_start_is_recorded_and_one_with_other_packages_is_an_event(tmp_pat
     assert len(folder.read("events.jsonl")) == 1
 
 
-def test_the_environment_of_an_earlier_version_is_its_first_start(tmp_path: Path) -> None:
-    (tmp_path / "environment.json").write_text('{"torch": "2.1", "threads": 3}')
-    environment = Environment(tmp_path)
-    assert environment.threads == 3 and environment.newest == {"torch": "2.1"}
-    environment.add_start(2, 3)
-    first, _ = json.loads((tmp_path / "environment.json").read_text())["starts"]
-    assert first == {"torch": "2.1"}
-
-
 def test_the_commit_is_that_of_the_files_repository_and_says_whether_they_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
@@ -210,6 +201,7 @@ DAMAGE = {  # file: what it holds, and what the error says
     "cut json": ("environment.json", b'{"threads": 1,\n "tor', r"environment\.json cannot be read: .* line 2 column 2"),
     "empty json": ("environment.json", b"", r"environment\.json cannot be read: .* line 1 column 1"),
     "other json": ("environment.json", b"[1]", r"environment\.json is not the file that jackpot writes there"),
+    "no starts": ("environment.json", b'{"threads": 1}', "threads or starts are missing"),
     "later": (
         "environment.json",
         b'{"format": 2, "starts": [{"jackpot": "9.1"}]}',

@@ -56,11 +56,8 @@ class Checkpoint:
         Raises:
             CheckpointError: settings that decide its numbers differ; lists them.
         """
-        written = self.state.get("settings")
-        if written is None:  # by a version that did not save them
-            return
         try:
-            old = settings_of(build_config(json.loads(written)))
+            old = settings_of(build_config(json.loads(self.state["settings"])))
         except ConfigError as error:
             raise CheckpointError(
                 f"the settings in {self.folder / 'state.pt'} do not fit this version:\n{error}\nContinue the run with "

@@ -55,7 +55,7 @@ class Environment:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the file, also one of the versions that wrote versions and machine of the first start only."""
+    """Read the file; what a new run begins with where there is none."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -73,12 +73,11 @@ def _read(path: Path) -> dict[str, Any]:
             f"to {FORMAT}; use that version, or give another folder"
         )
     if isinstance(content, dict) and isinstance(content.get("threads"), int):
-        first = {name: value for name, value in content.items() if name != "threads"}
-        starts = content.get("starts", [first])
+        starts = content.get("starts")
         if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
-            return {"format": FORMAT, "threads": content["threads"], "starts": starts}
+            return content
     raise CheckpointError(
-        f"{path} is not the file that jackpot writes there: threads and starts are missing; give another folder"
+        f"{path} is not the file that jackpot writes there: threads or starts are missing; give another folder"
     )
 
 
