@@ -39,7 +39,7 @@ class EngineCheck:
     all tokens: its lists, and how often it draws what (`SamplingEvidence`). Training scores some of the tokens again:
     many in the first two batches after a start, then few. `guard.check_engine` turns these checks off.
 
-    The evidence begins anew with every start of a run: the engine is another process then, and may be mended.
+    The evidence begins anew with every start of a run: the engine is another process then, perhaps another one.
 
     Args:
         learner: holds the weights that the engine should hold.
@@ -220,12 +220,7 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
     Args:
         scores: by rollout uid, [T, 1 + K] log-probs as training computes them (`Learner.score`).
     """
-    gaps = [
-        (scores[rollout.uid][:, 0].double().exp() - rollout.rollout_log_probs.double().exp())[
-            rollout.sampled_mask
-        ].abs()
-        for rollout in rollouts
-    ]
+    gaps = [_differences(one, one.rollout_log_probs, scores[one.uid][:, 0]) for one in rollouts]
     return float(torch.cat(gaps).mean()) if gaps else math.nan
 
 
@@ -234,11 +229,13 @@ def list_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float
 
     Arguments as in `engine_gap`; 0 for empty lists.
     """
-    gaps = [
-        (scores[rollout.uid][:, 1:].double().exp() - rollout.top_log_probs.double().exp())[rollout.sampled_mask].abs()
-        for rollout in rollouts
-    ]
+    gaps = [_differences(one, one.top_log_probs, scores[one.uid][:, 1:]) for one in rollouts]
     return float(torch.cat(gaps).sum(-1).mean() / 2.0) if gaps else math.nan
+
+
+def _differences(rollout: Rollout, reported: Tensor, scored: Tensor) -> Tensor:
+    """Return |p_engine - p_training| of log-probs of equal shapes, [T, ...], at the sampled tokens of a rollout."""
+    return (scored.double().exp() - reported.double().exp())[rollout.sampled_mask].abs()
 
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
