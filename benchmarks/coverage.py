@@ -1,4 +1,4 @@
-"""How often the intervals of `jackpot eval` hold the truth, beside those of a percentile bootstrap over problems.
+"""Measures how often the intervals of `jackpot eval` hold the truth, beside those of a bootstrap over problems.
 
     python benchmarks/coverage.py
 

@@ -1,4 +1,4 @@
-"""How soon an engine that is broken is found, and whether one that is sound is ever suspected.
+"""Measures how soon a broken engine is found, and whether a sound one is ever suspected.
 
     python benchmarks/engine_faults.py             # tokens until the guard stops a run, for each fault (5 minutes)
     python benchmarks/engine_faults.py --runs 200  # honest runs: what diagnose says about acceptance and Z (10 minutes)

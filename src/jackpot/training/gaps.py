@@ -1,4 +1,4 @@
-"""How far an engine's log-probs may lie from those of training, by the number formats of both."""
+"""Defines how far an engine's log-probs may be from those of training, by the number formats of both."""
 
 from jackpot.config.run import Sampling
 

@@ -1,4 +1,4 @@
-"""Checks of an engine's own report, which need no forward pass: its top-k lists, and whether it samples as it reports.
+"""Checks what an engine reports, without a forward pass: its top-k lists, and whether it samples as it reports.
 
 Shapes: `N` sampled tokens, `K` top log-probs. Log-probs are in nats.
 """

@@ -1,4 +1,4 @@
-"""Runs in processes that `process.py` starts, and imports for them what trains."""
+"""Trains one run of a comparison; only the processes that `process.py` starts import this file, and with it torch."""
 
 import os
 import signal

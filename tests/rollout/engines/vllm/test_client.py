@@ -132,14 +132,14 @@ def compressed(body: dict, usual: dict) -> web.Response:
 
 
 class Endless:
-    """Answers with 40 MB, whose length it tells before or not, and counts those that were taken."""
+    """Answers with 40 MB, whose length it announces or not, and counts those that were taken."""
 
-    def __init__(self, server: ScriptedServer, told: bool) -> None:
-        self.server, self.told, self.sent = server, told, 0
+    def __init__(self, server: ScriptedServer, announced: bool) -> None:
+        self.server, self.announced, self.sent = server, announced, 0
 
     async def __call__(self, body: dict, usual: dict) -> Any:
         response = web.StreamResponse()
-        if self.told:
+        if self.announced:
             response.content_length = 40 * 2**20
         await response.prepare(self.server.request)
         with contextlib.suppress(ConnectionError):
@@ -352,9 +352,9 @@ def test_a_response_that_must_not_be_trained_on_is_an_error(make, server, bad, a
         engine.generate(requests(1))
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_an_answer_longer_than_what_was_asked_for_is_not_read(make, server, told):
-    engine, answer = make(server, max_retries=2), Endless(server, told)
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_answer_longer_than_what_was_asked_for_is_not_read(make, server, announced):
+    engine, answer = make(server, max_retries=2), Endless(server, announced)
     server.script["/v1/completions"] = answer
     with pytest.raises(EngineError, match=r"max_retries = 2 times .*of more than 1,0\d\d,\d{3} bytes"):
         engine.generate(requests(1))
