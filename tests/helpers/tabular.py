@@ -101,6 +101,7 @@ def batch_of(world, rollout_table, sequences, advantages, uniforms, num_top=VOCA
         response_ids=ids,
         attention_mask=mask,
         response_mask=mask,
+        response_index=mask.flatten().nonzero()[:, 0],
         rollout_log_probs=rollout,
         advantages=torch.tensor(advantages, dtype=torch.float64)[:, None] * mask,
         uniforms=uniforms,

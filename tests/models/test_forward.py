@@ -66,6 +66,7 @@ def token_batch(padding: int = 0) -> TokenBatch:
     response_ids, mask = pad_tokens(rows, "right", torch.device("cpu"))
     mask = mask & (response_ids > 0)
     shape = response_ids.shape
+    sampled = mask & (torch.arange(shape[1]) != 1)  # a tool's tokens are read, but not sampled
     return TokenBatch(
         uids=tuple(map(str, range(len(RESPONSES)))),
         prompt_ids=torch.where(prompt_mask, prompt_ids, -7),
@@ -73,7 +74,8 @@ def token_batch(padding: int = 0) -> TokenBatch:
         prompt_index=torch.tensor([prompt for prompt, _ in RESPONSES]),
         response_ids=torch.where(mask, response_ids, 10**6),
         attention_mask=mask,
-        response_mask=mask & (torch.arange(shape[1]) != 1),  # a token that somebody else wrote is still read
+        response_mask=sampled,
+        response_index=sampled.flatten().nonzero()[:, 0],
         rollout_log_probs=torch.zeros(shape),
         advantages=torch.zeros(shape),
         uniforms=torch.zeros(shape, dtype=torch.float64),

@@ -46,6 +46,7 @@ class Case:
             response_ids=self.ids,
             attention_mask=self.attention_mask,
             response_mask=self.mask,
+            response_index=self.mask.flatten().nonzero()[:, 0],
             rollout_log_probs=log_inf.gather(-1, self.ids[..., None])[..., 0] * self.mask,
             advantages=self.normal(B, 1) * self.attention_mask,
             uniforms=torch.rand(B, T, generator=self.generator, dtype=torch.float64),

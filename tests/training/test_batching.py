@@ -190,6 +190,7 @@ def test_a_batch_holds_every_number_of_its_rollouts_and_nothing_else(sizes, shar
         assert (batch.rollout_log_probs[row][~sampled] == 0).all()
         assert torch.equal(batch.advantages[row, :length], item.advantages)
         assert (batch.advantages[row, length:] == 0).all()
+    assert torch.equal(batch.response_ids.flatten()[batch.response_index], batch.response_ids[batch.response_mask])
 
 
 def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
@@ -211,7 +212,7 @@ def test_dtypes_are_those_of_the_types():
     found = {name: getattr(batch, name).dtype for name in batch.__slots__ if name != "uids"}
     whole, flags = torch.int64, torch.bool
     assert found == {
-        **dict.fromkeys(("prompt_ids", "prompt_index", "response_ids", "top_ids", "versions"), whole),
+        **dict.fromkeys(("prompt_ids", "prompt_index", "response_ids", "top_ids", "versions", "response_index"), whole),
         **dict.fromkeys(("prompt_mask", "attention_mask", "response_mask"), flags),
         **dict.fromkeys(("rollout_log_probs", "advantages", "top_log_probs"), torch.float32),
         "uniforms": torch.float64,

@@ -122,6 +122,7 @@ class TokenBatch:
         prompt_mask     [[1, 1], [0, 1]]
         prompt_index    [0, 0, 1]
         attention_mask  [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+        response_index  [0, 1, 2, 3, 6, 7]  (where response_mask equals attention_mask)
     """
 
     uids: tuple[str, ...]  # B, of the rollouts
@@ -131,6 +132,7 @@ class TokenBatch:
     response_ids: Tensor  # [B, T] int64
     attention_mask: Tensor  # [B, T] bool, False where padded
     response_mask: Tensor  # [B, T] bool, the tokens that the model sampled; a subset of attention_mask
+    response_index: Tensor  # [N] int64, places of the True entries in the flat response_mask [B * T], ascending
     rollout_log_probs: Tensor  # [B, T] float32, 0 where masked
     advantages: Tensor  # [B, T] float32
     uniforms: Tensor  # [B, T] float64 in [0, 1), the random numbers of OBRS's acceptance mask

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
-from jackpot.core.prng import fold_in, uniform_row
+from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, unique_rows
 from jackpot.models.packing import pack, rollout_lengths
 
@@ -116,9 +116,10 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
         response_ids=_pad([rollout.token_ids for rollout in rollouts]),
         attention_mask=attention_mask,
         response_mask=response_mask,
+        response_index=response_mask.flatten().nonzero()[:, 0],
         rollout_log_probs=torch.where(response_mask, rollout_log_probs, 0.0),
         advantages=_pad([item.advantages for item in samples]),
-        uniforms=torch.stack([uniform_row(key, width) for key in keys]),
+        uniforms=uniforms(key_tensor(keys)[:, None], torch.arange(width)),
         top_ids=_pad([rollout.top_ids for rollout in rollouts]),
         top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
         versions=_pad([rollout.versions for rollout in rollouts]),
