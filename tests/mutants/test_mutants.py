@@ -79,7 +79,10 @@ FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [f"objectives/corrections/budgeted.py::{name}" for name in ("_capped", "ZWeighted._kappa_value")], CORRECTIONS
     ),
-    "objectives/joint.py::joint_loss": ("objectives/test_joint.py", "objectives/test_regularizers.py"),
+    **dict.fromkeys(
+        [f"objectives/joint.py::{name}" for name in ("policy_terms", "policy_loss")],
+        ("objectives/test_joint.py", "objectives/test_regularizers.py"),
+    ),
     "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),
     "training/step_totals.py::StepTotals.before_backward": KAPPA,
     "training/step_totals.py::StepTotals.keep": KAPPA,

@@ -11,7 +11,7 @@ from helpers.learners import policy_objective
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss, token_scores
+from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss, policy_report, token_scores
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.objectives.obrs import ZEstimate
@@ -215,6 +215,12 @@ def test_a_policy_that_writes_for_itself_is_its_own_rollout_model(lam):
 # The policy's loss
 
 
+def reported(objective, loss, totals=None):
+    """The metrics and columns of a micro-batch: those of both models, and those of the correction."""
+    report = policy_report(objective, loss.terms, loss.correction, totals or {}, MAX_LENGTH)
+    return loss.metrics | report.metrics, loss.trace | report.trace
+
+
 @pytest.mark.parametrize("target", ["old", "new"])
 @pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
@@ -222,9 +228,8 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
     case = Case(seed=3)
     scores, anchor, lam, c1, c2 = case.scores(), case.anchor(), case.lam, 1.1, 1.2
     scores.log_probs.retain_grad()
-    loss = joint_loss(
-        objective(target=target, proximal=proximal, mask=mask), None, case.batch, scores, anchor, {}, MAX_LENGTH
-    )
+    settings = objective(target=target, proximal=proximal, mask=mask)
+    loss = joint_loss(settings, None, case.batch, scores, anchor, {}, MAX_LENGTH)
     loss.policy.backward()
     total, slopes = 0.0, torch.zeros(B, T, dtype=torch.float64)
     for row, t in case.mask.nonzero().tolist():
@@ -242,8 +247,9 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
         slopes[at] = -accept * weight * slope
     assert loss.policy.item() == pytest.approx(total, rel=RTOL)
     torch.testing.assert_close(scores.log_probs.grad, slopes, rtol=RTOL, atol=1e-14)
-    assert loss.metrics["policy/loss"].total.item() == pytest.approx(total, rel=RTOL)
-    assert loss.metrics["policy/loss"].count.item() == case.mask.sum().item()
+    metrics, _ = reported(settings, loss)
+    assert metrics["policy/loss"].total.item() == pytest.approx(total, rel=RTOL)
+    assert metrics["policy/loss"].count.item() == case.mask.sum().item()
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -252,11 +258,11 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
 def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
     case = Case(seed=4)
     scores, anchor = case.scores(), case.anchor()
-    loss = joint_loss(
-        objective(aggregate=aggregate, count=count, mask=mask), None, case.batch, scores, anchor, {}, MAX_LENGTH
-    )
+    settings = objective(aggregate=aggregate, count=count, mask=mask)
+    loss = joint_loss(settings, None, case.batch, scores, anchor, {}, MAX_LENGTH)
+    metrics, trace = reported(settings, loss)
     ratio = (scores.log_probs - anchor.old_log_probs).exp().tolist()
-    accepted, weights = loss.trace["accept_mask"].tolist(), loss.trace["weights"].tolist()
+    accepted, weights = trace["accept_mask"].tolist(), trace["weights"].tolist()
     advantages = case.batch.advantages.tolist()
     rows = []
     for row in range(B):
@@ -270,7 +276,7 @@ def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
     numerator = math.fsum(losses for losses, _ in rows)
     denominator = B * MAX_LENGTH if aggregate == "seq-mean-token-sum-norm" else math.fsum(counts for _, counts in rows)
     assert loss.policy.item() == pytest.approx(numerator, rel=RTOL)
-    assert loss.metrics["policy/loss"].value.item() == pytest.approx(numerator / denominator, rel=RTOL)
+    assert metrics["policy/loss"].value.item() == pytest.approx(numerator / denominator, rel=RTOL)
 
 
 def test_only_log_probs_carry_the_policys_gradient():
@@ -278,13 +284,13 @@ def test_only_log_probs_carry_the_policys_gradient():
     case = Case(seed=5)
     for name in ("old", "new"):
         scores = case.scores()
-        loss = joint_loss(
-            objective(target=name, proximal="new", kappa="prepass"), None, case.batch, scores, case.anchor(), {}, 9
-        )
+        settings = objective(target=name, proximal="new", kappa="prepass")
+        loss = joint_loss(settings, None, case.batch, scores, case.anchor(), {}, 9)
         loss.policy.backward()
         assert case.weight["rollout_model"].grad is None
-    assert not any(value.requires_grad for value in loss.trace.values())
-    assert not any(part.requires_grad for entry in loss.metrics.values() for part in entry)
+        metrics, trace = reported(settings, loss)
+        assert not any(value.requires_grad for value in trace.values())
+        assert not any(part.requires_grad for entry in metrics.values() for part in entry)
     assert not any(part.requires_grad for part in (OldLogProbs.of(scores).old_log_probs, *OldLogProbs.of(scores).z))
 
 
@@ -309,7 +315,7 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7_over_all_response_
     scores.distill_kl.retain_grad()
     strict = objective(lam=1e6)  # rejects every token of the policy's: the rollout model's loss must not see it
     loss = joint_loss(strict, rollout_objective(proximal=proximal), case.batch, scores, anchor, {}, MAX_LENGTH)
-    assert loss.trace["accept_mask"].sum() == 0 and loss.policy.item() == 0.0
+    assert loss.correction.accept_mask.sum() == 0 and loss.policy.item() == 0.0
     loss.rollout_model.backward()
     total, kl_sum, weight_sum, clipped, slopes = 0.0, 0.0, 0.0, 0, torch.zeros(B, T, dtype=torch.float64)
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
@@ -401,20 +407,26 @@ def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction
 def test_the_largest_advantage_is_reported_before_and_after_rejection():
     case = Case(seed=8)
     advantages = case.batch.advantages.abs()
-    loss = joint_loss(objective(), None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
-    kept = [advantages[at].item() for at in map(tuple, case.mask.nonzero().tolist()) if loss.trace["accept_mask"][at]]
-    largest = max(advantages[at].item() for at in map(tuple, case.mask.nonzero().tolist()))
-    assert loss.metrics["policy/largest_advantage"].value.item() == largest
-    assert loss.metrics["policy/largest_kept_advantage"].value.item() == max(kept)
-    none = joint_loss(objective(lam=1e6), None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
-    assert none.metrics["policy/largest_kept_advantage"].value.item() == 0.0
-    assert none.metrics["policy/largest_advantage"].value.item() == largest
+    places = list(map(tuple, case.mask.nonzero().tolist()))
+    settings = objective()
+    loss = joint_loss(settings, None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    metrics, trace = reported(settings, loss)
+    largest = max(advantages[at].item() for at in places)
+    assert metrics["policy/largest_advantage"].value.item() == largest
+    kept = max(advantages[at].item() for at in places if trace["accept_mask"][at])
+    assert metrics["policy/largest_kept_advantage"].value.item() == kept
+    settings = objective(lam=1e6)
+    loss = joint_loss(settings, None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    none, _ = reported(settings, loss)
+    assert none["policy/largest_kept_advantage"].value.item() == 0.0
+    assert none["policy/largest_advantage"].value.item() == largest
 
 
 def test_the_clipped_share_counts_tokens_whose_gradient_ppo_removed():
     case = Case(seed=9)
     scores, anchor = case.scores(), case.anchor()
-    found = joint_loss(objective(), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics["policy/clip_frac"]
+    loss = joint_loss(objective(), None, case.batch, scores, anchor, {}, MAX_LENGTH)
+    found = reported(objective(), loss)[0]["policy/clip_frac"]
     ratios = (scores.log_probs - anchor.old_log_probs).exp()
     slopes = [
         surrogate(ratios[at].item(), case.batch.advantages[at].item(), 0.2, 0.3)[1]
@@ -427,7 +439,8 @@ def test_the_clipped_share_counts_tokens_whose_gradient_ppo_removed():
 def test_the_trace_holds_what_the_loss_used():
     case = Case(seed=10)
     scores, anchor = case.scores(), case.anchor()
-    trace = joint_loss(objective(mask="expected"), None, case.batch, scores, anchor, {}, MAX_LENGTH).trace
+    settings = objective(mask="expected")
+    _, trace = reported(settings, joint_loss(settings, None, case.batch, scores, anchor, {}, MAX_LENGTH))
     a = (anchor.old_log_probs - case.batch.rollout_log_probs - math.log(case.lam)).exp().clamp(max=1.0)
     torch.testing.assert_close(trace["acceptance"][case.mask], a[case.mask], rtol=RTOL, atol=0)
     torch.testing.assert_close(trace["accept_mask"], a * case.mask, rtol=RTOL, atol=0)
@@ -457,7 +470,8 @@ def test_what_the_engine_says_of_tokens_that_nobody_sampled_changes_nothing(garb
     )
     assert clean.policy.item() == soiled.policy.item() and clean.rollout_model.item() == soiled.rollout_model.item()
     assert all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
-    assert_equal_sums(clean.metrics, soiled.metrics)
+    of_both = (reported(objective(proximal=proximal), loss)[0] for loss in (clean, soiled))
+    assert_equal_sums(*of_both)
 
 
 def _like(mask, values):

@@ -19,7 +19,7 @@ from helpers import tabular
 from helpers.learners import policy_objective
 from helpers.tabular import VOCAB, World
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss
+from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss, policy_loss
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
@@ -80,7 +80,8 @@ class Setting:
                 scores = tabular.scores_of(*sides, policy, rollout, lam, distill=distill)
                 loss = joint_loss(objective, rollout_objective, batch, scores, anchor, {}, self.world.horizon)
                 (drawn * probability * (loss.policy + loss.rollout_model)).backward()
-                mean_denominator += drawn * probability * loss.metrics["policy/loss"].count.item()
+                _, denominator = policy_loss(objective, loss.terms, loss.correction, self.world.horizon)
+                mean_denominator += drawn * probability * denominator.item()
         return policy.grad.numpy().T, rollout.grad, mean_denominator
 
     def formula(self, coefficients):

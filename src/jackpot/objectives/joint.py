@@ -10,7 +10,7 @@ Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-bat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -104,19 +104,48 @@ class OldLogProbs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyTerms:
+    """Holds what the policy's loss on a micro-batch is made of, but for the correction. All [B, T].
+
+    The sums of a whole optimizer step may come after the backward passes of its micro-batches. So the terms outlive
+    their graph (`detach`), and `policy_report` reads them with the correction that the final sums give.
+    """
+
+    inputs: CorrectionInputs
+    surrogate: Tensor  # PPO's, clipped; carries the policy's gradient until `detach`
+    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient as above; 0 where both are 0
+    clipped: Tensor  # bool, True where PPO's clip removes the gradient
+    advantages: Tensor
+
+    def detach(self) -> "PolicyTerms":
+        """Return the terms without their graph."""
+        return replace(self, surrogate=self.surrogate.detach(), regularizer=self.regularizer.detach())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JointLoss:
     """Holds the sums of one micro-batch. The loss is each numerator over the step's total of its denominator."""
 
     policy: Tensor  # scalar numerator of eq. 5, with gradient
     rollout_model_ppo: Tensor  # scalar numerator of eq. 6, with gradient; 0 where no rollout model is trained
     rollout_model_distill: Tensor  # scalar numerator of eq. 7, with gradient; 0 where no rollout model is trained
-    metrics: Sums  # `policy/loss` and `rollout_model/loss` hold the denominators as their counts
+    terms: PolicyTerms  # of the policy's numerator, detached
+    correction: Correction  # that the policy's numerator contains
+    metrics: Sums  # of both models; `rollout_model/loss` holds the denominator as its count
     trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
 
     @property
     def rollout_model(self) -> Tensor:
         """The rollout model's part of eq. 8, a scalar numerator."""
         return self.rollout_model_ppo + self.rollout_model_distill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyReport:
+    """Holds what the correction made of one micro-batch."""
+
+    metrics: Sums  # `policy/loss` holds the denominator as its count
+    trace: dict[str, Tensor]  # [B, T], detached, for saved rollouts
 
 
 def token_scores(
@@ -242,6 +271,32 @@ def correction_inputs(
     )
 
 
+def policy_terms(objective: PolicyObjective, batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> PolicyTerms:
+    """Compute the terms of the policy's loss on a micro-batch, with their gradient."""
+    inputs = correction_inputs(objective, batch, old, scores.log_probs, scores.z)
+    ppo = (scores.log_probs, inputs.proximal_log_probs, batch.advantages, objective.clip_low, objective.clip_high)
+    regularizer = torch.zeros_like(batch.advantages)
+    if objective.kl_loss_coef:
+        regularizer = regularizer + objective.kl_loss_coef * scores.reference_kl
+    if objective.entropy_coeff:
+        regularizer = regularizer - objective.entropy_coeff * scores.entropy
+    return PolicyTerms(
+        inputs=inputs,
+        surrogate=clipped_surrogate(*ppo),
+        regularizer=regularizer,
+        clipped=clip_share(*ppo),
+        advantages=batch.advantages,
+    )
+
+
+def policy_loss(
+    objective: PolicyObjective, terms: PolicyTerms, correction: Correction, max_length: int
+) -> tuple[Tensor, Tensor]:
+    """Return numerator and denominator of eq. 5 on a micro-batch: scalars, the first with the gradient of `terms`."""
+    losses = terms.regularizer - correction.accept_mask * correction.weights * terms.surrogate
+    return objective.aggregate(losses, COUNTS[objective.count](correction, terms.inputs.response_mask), max_length)
+
+
 def joint_loss(
     policy: PolicyObjective,
     rollout_model: RolloutModelObjective | None,
@@ -258,28 +313,43 @@ def joint_loss(
         totals: the sums over the optimizer step that the correction's `kappa` names; {} for none.
         max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
     """
-    inputs = correction_inputs(policy, batch, old, scores.log_probs, scores.z)
-    correction = policy.correction.apply(inputs, totals)
-    clips = (policy.clip_low, policy.clip_high)
-    surrogate = clipped_surrogate(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
-    losses = -correction.accept_mask * correction.weights * surrogate
-    if policy.kl_loss_coef:
-        losses = losses + policy.kl_loss_coef * scores.reference_kl
-    if policy.entropy_coeff:
-        losses = losses - policy.entropy_coeff * scores.entropy
-    counted = COUNTS[policy.count](correction, batch.response_mask)
-    policy_sum, policy_count = policy.aggregate(losses, counted, max_length)
-    clipped = clip_share(scores.log_probs, inputs.proximal_log_probs, batch.advantages, *clips)
+    terms = policy_terms(policy, batch, scores, old)
+    correction = policy.correction.apply(terms.inputs, totals)
+    policy_sum, _ = policy_loss(policy, terms, correction, max_length)
     ppo, distill, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, old, max_length)
     return JointLoss(
         policy=policy_sum,
         rollout_model_ppo=ppo,
         rollout_model_distill=distill,
-        metrics=correction_metrics(correction, inputs, policy.correction.lam, batch.advantages, clipped, totals)
-        | {"policy/loss": _quotient(policy_sum, policy_count)}
-        | rollout_metrics
-        | _model_metrics(batch, scores, old),
-        trace=_trace(policy, inputs, scores, old, correction),
+        terms=terms.detach(),
+        correction=correction,
+        metrics=rollout_metrics | _model_metrics(batch, scores, old),
+        trace=_model_trace(scores, old),
+    )
+
+
+def policy_report(
+    objective: PolicyObjective, terms: PolicyTerms, correction: Correction, totals: Sums, max_length: int
+) -> PolicyReport:
+    """Measure the policy's loss and the correction on a micro-batch.
+
+    Args:
+        terms: detached.
+        correction: of `terms.inputs` and `totals`.
+        totals, max_length: as in `joint_loss`.
+    """
+    inputs, lam = terms.inputs, objective.correction.lam
+    numerator, denominator = policy_loss(objective, terms, correction, max_length)
+    return PolicyReport(
+        metrics=correction_metrics(correction, inputs, lam, terms.advantages, terms.clipped, totals)
+        | {"policy/loss": _quotient(numerator, denominator)},
+        trace={
+            "acceptance": obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
+            * inputs.response_mask,
+            "accept_mask": correction.accept_mask,
+            "weights": correction.weights,
+            "z": inputs.z.value,
+        },
     )
 
 
@@ -340,19 +410,12 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> 
     }
 
 
-def _trace(
-    policy: PolicyObjective, inputs: CorrectionInputs, scores: TokenScores, old: OldLogProbs, correction: Correction
-) -> dict[str, Tensor]:
-    """Collect the per-token columns of a saved rollout, all detached."""
-    target, rollout = inputs.target_log_probs, inputs.rollout_log_probs
+def _model_trace(scores: TokenScores, old: OldLogProbs) -> dict[str, Tensor]:
+    """Collect the per-token columns of a saved rollout that say what the models think of it, all detached."""
     return {
         "old_log_probs": old.old_log_probs,
         "log_probs": scores.log_probs.detach(),
         "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
-        "acceptance": obrs.acceptance(rollout, target, policy.correction.lam) * inputs.response_mask,
-        "accept_mask": correction.accept_mask,
-        "weights": correction.weights,
-        "z": inputs.z.value,
         "kl_rollout_policy": scores.kl_rollout_policy,
         "policy_top_ids": scores.policy_top_ids,
         "policy_top_log_probs": scores.policy_top_log_probs,

@@ -8,7 +8,7 @@ An accumulated step equals the step on the whole batch: gradients are summed as 
 clipping, by denominators that cover all micro-batches and ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +25,15 @@ from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, 
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.scoring import token_log_probs
+from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import (
     OldLogProbs,
     PolicyObjective,
+    PolicyTerms,
     RolloutModelObjective,
     TokenScores,
     joint_loss,
+    policy_report,
     token_scores,
 )
 from jackpot.objectives.kernels.linear_head import LinearHead
@@ -167,9 +170,10 @@ class JointLearner(Learner):
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         micro_batches = [replace(micro, tokens=batch_to(micro.tokens, self._device)) for micro in micro_batches]
         totals, prepass_seconds = self._totals.before_backward(micro_batches, self._forward, self._has_fill_ins)
-        traces: dict[str, dict[str, Tensor]] = {}
         sums: Sums = {}
         measured: Sums = {}
+        applied: list[tuple[PolicyTerms, Correction]] = []
+        traces: dict[str, dict[str, Tensor]] = {}
         for micro in micro_batches:
             scores = self._forward(micro.tokens, micro.old, with_reference=True)
             old = micro.old or OldLogProbs.of(scores)
@@ -183,8 +187,14 @@ class JointLearner(Learner):
             (loss.policy + loss.rollout_model).backward()
             diagnostics = self._engine_gap(micro, old) | self._lag(micro.tokens)
             sums = add_sums(sums, loss.metrics | diagnostics | self._critic_backward(micro.tokens))
+            applied.append((loss.terms, loss.correction))
             if trace:
-                traces |= by_rollout(micro.tokens, {name: column.cpu() for name, column in loss.trace.items()})
+                _add_columns(traces, micro.tokens, loss.trace)
+        for micro, (terms, correction) in zip(micro_batches, applied, strict=True):
+            report = policy_report(self._objective, terms, correction, totals, self._max_length)
+            sums = add_sums(sums, report.metrics)
+            if trace:
+                _add_columns(traces, micro.tokens, report.trace)
         sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
         self._totals.keep({name: sums[f"obrs/{name}"] for name in measured})
         step_metrics, events = self._optimizer.step(sums, steps_rollout_model)
@@ -301,3 +311,9 @@ class JointLearner(Learner):
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
+
+
+def _add_columns(traces: dict[str, dict[str, Tensor]], batch: TokenBatch, columns: Mapping[str, Tensor]) -> None:
+    """Add columns [B, T, ...] of a micro-batch to the rows of its rollouts, on the CPU."""
+    for uid, row in by_rollout(batch, {name: column.cpu() for name, column in columns.items()}).items():
+        traces.setdefault(uid, {}).update(row)
