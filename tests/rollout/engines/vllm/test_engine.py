@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.reference import CONTEXT, Reference, rollout_of, tiny_model, tiny_prompt, tiny_request
 from jackpot.config.engines import VLLMEngineConfig
+from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
@@ -78,6 +79,18 @@ def test_rollouts_are_generated_while_the_caller_does_not_wait(folder):
         collected += engine.collect(50, timeout=0.0)  # takes what is there and lets nothing happen
         time.sleep(0.05)  # a loop without a pause would take the interpreter from the engine's thread
     assert len({rollout.uid for rollout in collected}) == 50
+    engine.close()
+
+
+def test_vllm_makes_no_python_object_of_a_top_log_prob(folder, monkeypatch):
+    def refuse(*args) -> None:
+        raise AssertionError("vLLM makes lists of log-probs")
+
+    monkeypatch.setattr("vllm.v1.engine.logprobs.append_logprobs_for_next_position", refuse)
+    engine = make(folder)
+    sampling = Sampling(max_new_tokens=3, num_top_log_probs=2)
+    [rollout] = engine.generate([replace(tiny_request("one"), sampling=sampling)])
+    assert rollout.top_ids.shape == rollout.top_log_probs.shape == (len(rollout.token_ids), 2)
     engine.close()
 
 
