@@ -35,7 +35,7 @@ from jackpot.training.guards import (
     sample_rollouts,
 )
 from jackpot.training.learner import StepResult
-from jackpot.training.reported_lists import FALSE_ALARM, ReportedLists, SamplingEvidence, check_lists
+from jackpot.training.reported_lists import FALSE_ALARM, ReportedLists, SamplingEvidence, check_ids, check_lists
 from jackpot.training.run.checkpoint import load_state
 
 MODEL = smallest_model(1)
@@ -99,7 +99,7 @@ def test_an_honest_engine_passes_whatever_it_filters(sampling):
     assert found["mean_gap"] < 1e-6 and found["list_gap"] < 2e-6 and found["allowed"] == 1e-5
     lists = ReportedLists.of(rollouts)
     assert len(lists.token_ids) == sum(len(one.token_ids) for one in rollouts) > 500
-    check_lists(lists, VOCAB_SIZE)
+    check_lists(lists)
     assert SamplingEvidence().add(lists) < 0.3
 
 
@@ -182,8 +182,6 @@ def lists_of(rows, drawn):
         (lambda one: {"top_ids": one.top_ids[:, :1].expand(-1, 4)}, "name a token twice; the prob.* sum to [23]"),
         (lambda one: {"top_log_probs": one.top_log_probs + 3.0}, r"the probabilities of one sum to \d+\."),
         (lambda one: {"top_log_probs": one.top_log_probs * torch.nan}, "the probabilities of one sum to nan"),
-        (lambda one: {"top_ids": one.top_ids + 9}, r"ids from 9 to \d+, and the model knows 0 to 23"),
-        (lambda one: {"top_ids": one.top_ids - 9}, r"ids from -9 to \d+, and the model knows 0 to 23"),
     ],
 )
 def test_lists_that_no_distribution_has_are_refused(change, why):
@@ -191,7 +189,7 @@ def test_lists_that_no_distribution_has_are_refused(change, why):
     if "twice" in why:
         rollouts = [replace(one, top_log_probs=one.top_log_probs[:, :1].expand(-1, 4)) for one in rollouts]
     with pytest.raises(EngineError, match=f"top-k lists are no part of a distribution: .*{why}"):
-        check_lists(ReportedLists.of(rollouts), VOCAB_SIZE)
+        check_lists(ReportedLists.of(rollouts))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +287,7 @@ def test_tokens_that_a_tool_wrote_and_lists_without_entries_are_no_evidence():
     ]
     assert SamplingEvidence().add(ReportedLists.of(some)) == SamplingEvidence().add(ReportedLists.of(cut)) != 0.0
     bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
-    check_lists(ReportedLists.of(bare), VOCAB_SIZE)
+    check_lists(ReportedLists.of(bare))
     assert SamplingEvidence().add(ReportedLists.of(bare)) == 0.0
 
 
@@ -441,6 +439,27 @@ LIES = {
     "lists above 1": lambda one: {"top_log_probs": one.top_log_probs + 0.1},
     "versions of weights that were never sent": lambda one: {"versions": one.versions + 1},
 }
+
+
+@pytest.mark.parametrize("name", ["token_ids", "top_ids"])
+@pytest.mark.parametrize("id_", [-1, VOCAB_SIZE])
+def test_ids_that_the_model_does_not_know_are_refused_wherever_they_stand(id_, name):
+    *others, last = written(TransformersEngine, PLAIN)
+    check_ids([*others, last], VOCAB_SIZE)
+    changed = getattr(last, name).clone()
+    changed[-1] = id_
+    with pytest.raises(EngineError, match=rf"{name} go from -?\d+ to \d+, and the model knows 0 to {VOCAB_SIZE - 1}"):
+        check_ids([*others, replace(last, **{name: changed})], VOCAB_SIZE)
+
+
+def test_ids_that_the_model_does_not_know_stop_the_run_though_its_engine_is_not_checked(tmp_path, monkeypatch):
+    class Lost(TransformersEngine):
+        def collect(self, *arguments, **named):
+            return [replace(one, top_ids=one.top_ids - 99) for one in super().collect(*arguments, **named)]
+
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Lost)
+    with pytest.raises(EngineError, match="top_ids go from -99"):
+        run(small_config("iterations=1", "guard.check_engine=false"), tmp_path)
 
 
 @pytest.mark.parametrize("name", LIES)

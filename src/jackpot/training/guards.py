@@ -19,7 +19,7 @@ from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
 from jackpot.training.gaps import LARGEST_GAPS, precisions
 from jackpot.training.learner import Learner, StepResult
-from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_lists
+from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
@@ -58,11 +58,16 @@ class EngineCheck:
         A rollout generated with older weights than the learner holds cannot be scored again and is passed over.
 
         Raises:
-            EngineError: the engine's log-probs are not those of the distribution that it samples from, or no rollout
-                carries the version of the weights that it was sent.
+            EngineError: an id outside the vocabulary, which is looked for always; the engine's log-probs are not those
+                of the distribution that it samples from, or no rollout carries the version of the weights that it was
+                sent.
         """
         config = self._config
-        if not config.guard.check_engine or not rollouts:
+        if not rollouts:
+            return
+        with _recorded(self._record, iteration):
+            check_ids(rollouts, engine.capabilities.vocab_size)
+        if not config.guard.check_engine:
             return
         is_thorough = self._thorough_checks < THOROUGH_CHECKS
         seed = fold_in(config.seed, "glance", iteration)
@@ -71,7 +76,7 @@ class EngineCheck:
         chosen = [one for one in chosen if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
         with _recorded(self._record, iteration):
             lists = ReportedLists.of(rollouts)
-            check_lists(lists, engine.capabilities.vocab_size)
+            check_lists(lists)
             if chosen:
                 score = self._score("rollout_model", chosen)
                 gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
@@ -88,17 +93,20 @@ class EngineCheck:
         """Return the mean |p_engine - p_training| of rollouts just generated; NaN where none of them can be used.
 
         Raises:
-            EngineError: the gap is more than rounding and `guard.check_engine` is on; an event of `iteration` says so.
+            EngineError: an id outside the vocabulary, or the gap is more than rounding and `guard.check_engine` is on;
+                an event of `iteration` says so.
         """
         config = self._config
         chosen = first_rollouts([one for one in rollouts if one.sampled_mask.any() and not discard_reason(one)])
         if not chosen:
             return math.nan
+        with _recorded(self._record, iteration):
+            check_ids(chosen, engine.capabilities.vocab_size)
         score = self._score(role, chosen)
         if not config.guard.check_engine:
             return engine_gap(chosen, score(config.sampling))
         with _recorded(self._record, iteration):
-            check_lists(ReportedLists.of(chosen), engine.capabilities.vocab_size)
+            check_lists(ReportedLists.of(chosen))
             return check_gap(chosen, config.sampling, self._precisions(engine), score)["mean_gap"]
 
     def _check_ahead(self, rollouts: Sequence[Rollout], now: int, iteration: int) -> None:

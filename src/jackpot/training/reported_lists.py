@@ -42,11 +42,26 @@ class ReportedLists(NamedTuple):
         )
 
 
-def check_lists(lists: ReportedLists, vocab_size: int) -> None:
+def check_ids(rollouts: Sequence[Rollout], vocab_size: int) -> None:
+    """Refuse ids that the model does not know, of tokens and of top-k lists: the learner takes them as they are.
+
+    Raises:
+        EngineError: an id outside the vocabulary.
+    """
+    for name in ("token_ids", "top_ids"):
+        ids = torch.cat([getattr(rollout, name).flatten() for rollout in rollouts])
+        if ids.numel() and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise EngineError(
+                f"the rollouts' {name} go from {int(ids.min())} to {int(ids.max())}, and the model knows 0 to "
+                f"{vocab_size - 1}; look at how the engine, or the environment, fills {name}"
+            )
+
+
+def check_lists(lists: ReportedLists) -> None:
     """Refuse top-k lists that no distribution has.
 
     Raises:
-        EngineError: an id twice in a list, an id outside the vocabulary, or probabilities that sum to more than 1.
+        EngineError: an id twice in a list, or probabilities that sum to more than 1.
     """
     if not lists.top_ids.numel():
         return
@@ -55,9 +70,6 @@ def check_lists(lists: ReportedLists, vocab_size: int) -> None:
     mass = lists.top_log_probs.exp().sum(-1)
     problems = {
         f"{twice} of {len(ids)} name a token twice": twice > 0,
-        f"they name ids from {int(ids.min())} to {int(ids.max())}, and the model knows 0 to {vocab_size - 1}": bool(
-            ids[:, 0].min() < 0 or ids[:, -1].max() >= vocab_size
-        ),
         f"the probabilities of one sum to {float(mass.max()):.6g}": not bool((mass <= LARGEST_MASS).all()),
     }
     if found := [problem for problem, is_so in problems.items() if is_so]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +19,7 @@ from helpers.naive_head import (
     random_ids,
 )
 from jackpot.objectives.kernels import autograd
-from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
+from jackpot.objectives.kernels.linear_head import Head, LinearHead, joint_linear_head, linear_head
 
 
 class Recorder(TorchDispatchMode):
@@ -162,6 +162,32 @@ def test_parts_are_few_about_equal_and_of_whole_grains(count, most, grain, sizes
     parts = autograd.split_range(count, most, grain)
     assert [part.stop - part.start for part in parts] == sizes
     assert [part.start for part in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+WAITING = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "repeat_interleave", "equal"}
+
+
+@pytest.mark.parametrize("tile", [(20, 1300), (40, 4200), None])
+def test_the_module_waits_for_no_number_of_a_gpu(tile):
+    """On the CPU these operators stand for the waits: the shape of their result is in the numbers."""
+    n, v = 40, 4100
+    first, second = nn.Linear(H, v), nn.Linear(3, v)
+    with torch.no_grad():
+        first.bias[5] = second.bias[7] = -torch.inf
+    given = torch.randn(n, H, requires_grad=True), torch.randn(n, 3, requires_grad=True), random_ids(n, v=v)
+    module = LinearHead(first, second)
+    with Recorder() as recorder:
+        output = module(*given, temperature=1.0, lam=0.8, num_top=20, gather_ids=random_ids(n, 3, v=v), tile=tile)
+        loss_of(output).backward()
+    names = [name for name, _ in recorder.calls]
+    assert not WAITING & set(names) and "topk" in names
+
+
+def test_ids_are_checked_for_those_who_call_the_functions_and_not_twice_in_a_run():
+    layer, hidden, ids = nn.Linear(H, V), torch.randn(N, H), torch.full((N,), V)
+    with pytest.raises(ValueError, match="ids from 11 to 11"):
+        linear_head(Head(hidden=hidden, weight=layer.weight), ids, temperature=1.0)
+    LinearHead(layer)(hidden, None, ids, temperature=1.0)
 
 
 # Precision

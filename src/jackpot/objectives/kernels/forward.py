@@ -93,20 +93,22 @@ class OnlineKL:
     def __init__(self, p: OnlineSoftmax, q: OnlineSoftmax, masked_by_q: Tensor | None) -> None:
         """
         Args:
-            masked_by_q: [V] bool, tokens that q's bias masks out; None where there are none.
+            masked_by_q: `HeadOperands.masked_tokens` of q's head.
         """
         self._p, self._q, self._masked = p, q, masked_by_q
         self._sum: Tensor | None = None  # g
-        self._max_at_masked: Tensor | None = None  # p's largest logit at tokens that q masks; None before the first one
+        self._max_at_masked: Tensor | None = None  # p's largest logit at tokens that q masks
 
-    def update_masked(self, logits_p: Tensor, columns: slice) -> None:
-        """Record p's largest logit at the tokens of a tile that q masks, before its logits [C, T] are overwritten."""
+    def update_masked(self, logits_p: Tensor, columns: slice, memory: Tensor) -> None:
+        """Record p's largest logit at the tokens of a tile that q masks, before its logits [C, T] are overwritten.
+
+        `memory` [C, T] is overwritten.
+        """
         if self._masked is None:
             return
-        where = self._masked[columns].nonzero().flatten()
-        if len(where):
-            found = logits_p[:, where].amax(-1)
-            self._max_at_masked = found if self._max_at_masked is None else torch.maximum(self._max_at_masked, found)
+        lowest = torch.full((), -torch.inf, dtype=logits_p.dtype, device=logits_p.device)
+        found = torch.where(self._masked[columns], logits_p, lowest, out=memory).amax(-1)
+        self._max_at_masked = found if self._max_at_masked is None else torch.maximum(self._max_at_masked, found)
 
     def add(self, of_tile: Tensor) -> None:
         """Rescale g and add a tile's sum [C] to it, after `update_` of both heads with that tile."""
@@ -161,7 +163,7 @@ class PositionBlock:
         logits = [head.logits(self._rows, columns) for head in self._heads]
         maxima = [self._update_from_logits(i, logits, columns) for i in range(len(logits))]
         for divergence, its_logits in zip(self._divergences, logits, strict=False):
-            divergence.update_masked(its_logits, columns)
+            divergence.update_masked(its_logits, columns, self._heads[0].buffer("product", tuple(its_logits.shape)))
         probs = []
         for head, softmax, its_logits, row_max in zip(self._heads, self.softmaxes, logits, maxima, strict=True):
             probs.append(head.buffer("probs", tuple(its_logits.shape)))

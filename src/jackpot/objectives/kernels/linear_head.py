@@ -22,6 +22,7 @@ Log-probabilities, entropies and divergences are in nats.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,11 @@ class HeadOutput:
     top_log_probs: Tensor  # [N, K]; no gradient
     gathered: Tensor  # [N, G] log-probs at gather_ids; no gradient
 
+    @classmethod
+    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
+        """Name the outputs of `autograd.tiled_heads` for one head."""
+        return cls(*values, *constants)
+
 
 @dataclass(frozen=True, slots=True)
 class JointOutput:
@@ -53,6 +59,13 @@ class JointOutput:
     reverse_kl: Tensor  # [N] KL(rollout_model || SG(policy)); gradient into the rollout model only
     fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
     exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
+
+    @classmethod
+    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
+        """Name the outputs of `autograd.tiled_heads` for two heads."""
+        policy, rollout_model = (HeadOutput.of(values[2 * i : 2 * i + 2], constants[3 * i : 3 * i + 3]) for i in (0, 1))
+        exact_z = constants[7] if len(constants) > 7 else None
+        return cls(policy, rollout_model, *values[4:], fill_ins=constants[6], exact_z=exact_z)
 
 
 register_dataclass(HeadOutput)  # FSDP finds the tensors of a module's output as those of a pytree
@@ -79,15 +92,15 @@ def linear_head(
         gather_ids: [N, G] int64 in [0, V).
         tile: the most positions and the most tokens that have logits at a time; None takes `autograd.default_tile`.
 
-    0 log 0 = 0, also for a probability that underflows to 0. Checking the ids waits for the device.
+    0 log 0 = 0, also for a probability that underflows to 0.
 
     Raises:
-        ValueError: shapes, dtypes, devices, ids or numbers other than these, or a weight that FSDP has sharded.
+        ValueError: shapes, dtypes, devices, ids or numbers other than these, or a weight that FSDP has sharded. On CUDA
+            ids out of range are no ValueError but fail an assertion on the device, so that nothing is waited for.
     """
-    _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
-    _check_positive("temperature", temperature)
-    values, constants = tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile)
-    return HeadOutput(*values, *constants)
+    _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature)
+    _check_range(head, ids=ids, gather_ids=gather_ids)
+    return HeadOutput.of(*tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile))
 
 
 def joint_linear_head(
@@ -115,14 +128,9 @@ def joint_linear_head(
         ValueError: as `linear_head`; also `lam` not above 0, or heads of different N, V or device.
     """
     heads = (("policy", policy), ("rollout_model", rollout_model))
-    _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile)
-    _check_positive("temperature", temperature)
-    if lam is not None:
-        _check_positive("lam", lam)
-    values, constants = tiled_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile)
-    outputs = [HeadOutput(*values[2 * i : 2 * i + 2], *constants[3 * i : 3 * i + 3]) for i in (0, 1)]
-    exact_z = None if lam is None else constants[7]
-    return JointOutput(*outputs, *values[4:], fill_ins=constants[6], exact_z=exact_z)
+    _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
+    _check_range(policy, ids=ids, gather_ids=gather_ids)
+    return JointOutput.of(*tiled_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile))
 
 
 class LinearHead(nn.Module):
@@ -160,17 +168,21 @@ class LinearHead(nn.Module):
     ) -> HeadOutput | JointOutput:
         """Compute `joint_linear_head` of both models, or `linear_head` of the policy without `rollout_model_hidden`.
 
+        Ids out of range are not looked for, and give numbers without a meaning: a run has its ids checked when it gets
+        them from the engine (`training.guards`).
+
         Raises:
-            ValueError: as they do; `rollout_model_hidden` without a rollout model.
+            ValueError: as they do, but for ids; `rollout_model_hidden` without a rollout model.
         """
-        options = {"temperature": temperature, "num_top": num_top, "gather_ids": gather_ids, "tile": tile}
-        policy = _head_of(self.policy, policy_hidden, self.policy_soft_cap)
-        if rollout_model_hidden is None:
-            return linear_head(policy, ids, **options)
-        if self.rollout_model is None:
-            raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
-        rollout_model = _head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap)
-        return joint_linear_head(policy, rollout_model, ids, lam=lam, **options)
+        heads = [_head_of(self.policy, policy_hidden, self.policy_soft_cap)]
+        if rollout_model_hidden is not None:
+            if self.rollout_model is None:
+                raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
+            heads.append(_head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
+        named = zip(("policy", "rollout_model"), heads, strict=False)
+        _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
+        output = HeadOutput if len(heads) == 1 else JointOutput
+        return output.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile))
 
 
 def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
@@ -178,9 +190,15 @@ def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 
 def _check(
-    *heads: tuple[str, Head], ids: Tensor, gather_ids: Tensor | None, num_top: int, tile: tuple[int, int] | None
+    *heads: tuple[str, Head],
+    ids: Tensor,
+    gather_ids: Tensor | None,
+    num_top: int,
+    tile: tuple[int, int] | None,
+    temperature: float,
+    lam: float | None = None,
 ) -> None:
-    """Raise the ValueErrors that `linear_head` documents, and for two heads those of `joint_linear_head`."""
+    """Raise the ValueErrors of `linear_head` and, for two heads, `joint_linear_head`, but those of `_check_range`."""
     for name, head in heads:
         _check_head(name, head)
     (name, head), (other_name, other) = heads[0], heads[-1]
@@ -200,6 +218,9 @@ def _check(
         raise ValueError(f"num_top is {num_top}: 0 for no top-k, else how many tokens to return")
     if tile is not None and min(tile) < 1:
         raise ValueError(f"tile is {tile}: both numbers must be at least 1, or tile None for the default")
+    _check_positive("temperature", temperature)
+    if lam is not None:
+        _check_positive("lam", lam)
 
 
 def _check_head(name: str, head: Head) -> None:
@@ -224,19 +245,27 @@ def _check_head(name: str, head: Head) -> None:
 
 
 def _check_ids(name: str, ids: Tensor, form: str, dim: int, head: Head) -> None:
-    n, vocabulary = len(head.hidden), head.weight.shape[0]
+    n = len(head.hidden)
     if ids.dim() != dim or len(ids) != n:
         raise ValueError(f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, as the hidden states have")
     if ids.dtype != torch.int64:
         raise ValueError(f"{name} is {ids.dtype}: it must be torch.int64 (`.long()`)")
     if ids.device != head.hidden.device:
         raise ValueError(f"{name} is on {ids.device}, the hidden states on {head.hidden.device}: move one")
-    if not ids.numel():
-        return
-    low, high = (bound.item() for bound in torch.aminmax(ids))
-    if low < 0 or high >= vocabulary:
+
+
+def _check_range(head: Head, **of_names: Tensor | None) -> None:
+    """Refuse ids outside the vocabulary: on CUDA by an assertion that the device makes."""
+    vocabulary = head.weight.shape[0]
+    for name, ids in of_names.items():
+        if ids is None or not ids.numel():
+            continue
         advice = f"all must be in [0, {vocabulary}); give padding any such id and mask the result"
-        raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")
+        low, high = torch.aminmax(ids)
+        if ids.is_cuda:
+            torch._assert_async((low >= 0) & (high < vocabulary), f"{name} holds ids out of range: {advice}")
+        elif low < 0 or high >= vocabulary:
+            raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -77,11 +77,10 @@ class HeadOperands:
         return self.bias is not None or self._operand == torch.float16
 
     def masked_tokens(self) -> Tensor | None:
-        """[V] bool, the tokens that the bias masks out; None where there is none. Waits for the device."""
+        """[V] bool, True for the tokens that the bias masks out; None without a bias, which masks none."""
         if self.bias is None or self._soft_cap is not None:
             return None
-        masked = (self.bias.to(self.dtype) / self._temperature).isneginf()
-        return masked if masked.any() else None
+        return (self.bias.to(self.dtype) / self._temperature).isneginf()
 
     def load_weight(self, columns: slice) -> None:
         """Cast the weight's rows of these tokens, once for the tiles of all positions."""
