@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.sums import assert_equal_sums
+from helpers.waits import waits
 from jackpot.core.metrics import (
     ClusteredMean,
     EffectiveSampleSize,
@@ -19,6 +21,8 @@ from jackpot.core.metrics import (
     add_sums,
     all_reduce_sums,
     masked_sum,
+    means,
+    to_host,
 )
 
 
@@ -183,6 +187,42 @@ def test_histograms_of_parts_add_up_to_that_of_the_whole():
     values, mask = sample(6, (30, 9))
     parts = Histogram.of(values[:4], mask[:4]) + Histogram.of(values[4:], mask[4:])
     assert torch.equal(parts.counts, Histogram.of(values, mask).counts) and parts.counts.sum() == mask.sum()
+
+
+@pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
+def test_means_of_many_columns_and_masks_are_those_of_each(garbage):
+    values, mask = sample(3, (6, 9))
+    columns = {"value": torch.where(mask, values, garbage), "sign": values > 0}
+    masks = {"": mask, "_positive": mask & (values > 0), "_none": mask & False}
+    found = means(columns, masks)
+    assert found.keys() == {one + other for one in columns for other in masks}
+    for column, entries in columns.items():
+        for name, of in masks.items():
+            for mine, theirs in zip(found[column + name], Mean.of(entries, of), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=0.0)
+
+
+def test_the_host_waits_for_nothing_until_it_reads_all_metrics_at_once():
+    with waits() as found:
+        sums = rank_sums(0)
+        whole = add_sums(sums, rank_sums(1), {"mean": sums["mean"]})
+        assert found == []
+        read = to_host(whole)
+        assert len(found) == 1
+        assert read["mean"].count > 0 and math.isfinite(float(read["largest"].value))
+    assert len(found) == 1 and to_host({}) == {}
+    assert_equal_sums(read, whole)
+
+
+def test_many_sets_of_metrics_add_up_as_two_and_two_do():
+    first, second = rank_sums(0), rank_sums(1) | {"more": Sum.number(2.0)}
+    pairs = add_sums(add_sums(first, second), first)
+    assert pairs["more"].value == 2.0 and pairs["mean"].count == 2 * first["mean"].count + second["mean"].count
+    many = add_sums(first, {}, second, first)
+    assert many.keys() == pairs.keys()
+    for name in pairs:
+        for mine, theirs in zip(many[name], pairs[name], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=0.0, equal_nan=True)
 
 
 def rank_sums(rank):

@@ -1,7 +1,7 @@
 """Metrics as sums that add up over tokens, micro-batches, optimizer steps and ranks. Torch only.
 
-A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. Every kind has `+`,
-`value` and `over_ranks` (all_reduce of several entries in one message).
+A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. Every kind has `+` and
+`value`. Many of them are added, sent to the other ranks and read by the host as one row of numbers.
 """
 
 import math
@@ -66,13 +66,6 @@ class Mean(NamedTuple):
         """Effective sample size over n, for entries that are weights: (sum w)^2 / (n sum w^2); 1 for equal weights."""
         return self.total.square() / (self.squares * self.count)
 
-    @classmethod
-    def over_ranks(cls, entries: Sequence["Mean"]) -> list["Mean"]:
-        """Add each entry over all ranks, in one message."""
-        packed = torch.stack([torch.stack(entry) for entry in entries])
-        dist.all_reduce(packed)
-        return [cls(*row.unbind()) for row in packed]
-
 
 class ClusteredMean(NamedTuple):
     """Carries a mean over tokens whose standard error is clustered by response, as sums (scalars, float64)."""
@@ -105,13 +98,6 @@ class ClusteredMean(NamedTuple):
         spread = (self.squares - 2.0 * mean * self.products + mean.square() * self.counts).clamp(min=0.0)
         return (self.responses / (self.responses - 1.0).clamp(min=1.0) * spread).sqrt() / self.count
 
-    @classmethod
-    def over_ranks(cls, entries: Sequence["ClusteredMean"]) -> list["ClusteredMean"]:
-        """Add each entry over all ranks, in one message."""
-        packed = torch.stack([torch.stack(entry) for entry in entries])
-        dist.all_reduce(packed)
-        return [cls(*row.unbind()) for row in packed]
-
 
 class Sum(NamedTuple):
     """Carries a count or a sum (scalar, float64)."""
@@ -135,13 +121,6 @@ class Sum(NamedTuple):
     def value(self) -> Tensor:
         """The sum itself."""
         return self.total
-
-    @classmethod
-    def over_ranks(cls, entries: Sequence["Sum"]) -> list["Sum"]:
-        """Add each entry over all ranks, in one message."""
-        packed = torch.stack([entry.total for entry in entries])
-        dist.all_reduce(packed)
-        return [cls(total) for total in packed]
 
 
 class Max(NamedTuple):
@@ -168,13 +147,6 @@ class Max(NamedTuple):
         """Largest entry; -inf where nothing was counted."""
         return self.largest
 
-    @classmethod
-    def over_ranks(cls, entries: Sequence["Max"]) -> list["Max"]:
-        """Take the largest of each entry over all ranks, in one message."""
-        packed = torch.stack([entry.largest for entry in entries])
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-        return [cls(largest) for largest in packed]
-
 
 class EffectiveSampleSize(NamedTuple):
     """Carries the effective sample size of weights given by their logarithms, which may overflow (scalars, float64)."""
@@ -186,8 +158,15 @@ class EffectiveSampleSize(NamedTuple):
     @classmethod
     def of(cls, log_weights: Tensor, mask: Tensor) -> "EffectiveSampleSize":
         """Sum the weights, nats, where `mask` is True."""
-        log_weights = torch.where(mask, log_weights.detach().double(), -torch.inf).flatten()
-        return cls(log_weights.logsumexp(0), (2.0 * log_weights).logsumexp(0), mask.double().sum())
+        return cls.of_each(log_weights, {"": mask})[""]
+
+    @classmethod
+    def of_each(cls, log_weights: Tensor, masks: Mapping[str, Tensor]) -> dict[str, "EffectiveSampleSize"]:
+        """Sum the weights, nats, where each mask is True; by name of the mask."""
+        members = torch.stack(list(masks.values()))
+        rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N]
+        fields = rows.logsumexp(1), (2.0 * rows).logsumexp(1), members.flatten(1).sum(1).double()
+        return {name: cls(*entry) for name, *entry in zip(masks, *(field.unbind() for field in fields), strict=True)}
 
     def __add__(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
         return EffectiveSampleSize(
@@ -200,16 +179,6 @@ class EffectiveSampleSize(NamedTuple):
     def value(self) -> Tensor:
         """Effective sample size over n, (sum w)^2 / (n sum w^2), in (0, 1]; NaN where nothing was counted."""
         return (2.0 * self.log_total - self.log_squares).exp() / self.count
-
-    @classmethod
-    def over_ranks(cls, entries: Sequence["EffectiveSampleSize"]) -> list["EffectiveSampleSize"]:
-        """Add each entry over all ranks, in one message."""
-        packed = torch.stack([torch.stack(entry) for entry in entries])
-        everywhere = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, packed)
-        every = torch.stack(everywhere)
-        logs, counts = every[..., :2].logsumexp(0), every[..., 2].sum(0)
-        return [cls(*pair.unbind(), count) for pair, count in zip(logs, counts, strict=True)]
 
 
 class Histogram(NamedTuple):
@@ -224,9 +193,11 @@ class Histogram(NamedTuple):
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Histogram":
         """Count the entries of `values` where `mask` is True, without NaN."""
-        entries = values.detach().double()[mask & ~values.isnan()]
+        counted = mask & ~values.isnan()
+        entries = torch.where(counted, values.detach().double(), 0.0)
         places = ((entries / _SCALE).asinh() / _WIDTH).floor() + _BINS // 2
-        return cls(torch.bincount(places.clamp(0, _BINS - 1).long(), minlength=_BINS).double())
+        counts = entries.new_zeros(_BINS)  # filled in place: `bincount` would wait for the device
+        return cls(counts.index_add_(0, places.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
 
     def __add__(self, other: "Histogram") -> "Histogram":
         return Histogram(self.counts + other.counts)
@@ -242,13 +213,6 @@ class Histogram(NamedTuple):
         """Median of the entries; NaN where nothing was counted."""
         return torch.where(self.counts.sum() > 0, self.quantile(0.5), torch.nan)
 
-    @classmethod
-    def over_ranks(cls, entries: Sequence["Histogram"]) -> list["Histogram"]:
-        """Add each entry over all ranks, in one message."""
-        packed = torch.stack([entry.counts for entry in entries])
-        dist.all_reduce(packed)
-        return [cls(counts) for counts in packed]
-
 
 _SCALE, _LIMIT, _BINS = 1e-4, 40.0, 2048
 _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)
@@ -257,24 +221,114 @@ Metric = Mean | ClusteredMean | Sum | Max | EffectiveSampleSize | Histogram
 Sums = dict[str, Metric]
 
 
-def add_sums(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> Sums:
-    """Add two sets of metrics name by name; a name that only one of them has is kept."""
-    merged = dict(first)
-    for name, entry in second.items():
-        merged[name] = merged[name] + entry if name in merged else entry
-    return merged
+# how each field of a kind adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum
+_FIELDS: dict[type, str] = {
+    Mean: "+++",
+    ClusteredMean: "++++++",
+    Sum: "+",
+    Max: "m",
+    EffectiveSampleSize: "ll+",
+    Histogram: "h",
+}
+_NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}  # what adds nothing
+
+
+def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Sums:
+    """Average every column over the True entries of every mask, all of one shape, in two matrix products.
+
+    Returns:
+        A `Mean` for each pair, named by the column's name and then the mask's. Entries in no mask are ignored, NaN
+        included; NaN in one mask is in the means of all.
+    """
+    members = torch.stack([mask.flatten() for mask in masks.values()])  # [G, N]
+    values = torch.stack([column.detach().double().flatten() for column in columns.values()])  # [C, N]
+    values = torch.where(members.any(0), values, 0.0)
+    weights = members.double()
+    totals, squares, counts = values @ weights.T, values.square() @ weights.T, weights.sum(-1).unbind()
+    return {
+        column + name: Mean(total, square, count)
+        for column, of_total, of_square in zip(columns, totals, squares, strict=True)
+        for name, total, square, count in zip(masks, of_total.unbind(), of_square.unbind(), counts, strict=True)
+    }
+
+
+def add_sums(*parts: Mapping[str, Metric]) -> Sums:
+    """Add sets of metrics name by name; a name that only some of them have is kept. All are on one device."""
+    parts = tuple(filter(None, parts))
+    if len(parts) < 2:
+        return dict(parts[0]) if parts else {}
+    layout = _layout({name: entry for part in parts for name, entry in part.items()})
+    return _unpacked(_added(torch.stack([_packed(part, layout) for part in parts]), layout), layout)
 
 
 def all_reduce_sums(sums: Sums) -> Sums:
-    """Return the sums over all ranks, in one message for each kind; `sums` itself without torch.distributed.
+    """Return the sums over all ranks, in one message; `sums` itself without torch.distributed.
 
-    Every rank must hold the same names.
+    Every rank must hold the same names. With NCCL the message goes over this rank's GPU, wherever the entries are.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not sums or not (dist.is_available() and dist.is_initialized()):
         return sums
-    reduced: Sums = {}
-    for kind in (Mean, ClusteredMean, Sum, Max, EffectiveSampleSize, Histogram):
-        names = sorted(name for name, entry in sums.items() if isinstance(entry, kind))
-        if names:
-            reduced |= zip(names, kind.over_ranks([sums[name] for name in names]), strict=True)
-    return reduced
+    layout = _layout(sums)
+    row = _packed(sums, layout)
+    sent = row.cuda() if dist.get_backend() == "nccl" else row
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sent)
+    return _unpacked(_added(torch.stack(rows), layout).to(row.device), layout)
+
+
+def to_host(sums: Sums) -> Sums:
+    """Copy entries of one device to the CPU in one transfer, the only wait for the device in reading them."""
+    layout = _layout(sums)
+    return _unpacked(_packed(sums, layout).cpu(), layout) if sums else {}
+
+
+class _Layout(NamedTuple):
+    """Says where the fields of metrics stand in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
+
+    kinds: dict[str, type]  # of each metric
+    fields: list[tuple[str, int]]  # the metric, and which of its fields, in the order of the row
+    sizes: list[int]  # numbers that add up by a sum (a histogram's are `_BINS`), by a maximum, and as logs of sums
+
+
+def _layout(sums: Mapping[str, Metric]) -> _Layout:
+    """Lay out metrics by name and kind alone, so that all ranks with the same ones agree."""
+    kinds = {name: type(sums[name]) for name in sorted(sums)}
+    places = {
+        how: [(name, index) for name, kind in kinds.items() for index, one in enumerate(_FIELDS[kind]) if one == how]
+        for how in _NOTHING
+    }
+    sizes = [_BINS * len(places["h"]) + len(places["+"]), len(places["m"]), len(places["l"])]
+    return _Layout(kinds, [field for how in places.values() for field in how], sizes)
+
+
+def _packed(sums: Mapping[str, Metric], layout: _Layout) -> Tensor:
+    """Write all fields into one row [L]; a metric that `sums` lacks is one that adds nothing."""
+    like = next(iter(sums.values()))[0]
+    fields = [
+        sums[name][index] if name in sums else _nothing(layout.kinds[name], index, like)
+        for name, index in layout.fields
+    ]
+    histograms = sum(kind is Histogram for kind in layout.kinds.values())
+    numbers = [torch.stack(fields[histograms:])] if len(fields) > histograms else []
+    return torch.cat([*fields[:histograms], *numbers])
+
+
+def _nothing(kind: type, index: int, like: Tensor) -> Tensor:
+    size = (_BINS,) if kind is Histogram else ()
+    return like.new_full(size, _NOTHING[_FIELDS[kind][index]], dtype=torch.float64)
+
+
+def _unpacked(row: Tensor, layout: _Layout) -> Sums:
+    """Build the metrics of a row; their fields are views of it."""
+    counts = _BINS * sum(kind is Histogram for kind in layout.kinds.values())
+    parts = (*row[:counts].view(-1, _BINS).unbind(), *row[counts:].unbind())
+    fields = dict(zip(layout.fields, parts, strict=True))
+    return {
+        name: kind(*(fields[name, index] for index in range(len(_FIELDS[kind])))) for name, kind in layout.kinds.items()
+    }
+
+
+def _added(rows: Tensor, layout: _Layout) -> Tensor:
+    """Add rows of numbers, [R, L] -> [L]."""
+    sums, largest, logs = rows.split(layout.sizes, dim=1)
+    return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])

@@ -5,13 +5,11 @@ alone would hide the rejected ones. All entries are sums that add up (`core.metr
 means and which values are healthy.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from jackpot.core.bands import POSITIONS, band_masks
-from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums, means
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 
@@ -29,18 +27,21 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
     present = mask.any(-1)
     whole = log_ratio.double().sum(-1)  # [B] log ratio of the response
     prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log ratio of the tokens before each token
-    bands = _position_masks(mask)
+    columns = {
+        "mismatch/ratio": ratio,
+        "mismatch/ratio_above_10": ratio > 10.0,
+        "mismatch/ratio_below_0.1": ratio < 0.1,
+        "mismatch/kl_k1": -log_ratio,
+        "mismatch/kl_k3": ratio - 1.0 - log_ratio,
+    }
     return {
-        "mismatch/ratio": Mean.of(ratio, mask),
+        **means(columns, {"": mask}),
         "mismatch/ratio_max": Max.of(ratio, mask),
-        "mismatch/ratio_above_10": Mean.of(ratio > 10.0, mask),
-        "mismatch/ratio_below_0.1": Mean.of(ratio < 0.1, mask),
         "mismatch/log_ratio": Histogram.of(log_ratio, mask),
-        "mismatch/kl_k1": Mean.of(-log_ratio, mask),
-        "mismatch/kl_k3": Mean.of(ratio - 1.0 - log_ratio, mask),
         "mismatch/sequence_log_ratio": Mean.of(whole, present),
         "mismatch/sequence_ess": EffectiveSampleSize.of(whole, present),
-    } | {f"mismatch/prefix_ess_{name}": EffectiveSampleSize.of(prefix, band) for name, band in bands.items()}
+        **EffectiveSampleSize.of_each(prefix, _position_masks(mask, "mismatch/prefix_ess")),
+    }
 
 
 def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
@@ -57,11 +58,12 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
         mask: [B, T] response mask.
     """
     moved = moved.double()
-    return {
-        "policy/approx_kl_k1": Mean.of(moved, mask),
-        "policy/approx_kl_k3": Mean.of((-moved).exp() - 1.0 + moved, mask),
-        "policy/approx_kl_weighted": Mean.of(log_ratio.double().exp() * moved, mask),
+    columns = {
+        "policy/approx_kl_k1": moved,
+        "policy/approx_kl_k3": (-moved).exp() - 1.0 + moved,
+        "policy/approx_kl_weighted": log_ratio.double().exp() * moved,
     }
+    return means(columns, {"": mask})
 
 
 def correction_metrics(
@@ -87,17 +89,18 @@ def correction_metrics(
         "policy/clip_frac": clipped,
     }
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
-    groups |= {f"_{name}": band for name, band in _position_masks(mask).items()}
-    sums = _by_group(columns, groups)
+    sums = means(columns, groups | _position_masks(mask))
     del sums["obrs/acceptance"]  # the correction's own measure gives the whole of it
-    return sums | {
-        "correction/weight_max": Max.of(factor, mask),
-        "obrs/kappa": Mean.of(correction.kappa.expand_as(factor), mask),
-        "obrs/kappa_z_above_1": Mean.of(
-            (correction.kappa - 2.0 * _kappa_error(totals)) * z > min(1.0, 1.0 / lam) + ROUNDING, mask
-        ),
+    whole = {
+        "obrs/kappa": correction.kappa.expand_as(factor),
+        "obrs/kappa_z_above_1": (correction.kappa - 2.0 * _kappa_error(totals)) * z > min(1.0, 1.0 / lam) + ROUNDING,
+        "obrs/acceptance_variance": (z * (1.0 - z)).clamp(min=0.0),
+    }
+    return {
+        **sums,
+        **means(whole, {"": mask}),
         "obrs/acceptance_by_response": ClusteredMean.of(acceptance - z, mask),
-        "obrs/acceptance_variance": Mean.of((z * (1.0 - z)).clamp(min=0.0), mask),
+        "correction/weight_max": Max.of(factor, mask),
         "policy/largest_advantage": Max.of(advantages.abs(), mask),
         "policy/largest_kept_advantage": Max.of(advantages.abs() * correction.accept_mask, mask),
     }
@@ -123,20 +126,7 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
     }
 
 
-def _position_masks(mask: Tensor) -> dict[str, Tensor]:
+def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:
     """Split the mask [B, T] by bands of positions; a position counts all response tokens, a tool's too."""
     position = torch.arange(mask.shape[1], device=mask.device)
-    return {f"at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}
-
-
-def _by_group(columns: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> Sums:
-    """Average every column over every group of tokens, all [B, T], in two matrix products; named column + group."""
-    any_group = torch.stack(list(groups.values())).any(0)
-    members = torch.stack([group[any_group] for group in groups.values()]).double()  # [G, N]
-    values = torch.stack([column.detach()[any_group].double() for column in columns.values()])  # [C, N]
-    totals, squares, counts = values @ members.T, values.square() @ members.T, members.sum(-1)
-    return {
-        column + group: Mean(totals[c, g], squares[c, g], counts[g])
-        for c, column in enumerate(columns)
-        for g, group in enumerate(groups)
-    }
+    return {f"{prefix}_at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}
