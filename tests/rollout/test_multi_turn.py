@@ -282,3 +282,14 @@ def test_conversations_keep_apart_and_come_in_the_order_of_their_requests():
 def test_a_turn_that_the_engine_does_not_return_is_named():
     with pytest.raises(EngineError, match="missing: a/turn 1"):
         play([("stop", 5)], ["3"])
+
+
+def test_without_turns_the_engine_gets_the_callers_requests_and_its_rollouts_are_not_copied(monkeypatch):
+    engine, requests = Scripted({"a": [("stop", 7, 5)], "b": [("length", 8)]}), [tiny_request("a"), tiny_request("b")]
+    wrote, collect = [], engine.collect
+    monkeypatch.setattr(engine, "collect", lambda *args, **kwargs: wrote.extend(got := collect(*args, **kwargs)) or got)
+    found = generate_rollouts(engine, SINGLE, TOKENIZER, requests)
+    assert [rollout.token_ids.tolist() for rollout in found] == [[7, 5], [8]]
+    assert set(map(id, found)) == set(map(id, wrote)) and list(map(id, engine.requests[1:])) == list(map(id, requests))
+    with pytest.raises(EngineError, match="missing: a"):
+        generate_rollouts(engine, SINGLE, TOKENIZER, requests)

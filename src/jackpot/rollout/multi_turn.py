@@ -6,7 +6,7 @@ batch nor on how long others take. Responses advance independently, and each tur
 limit on tokens also bounds the number of turns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,7 @@ def stream_rollouts(
 ) -> Iterator[Rollout]:
     """Yield the rollout of every request as it ends, in any order.
 
-    For a task without `turn_end_token_ids` each rollout has one turn and is the engine's own.
+    For a task without `turn_end_token_ids` the requests go to the engine as they are, and its rollouts come back.
 
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.
@@ -38,11 +38,14 @@ def stream_rollouts(
     Raises:
         EngineError: a uid already in flight, a prompt that the engine refuses, or a turn that it does not return.
     """
+    if not task.turn_end_token_ids:
+        engine.submit(requests)
+        return _single_turns(engine, {request.uid for request in requests})
     episodes = [_Episode(engine, task, tokenizer, request) for request in requests]
     first = [episode.next_turn() for episode in episodes]
     engine.submit(first)
     pending = {turn.uid: episode for turn, episode in zip(first, episodes, strict=True)}
-    return _as_completed(engine, pending, has_steps=bool(task.turn_end_token_ids))
+    return _as_completed(engine, pending)
 
 
 def generate_rollouts(
@@ -53,15 +56,22 @@ def generate_rollouts(
     return [rollouts[request.uid] for request in requests]
 
 
-def _as_completed(engine: Engine, pending: dict[str, "_Episode"], has_steps: bool) -> Iterator[Rollout]:
-    """Collect turns and submit the next ones until every episode of `pending`, keyed by turn uid, has ended."""
+def _single_turns(engine: Engine, pending: set[str]) -> Iterator[Rollout]:
+    """Collect the rollouts of the requests with the uids `pending`."""
     while pending:
-        turns = engine.collect(1, uids=pending)
-        if not turns:
-            raise EngineError(f"the engine has nothing left to return; missing: {', '.join([*pending][:5])}")
-        if not has_steps:  # with steps, the reply must be in the queue before the engine composes its next batch
-            turns += engine.collect(len(pending), timeout=0.0, uids=pending)
-        for turn in turns:
+        rollouts = _next_turns(engine, pending)
+        rollouts += engine.collect(len(pending), timeout=0.0, uids=pending)
+        pending -= {rollout.uid for rollout in rollouts}
+        yield from rollouts
+
+
+def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Rollout]:
+    """Collect turns and submit the next ones until every episode of `pending`, keyed by turn uid, has ended.
+
+    Turns are collected one at a time: a reply must be in the queue before the engine composes its next batch.
+    """
+    while pending:
+        for turn in _next_turns(engine, pending):
             episode = pending.pop(turn.uid)
             episode.add_turn(turn)
             if episode.finish is None:
@@ -70,6 +80,14 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"], has_steps: boo
                 engine.submit([following])
             else:
                 yield episode.rollout()
+
+
+def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
+    """Wait for a turn with one of the uids `pending`."""
+    turns = engine.collect(1, uids=pending)
+    if not turns:
+        raise EngineError(f"the engine has nothing left to return; missing: {', '.join(sorted(pending)[:5])}")
+    return turns
 
 
 class _Episode:

@@ -1,5 +1,6 @@
 """Samples the rollout batch of one iteration: prompts, responses, rewards."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -217,7 +218,9 @@ def discard_reason(rollout: Rollout) -> str | None:
     """Return why a rollout cannot be trained on: `aborted` or `non_finite` log-probs; None where it can."""
     if rollout.finish == "aborted":
         return "aborted"
-    return None if rollout.rollout_log_probs[rollout.sampled_mask].isfinite().all() else "non_finite"
+    log_probs = rollout.rollout_log_probs
+    is_finite = math.isfinite(log_probs.sum()) or log_probs[rollout.sampled_mask].isfinite().all()  # a sum is cheaper
+    return None if is_finite else "non_finite"
 
 
 def _sampling_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup], wanted: int) -> Sums:

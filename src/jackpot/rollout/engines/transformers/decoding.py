@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
-from jackpot.core.types import Finish, Rollout, Version
+from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import backbone, head_logits, pad_tokens, position_ids
 from jackpot.models.sampling import Draw, draw_tokens
 from jackpot.rollout.engines.base import Request
@@ -204,10 +204,7 @@ class DecodingBatch:
         is_finished = is_stop | (self._limits[self._rows] == self._num_generated)  # [N]
         if not is_finished.any():
             return []
-        finished = [
-            self._rollout(row, "stop" if stopped else "length")
-            for row, stopped in zip(self._rows[is_finished].tolist(), is_stop[is_finished].tolist(), strict=True)
-        ]
+        finished = self._rollouts(self._rows[is_finished], is_stop[is_finished])
         order = _compaction(~is_finished)
         if len(order):
             on_device = order.to(self._last_tokens.device)
@@ -216,20 +213,27 @@ class DecodingBatch:
         self._rows = self._rows[order]  # last: after an error before this line `requests` has the finished ones too
         return finished
 
-    def _rollout(self, row: int, finish: Finish) -> Rollout:
-        length, request = self._num_generated, self._all_requests[row]
-        draw = _unpack(self._records[row, :length])
-        return Rollout(
-            uid=request.uid,
-            prompt=request.prompt,
-            finish=finish,
-            token_ids=draw.tokens,
-            rollout_log_probs=draw.log_probs,
-            sampled_mask=torch.ones(length, dtype=torch.bool),
-            top_ids=draw.top_ids,
-            top_log_probs=draw.top_log_probs,
-            versions=torch.tensor([self._version] * length),
-        )
+    def _rollouts(self, rows: Tensor, is_stop: Tensor) -> list[Rollout]:
+        """Return the rollouts of rows [F] that end now, with all tokens so far; True in `is_stop` [F]: a stop token."""
+        draw = _unpack(self._records[rows, : self._num_generated])
+        versions = torch.tensor(self._version).expand(*draw.tokens.shape, 2)
+        columns = (*draw, torch.ones_like(draw.tokens, dtype=torch.bool), versions.contiguous())
+        return [
+            Rollout(
+                uid=self._all_requests[row].uid,
+                prompt=self._all_requests[row].prompt,
+                finish="stop" if stopped else "length",
+                token_ids=tokens,
+                rollout_log_probs=log_probs,
+                sampled_mask=sampled,
+                top_ids=top_ids,
+                top_log_probs=top_log_probs,
+                versions=version,
+            )
+            for row, stopped, tokens, log_probs, top_ids, top_log_probs, sampled, version in zip(
+                rows.tolist(), is_stop.tolist(), *(column.unbind() for column in columns), strict=True
+            )
+        ]
 
 
 def _stop_table(stops: Sequence[set[int]]) -> Tensor:
@@ -265,12 +269,12 @@ def _pack(draw: Draw) -> Tensor:
 
 
 def _unpack(records: Tensor) -> Draw:
-    """Undo `_pack`, into memory that does not alias `records`."""
-    num_top = (records.shape[1] - 2) // 2
-    tokens, log_probs, top_ids, top_log_probs = records.split([1, 1, num_top, num_top], dim=1)
+    """Undo `_pack` for records [..., 2 + 2K], into memory that does not alias them."""
+    num_top = (records.shape[-1] - 2) // 2
+    tokens, log_probs, top_ids, top_log_probs = records.split([1, 1, num_top, num_top], dim=-1)
     return Draw(
-        tokens[:, 0].long(),
-        log_probs[:, 0].clone().view(torch.float32),
+        tokens[..., 0].long(),
+        log_probs[..., 0].clone().view(torch.float32),
         top_ids.long(),
-        top_log_probs.contiguous().clone().view(torch.float32),
+        top_log_probs.clone(memory_format=torch.contiguous_format).view(torch.float32),
     )
