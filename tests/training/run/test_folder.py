@@ -7,17 +7,20 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers.folders import word_tokenizer
 from helpers.kill_points import Kill
 from helpers.runs import Killed, contents, small_config
 from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.types import Prompt, Rollout, Score, TrainingSample
 from jackpot.training.run.environment import Environment, commit, version
 from jackpot.training.run.folder import RunFolder, run_config
-from jackpot.training.run.rollouts import thin_rollouts
+from jackpot.training.run.rollouts import thin_rollouts, write_rollouts
 
 
 def opened(path: Path, iteration: int = -1) -> RunFolder:
@@ -245,6 +248,47 @@ def test_the_first_and_the_newest_rollouts_are_kept_and_an_even_spread_between_t
     assert max(after - before for before, after in pairwise(kept)) < 2 * 999 / 19
     thin_rollouts(tmp_path, 1)
     assert set(tmp_path.iterdir()) == own | {tmp_path / "iteration-001000.parquet"}
+
+
+def test_saved_rollouts_hold_every_number_in_columns_whose_types_do_not_depend_on_them(tmp_path: Path) -> None:
+    prompt, schemas = Prompt(uid="p", text="1+", answer="3", token_ids=(1, 2)), []
+    for top in (0, 2):
+        samples = [
+            TrainingSample(
+                rollout=Rollout(
+                    uid=f"{length}",
+                    prompt=prompt,
+                    finish="stop",
+                    token_ids=torch.arange(length) % 2,
+                    rollout_log_probs=-torch.rand(length),
+                    sampled_mask=torch.arange(length) != 1,
+                    top_ids=torch.randint(2, (length, top)),
+                    top_log_probs=-torch.rand(length, top).log(),
+                    versions=torch.arange(2 * length).view(length, 2),
+                ),
+                score=Score(reward=0.5 * length),
+                advantages=torch.rand(length),
+            )
+            for length in (3, 0, 1)
+        ]
+        traces = {one.rollout.uid: {"z": torch.rand(len(one.advantages))} for one in samples}
+        path = write_rollouts(tmp_path / f"{top}", 7, samples, traces, word_tokenizer(["b"]), small_config())
+        saved = pq.read_table(path)
+        schemas.append(saved.schema.remove_metadata())
+        for row, one in zip(saved.to_pylist(), samples, strict=True):
+            rollout = one.rollout
+            names = {"top_ids": "rollout_top_ids", "top_log_probs": "rollout_top_log_probs"}
+            for name in ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions"):
+                assert row[names.get(name, name)] == getattr(rollout, name).tolist(), name
+            assert row["z"] == traces[rollout.uid]["z"].tolist() and row["advantages"] == one.advantages.tolist()
+            assert row["tokens"] == ["<unk>", "b", "<unk>"][: len(rollout.token_ids)] and row["prompt_ids"] == [1, 2]
+            assert (row["uid"], row["iteration"], row["reward"], row["correct"]) == (
+                rollout.uid,
+                7,
+                one.score.reward,
+                None,
+            )
+    assert schemas[0] == schemas[1]
 
 
 def test_settings_of_an_earlier_version_are_refused_with_their_file_and_their_new_names(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from the learner are those of the first update on the rollout. `SCHEMA_VERSION` 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -44,7 +45,7 @@ def write_rollouts(
         The path of the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist([_row(iteration, item, traces[item.rollout.uid], tokenizer) for item in samples])
+    table = _table(iteration, samples, traces, tokenizer)
     metadata = {"schema_version": str(SCHEMA_VERSION), "config": config.model_dump_json()}
     path = folder / f"iteration-{iteration:06d}.parquet"
     with whole_file(path) as partial:
@@ -65,31 +66,47 @@ def thin_rollouts(folder: Path, keep: int) -> None:
         files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else numbers[0]).unlink()
 
 
-def _row(
-    iteration: int, item: TrainingSample, trace: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    rollout = item.rollout
-    ids = rollout.token_ids.tolist()
-    return {
-        "iteration": iteration,
-        "uid": rollout.uid,
-        "prompt_uid": rollout.prompt.uid,
-        "prompt": rollout.prompt.text,
-        "answer": rollout.prompt.answers,
-        "response": decode(tokenizer, rollout.token_ids),
-        "finish": rollout.finish,
-        "reward": item.score.reward,
-        "correct": item.score.correct,
-        "prompt_ids": list(rollout.prompt.token_ids),
+def _table(
+    iteration: int,
+    samples: Sequence[TrainingSample],
+    traces: Mapping[str, Mapping[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> pa.Table:
+    rollouts = [item.rollout for item in samples]
+    ids = [rollout.token_ids.tolist() for rollout in rollouts]
+    columns = {
+        "iteration": [iteration] * len(samples),
+        "uid": [rollout.uid for rollout in rollouts],
+        "prompt_uid": [rollout.prompt.uid for rollout in rollouts],
+        "prompt": [rollout.prompt.text for rollout in rollouts],
+        "answer": [rollout.prompt.answers for rollout in rollouts],
+        "response": [decode(tokenizer, rollout.token_ids) for rollout in rollouts],
+        "finish": [rollout.finish for rollout in rollouts],
+        "reward": [item.score.reward for item in samples],
+        "correct": [item.score.correct for item in samples],
+        "prompt_ids": [rollout.prompt.token_ids for rollout in rollouts],
         "token_ids": ids,
-        "tokens": tokenizer.convert_ids_to_tokens(ids),
-        "sampled_mask": rollout.sampled_mask.tolist(),
-        "advantages": item.advantages.tolist(),
-        "rollout_log_probs": rollout.rollout_log_probs.tolist(),
-        "rollout_top_ids": rollout.top_ids.tolist(),
-        "rollout_top_log_probs": rollout.top_log_probs.tolist(),
-        "versions": rollout.versions.tolist(),
-    } | {name: column.tolist() for name, column in trace.items()}
+        "tokens": [tokenizer.convert_ids_to_tokens(row) for row in ids],
+        "sampled_mask": _lists([rollout.sampled_mask for rollout in rollouts]),
+        "advantages": _lists([item.advantages for item in samples]),
+        "rollout_log_probs": _lists([rollout.rollout_log_probs for rollout in rollouts]),
+        "rollout_top_ids": _lists([rollout.top_ids for rollout in rollouts]),
+        "rollout_top_log_probs": _lists([rollout.top_log_probs for rollout in rollouts]),
+        "versions": _lists([rollout.versions for rollout in rollouts]),
+    }
+    rows = [traces[rollout.uid] for rollout in rollouts]
+    columns |= {name: _lists([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    return pa.table(columns)
+
+
+def _lists(rows: Sequence[Tensor]) -> pa.Array:
+    """Return the tensors of all rows, [T] or [T, K] each, as one column of lists; floats as float64."""
+    joined = torch.cat(list(rows))
+    values = pa.array((joined.double() if joined.is_floating_point() else joined).flatten().numpy())
+    if joined.dim() > 1:
+        count, size = joined.shape
+        values = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * size, pa.int32()), values)
+    return pa.ListArray.from_arrays(pa.array(accumulate(map(len, rows), initial=0), pa.int32()), values)
 
 
 class UnreadableRollouts(DataError):
