@@ -1,9 +1,52 @@
 """Counts the processor cores that are free, for every layer that starts threads or processes."""
 
 import os
+import time
+from collections.abc import Container
+from pathlib import Path
+
+_STAT, _QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
+_SECONDS = 0.3  # between the two readings of the cores' counters
+_IDLE, _ALL = slice(3, 5), slice(8)  # columns of a core: idle and waiting for a disk; all, guests are in the first two
 
 
 def free_cores() -> int:
-    """Estimate the number of cores that no process keeps busy now, at least one."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable - round(os.getloadavg()[0]))
+    """Estimate the number of cores that other processes leave free now, at least one.
+
+    On Linux the counters of the cores that this process may use are read twice, 0.3 seconds apart, so that work which
+    has ended does not count, such as an installation a moment ago; a container's quota is the most. Elsewhere the load
+    of the last minute is taken.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    try:
+        before, own, since = _STAT.read_text(), time.process_time(), time.perf_counter()
+        time.sleep(_SECONDS)
+        own = (time.process_time() - own) / (time.perf_counter() - since)
+        busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - own)
+    except OSError:
+        busy = os.getloadavg()[0]
+    return max(1, min(len(cores) - round(busy), _quota()))
+
+
+def busy_cores(before: str, after: str, cores: Container[int]) -> float:
+    """Return how many of `cores` were busy between two readings of /proc/stat, with time that other machines stole."""
+    first, last = _ticks(before), _ticks(after)
+    spent = [
+        [end - begin for begin, end in zip(first[core], last[core], strict=True)] for core in last if core in cores
+    ]
+    return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in spent)
+
+
+def _ticks(stat: str) -> dict[int, list[int]]:
+    """Return the counters of every core by its number."""
+    rows = [line.split() for line in stat.splitlines() if line.startswith("cpu") and line[3].isdigit()]
+    return {int(name.removeprefix("cpu")): list(map(int, ticks))[_ALL] for name, *ticks in rows}
+
+
+def _quota() -> int:
+    """Return the whole cores that the container of this process may keep busy; very many where none is set."""
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return int(quota) // int(period)
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return 2**31
