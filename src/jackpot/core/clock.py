@@ -12,24 +12,37 @@ class Seconds(NamedTuple):
     wall: float = 0.0  # wall-clock time, seconds
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
+    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
+        """Return this time and `times` the other one."""
+        return Seconds(self.wall + times * other.wall, self.processor + times * other.processor)
+
 
 class Clock:
-    """Adds up the time of each phase of an iteration: `with clock("rollout"): ...`."""
+    """Adds up the time of each phase of an iteration: `with clock("rollout"): ...`. Phases do not overlap.
+
+    What belongs to no phase is the phase `other`, so that all phases together are the whole time.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, Seconds] = {}
+        self._begin = _now()  # of the time that `take` returns
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time of the block to `phase`."""
-        wall, processor = time.perf_counter(), time.process_time()
+        begin = _now()
         yield
-        before = self._seconds.get(phase, Seconds())
-        self._seconds[phase] = Seconds(
-            before.wall + time.perf_counter() - wall, before.processor + time.process_time() - processor
-        )
+        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(_now()).plus(begin, -1.0)
 
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""
-        seconds, self._seconds = self._seconds, {}
+        now = _now()
+        other = now.plus(self._begin, -1.0)
+        for spent in self._seconds.values():
+            other = other.plus(spent, -1.0)
+        seconds, self._seconds, self._begin = self._seconds | {"other": other}, {}, now
         return seconds
+
+
+def _now() -> Seconds:
+    return Seconds(time.perf_counter(), time.process_time())

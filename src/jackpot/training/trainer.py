@@ -85,13 +85,15 @@ class Trainer:
             while self.iteration < config.iterations and not stop.requested:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
-                self._engine_check.check_batch(parts.engine, batch.unfiltered, number)
+                with self._clock("check"):
+                    self._engine_check.check_batch(parts.engine, batch.unfiltered, number)
                 with self._sampler.overlap_with_training(number + 1), self._clock("train"):
                     samples = parts.learner.compute_advantages(batch.scored)
                     results = parts.learner.train(list(self._mini_batches(samples)), self._saves_rollouts(number))
                 with self._clock("sync"):
                     parts.send_weights(parts.engine, "rollout_model")
-                self._save(number, samples, results)
+                with self._clock("save"):
+                    self._save(number, samples, results)
                 self._non_finite.check(results, number)
                 self._finish_iteration(batch.sums | training_sums(samples, results, parts))
             self._checkpointer.save_last(self._state())
@@ -114,8 +116,9 @@ class Trainer:
         self._folder.check_in_place()
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
-        line = self._folder.report(self.iteration, values)
-        self._checkpointer.save_if_due(self._state(), values.get(f"eval/policy_{measure_of(values)}"))
+        with self._clock("save"):  # counts to the next line
+            line = self._folder.report(self.iteration, values)
+            self._checkpointer.save_if_due(self._state(), values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
 
     def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:
