@@ -181,7 +181,7 @@ class LinearHead(nn.Module):
             heads.append(_head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
         named = zip(("policy", "rollout_model"), heads, strict=False)
         _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
-        output = HeadOutput if len(heads) == 1 else JointOutput
+        output, lam = (HeadOutput, None) if len(heads) == 1 else (JointOutput, lam)  # one head has no Z
         return output.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile))
 
 
