@@ -551,7 +551,7 @@ def test_padding_and_what_stands_in_it_change_nothing(left, right, seed):
         changes |= {name: pad(getattr(batch, name), left, 0) for name in ("prompt_ids", "prompt_mask")}
         zeros = torch.zeros(len(batch.uids), right)
         changes |= {name: torch.cat([getattr(batch, name), zeros], 1) for name in ("rollout_log_probs", "advantages")}
-        return replace(batch, **changes)
+        return replace(batch, **changes, response_index=changes["response_mask"].flatten().nonzero()[:, 0])
 
     narrow_learner, wide_learner = make_learner(POLICY, ROLLOUT_MODEL), make_learner(POLICY, ROLLOUT_MODEL)
     narrow = train(narrow_learner, [step])[0]

@@ -140,6 +140,15 @@ class TokenBatch:
     top_log_probs: Tensor  # [B, T, K] float32, their log-probs
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
 
+    def at_sampled(self, column: Tensor) -> Tensor:
+        """Select what stands at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keeps the gradient."""
+        return column.flatten(0, 1).index_select(0, self.response_index)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Put values of the sampled tokens in their places, [N, ...] -> [B, T, ...], else 0; keeps the gradient."""
+        flat = values.new_zeros((self.response_mask.numel(), *values.shape[1:]))
+        return flat.index_copy(0, self.response_index, values).unflatten(0, self.response_mask.shape)
+
 
 class DecodedResponse(NamedTuple):
     """Holds one response as text, the input of a reward function."""

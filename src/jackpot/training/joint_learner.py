@@ -248,18 +248,18 @@ class JointLearner(Learner):
         Where `old` has the Z in use, the exact Z of the current policy is not computed: the weights that generated the
         rollouts may be gone.
         """
-        mask, lam = batch.response_mask, self._objective.correction.lam
+        lam = self._objective.correction.lam
         normalizer = "topk" if holds_target(old, self._objective) else self._objective.normalizer
         with self._precision():
-            hidden = {role: response_hidden(model, batch)[mask] for role, model in self._separate_models()}
+            hidden = {role: batch.at_sampled(response_hidden(model, batch)) for role, model in self._separate_models()}
             head = self._head(
                 hidden["policy"],
                 hidden.get("rollout_model"),
-                batch.response_ids[mask],
+                batch.at_sampled(batch.response_ids),
                 temperature=self._temperature,
                 lam=lam if normalizer == "exact" else None,
                 num_top=self._top,
-                gather_ids=batch.top_ids[mask],
+                gather_ids=batch.at_sampled(batch.top_ids),
             )
             log_probs = head.policy.log_probs if self._separate else head.log_probs
             wanted = self._reference if with_reference else None

@@ -40,10 +40,9 @@ class Reference:
             policy_hidden: [N, H] hidden states of the policy that predict the response tokens.
             log_probs: [N] log-probs of the policy.
         """
-        mask = batch.response_mask
         with torch.no_grad():
-            hidden = response_hidden(self._model, batch)[mask]
-        ids = batch.response_ids[mask]
+            hidden = batch.at_sampled(response_hidden(self._model, batch))
+        ids = batch.at_sampled(batch.response_ids)
         if self._estimate == "exact":
             return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl
         with torch.no_grad():
