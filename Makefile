@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak study lint clean
+.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak study gpu gpu-wheels lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -52,6 +52,13 @@ soak: $(VENV)/ready  # runs of every regime, killed 100 times in all at random m
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
 	$(BIN)/python benchmarks/study_page.py
+
+PART ?= check
+gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync or all, on one GPU; ARGS=--tiny on a CPU
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py $(PART) $(ARGS)
+
+gpu-wheels:  # what a GPU machine without a network may lack, to carry there
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py wheels
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix .

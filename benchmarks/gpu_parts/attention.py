@@ -1,0 +1,143 @@
+"""Attention in training: one layer's by different kernels, and whole backbones by what they read, forward and backward.
+
+The layer has Qwen3's heads in bf16: 8 responses of 4,096 tokens behind 256 of prompt. "of a product" counts the pairs
+of a query and a key that it must see. The backbone is that of Qwen3 1.7B on responses of 512 to 4,096 tokens, 8 to a
+prompt: "as trained" is what a run does, the others read the same tokens as padded rows.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from gpu_parts.machine import Machine
+from gpu_parts.models import device_model, random_samples
+from gpu_parts.results import NotInstalled, Result, Row
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from jackpot.core.types import TokenBatch
+from jackpot.models.forward import backbone, full_sequences, response_hidden
+from jackpot.training.batching import batch_to, collate
+
+NAME = "Qwen3 1.7B"
+ROWS, HEADS, KEY_HEADS, SIZE, PROMPT, RESPONSE = 8, 16, 8, 128, 256, 4096
+TINY = (2, 4, 2, 16, 8, 32)
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def rows(machine: Machine) -> list[Row]:
+    layers = {
+        "4-d mask, keys repeated": masked,
+        "4-d mask, grouped heads": partial(masked, repeats=False),
+        "causal_lower_right, grouped heads": lower_right,
+        "flex, grouped heads": flex,
+        "varlen flash": varlen,
+    }
+    backbones = {
+        "as trained": response_hidden,
+        "padded rows, prompts repeated": partial(padded_whole, "sdpa"),
+        "padded rows, prompts repeated, flex": partial(padded_whole, "flex_attention"),
+    }
+    if not machine.has_gpu:  # compiling takes many seconds
+        del layers["flex, grouped heads"], backbones["padded rows, prompts repeated, flex"]
+    found = [Row(f"one layer: {name}", partial(layer, machine, run)) for name, run in layers.items()]
+    return found + [Row(f"backbone: {name}", partial(model, machine, run)) for name, run in backbones.items()]
+
+
+def layer(machine: Machine, attend: Attention) -> Result:
+    count, heads, key_heads, size, prompt, response = (
+        TINY if machine.tiny else (ROWS, HEADS, KEY_HEADS, SIZE, PROMPT, RESPONSE)
+    )
+    places = {"device": machine.device, "dtype": torch.bfloat16, "requires_grad": True}
+    query = torch.randn(count, heads, response, size, **places)
+    key, value = (torch.randn(count, key_heads, prompt + response, size, **places) for _ in range(2))
+
+    def run() -> None:
+        attend(query, key, value).sum().backward()
+        query.grad = key.grad = value.grad = None
+
+    seconds = machine.seconds(run)
+    pairs = count * (response * prompt + response * (response + 1) / 2)
+    flops = 3.5 * 4 * pairs * heads * size  # backward forms the scores once more
+    result = {"ms": 1e3 * seconds, "of a product": flops / seconds / machine.product_rate(torch.bfloat16)}
+    return result | {"extra GB": machine.extra_gb(run)}
+
+
+def _visible(query: Tensor, key: Tensor) -> Tensor:
+    """Return which keys each query sees, [1, 1, T, S] bool: aligned at the last ones."""
+    length, total = query.shape[2], key.shape[2]
+    return torch.ones(length, total, dtype=torch.bool, device=query.device).tril(total - length)[None, None]
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, repeats: bool = True) -> Tensor:
+    mask = _visible(query, key).expand(len(query), 1, -1, -1).contiguous()
+    if repeats:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=not repeats)
+
+
+def lower_right(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    shift = key.shape[2] - query.shape[2]
+    sees = lambda row, head, place, other: other <= place + shift  # noqa: E731
+    mask = create_block_mask(sees, None, None, query.shape[2], key.shape[2], device=query.device)
+    return _compiled_flex()(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention over sequences one after the other; keys repeated where this torch has no grouped heads for it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise NotInstalled(f"torch {torch.__version__} has no varlen_attn") from error
+    if not query.is_cuda:
+        raise NotInstalled("varlen_attn runs on a GPU alone")
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    lengths = [states.shape[2] for states in (query, key)]
+    ends = [torch.arange(len(query) + 1, device=query.device, dtype=torch.int32) * length for length in lengths]
+    is_older = "is_causal" in inspect.signature(varlen_attn).parameters
+    return varlen_attn(*packed, *ends, *lengths, **({"is_causal": True} if is_older else {"window_size": (-1, 0)}))
+
+
+def model(machine: Machine, read: Callable[..., Tensor]) -> Result:
+    network = device_model(NAME, machine)
+    shape = {"prompts": 2, "group": 4, "prompt_length": 9, "longest": 24, "shortest": 5}
+    if not machine.tiny:
+        shape = {"prompts": 1, "group": 8, "prompt_length": 256, "longest": 4096, "shortest": 512}
+    samples = random_samples(network.config.vocab_size, **shape)
+    batch = batch_to(collate(samples, seed=0, epoch=0), machine.device)
+
+    def run() -> None:
+        with torch.autocast(machine.device.type, torch.bfloat16, enabled=machine.has_gpu):
+            read(network, batch).float().sum().backward()
+        network.zero_grad()
+
+    seconds = machine.seconds(run)
+    tokens = sum(len(sample.rollout.token_ids) for sample in samples)
+    result = {"ms": 1e3 * seconds, "tokens/s": tokens / seconds, "extra GB": machine.extra_gb(run)}
+    return result | machine.profile(run)
+
+
+def padded_whole(implementation: str, network: torch.nn.Module, batch: TokenBatch) -> Tensor:
+    """Read every response behind its own copy of the prompt, as transformers does it by itself."""
+    network.set_attn_implementation(implementation)
+    sequences = full_sequences(
+        batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
+    )
+    states = backbone(network)(**sequences._asdict(), use_cache=False).last_hidden_state
+    return states[:, batch.prompt_ids.shape[1] - 1 : -1]

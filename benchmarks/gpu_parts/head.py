@@ -1,0 +1,95 @@
+"""The loss layer, forward and backward in bf16: ours at several tiles beside full logits and other people's kernels.
+
+What each variant gives stands in benchmarks/head.py. "of peak": three products of each head at the rate of the data
+sheet, as a part of the time; "of a product": at the measured rate of a large one.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+
+import head as cpu_head
+import torch
+from gpu_parts.machine import Machine
+from gpu_parts.results import NotInstalled, Result, Row
+from torch import Tensor
+
+from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
+
+TILES = ((2048, 8192), (4096, 16_384), (8192, 8192), (8192, 32_768))  # positions, tokens; besides the default
+HIDDEN = (1024, 4096)
+SHAPE = {"tokens": 8192, "vocabulary": 151_936}
+TINY = {"tokens": 64, "vocabulary": 512, "hidden": 32}
+Loss = Callable[[cpu_head.Inputs], Tensor]
+
+
+def rows(machine: Machine) -> list[Row]:
+    found = []
+    for what, hidden in [(what, hidden) for hidden in HIDDEN for what in ("single", "joint")][
+        : 2 if machine.tiny else 4
+    ]:
+        job = {"what": what, "dtype": "bf16", "device": machine.device.type, "top": 20, "hidden": hidden}
+        job |= TINY if machine.tiny else SHAPE
+        for name, loss in variants(machine, what).items():
+            found.append(Row(f"{what}, H = {hidden:,}: {name}", partial(measure, machine, job, loss, name == "ours")))
+    return found
+
+
+def variants(machine: Machine, what: str) -> dict[str, Loss]:
+    found: dict[str, Loss] = {"ours": partial(ours, None)}
+    if not machine.tiny:  # one tile is like another there, and compiling takes many seconds
+        found |= {
+            f"ours, tile {positions} x {tokens}": partial(ours, (positions, tokens)) for positions, tokens in TILES
+        }
+        found["full logits, compiled"] = compiled
+    found |= {"full logits": cpu_head.naive, "TRL": cpu_head.trl, "F.linear_cross_entropy": torch_loss}
+    return found | ({"Liger": cpu_head.liger} if what == "single" else {})
+
+
+def measure(machine: Machine, job: dict, loss_of: Loss, profiled: bool) -> Result:
+    given = cpu_head.Inputs(job)
+
+    def run() -> None:
+        with torch.autocast(job["device"], torch.bfloat16) if machine.has_gpu else nullcontext():
+            loss = loss_of(given)
+        loss.backward()
+        given.forget_gradients()
+
+    try:
+        seconds = machine.seconds(run)
+    except ImportError as error:
+        raise NotInstalled(f"{error.name} is not installed") from error
+    heads = len(given.hidden)
+    flops = 3 * heads * 2.0 * job["tokens"] * job["vocabulary"] * job["hidden"]
+    result = {"ms": 1e3 * seconds, "of a product": flops / seconds / machine.product_rate(torch.bfloat16)}
+    if sheet := machine.data_sheet:
+        result["of peak"] = flops / seconds / sheet.bf16
+    result["extra GB"] = machine.extra_gb(run)
+    return result | (machine.profile(run) if profiled else {})
+
+
+def ours(tile: tuple[int, int] | None, given: cpu_head.Inputs) -> Tensor:
+    heads = [Head(hidden=hidden, weight=weight) for hidden, weight in zip(given.hidden, given.weight, strict=True)]
+    options = {"temperature": 1.0, "num_top": given.top, "gather_ids": given.given, "tile": tile}
+    if len(heads) == 1:
+        return cpu_head.loss_of([linear_head(heads[0], given.ids, **options)])
+    output = joint_linear_head(*heads, given.ids, **options)
+    return cpu_head.loss_of([output.policy, output.rollout_model]) + output.forward_kl.sum()
+
+
+@cache
+def _compiled() -> Loss:
+    return torch.compile(cpu_head.naive)
+
+
+def compiled(given: cpu_head.Inputs) -> Tensor:
+    return _compiled()(given)
+
+
+def torch_loss(given: cpu_head.Inputs) -> Tensor:
+    """Log-probs alone: neither entropy nor divergence."""
+    loss = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    if loss is None:
+        raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
+    pairs = zip(given.hidden, given.weight, strict=True)
+    return sum(loss(hidden, weight, given.ids, reduction="sum") for hidden, weight in pairs)

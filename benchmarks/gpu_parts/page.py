@@ -1,0 +1,40 @@
+"""docs/gpu.md: benchmarks/gpu_page.md, then of each part the text at the top of its file and its rows."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_parts.results import RESULTS, Line, read, table
+from gpu_parts.wheels import COMPARED, FOLDER, NEEDED
+
+PAGE = RESULTS.with_suffix(".md")
+PARTS = ("check", "head", "step", "attention", "decode", "sync")
+NOT_RUN = "Not run."
+TEMPLATE = Path(__file__).resolve().parents[1] / "gpu_page.md"
+
+
+def page(lines: Sequence[Line]) -> str:
+    """Return the whole document."""
+    text = TEMPLATE.read_text().format(
+        state="Sections with a table have been run." if lines else "**Nothing here has been run on a GPU yet.**",
+        folder=FOLDER.name,
+        needed=", ".join(NEEDED.values()),
+        compared=", ".join(COMPARED.values()),
+    )
+    return "\n".join([text, *(_section(part, lines) for part in PARTS)])
+
+
+def _section(part: str, lines: Sequence[Line]) -> str:
+    about = ast.get_docstring(ast.parse((Path(__file__).parent / f"{part}.py").read_text()))
+    found = [line for line in lines if line.part == part]
+    found = [line for line in found if line.commit == found[-1].commit]
+    if not found:
+        return f"## {part}\n\n{about}\n\n{NOT_RUN}\n"
+    machine = ", ".join(f"{value}" if key == "device" else f"{key} {value}" for key, value in found[-1].machine.items())
+    command = f"`make gpu PART={part}` at {found[-1].commit} on {machine}:"
+    return f"## {part}\n\n{about}\n\n{command}\n\n{table(found)}\n"
+
+
+def write() -> None:
+    PAGE.write_text(page(read(RESULTS)))
+    print(PAGE)

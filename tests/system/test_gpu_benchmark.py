@@ -1,0 +1,188 @@
+"""benchmarks/gpu.py on a CPU: every part runs with tiny shapes, and a run goes on where it ended."""
+
+import json
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from helpers.paths import ROOT
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path) -> Iterator[ModuleType]:
+    """benchmarks/gpu.py, without carried wheels; where there is a GPU, these tests leave it alone."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    import gpu
+
+    monkeypatch.setattr(gpu.wheels, "FOLDER", tmp_path / "wheels")
+    yield gpu
+    for name in [name for name in sys.modules if name == "gpu" or name.startswith("gpu_parts")]:
+        del sys.modules[name]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_check_finds_the_numbers_of_the_device_right(gpu, tmp_path):
+    path = tmp_path / "gpu.jsonl"
+    assert gpu.main(["check", "--tiny", "--results", str(path), "--commit", "abc"]) == 0
+    ended = [line for line in lines(path) if line["result"]]
+    assert len(ended) == len({line["row"] for line in ended}) >= 9
+    assert all(line["result"]["right"] and line["commit"] == "abc" for line in ended)
+
+
+def test_check_ends_with_an_error_where_a_number_is_wrong(gpu, monkeypatch, capsys):
+    from gpu_parts import check
+
+    monkeypatch.setattr(check, "LOG_PROB_GAP", 1e-12)
+    assert gpu.main(["check", "--tiny", "--only", "lists of the head in fp32"]) == 1
+    assert "**no**" in capsys.readouterr().out
+
+
+def test_gradients_that_differ_are_noticed(gpu, monkeypatch):
+    from gpu_parts import check
+
+    device = torch.device("cpu")
+    found = check.gradients(device, "fp32", 2, check.SEVERAL)
+    found[3] = 1.001 * found[3]
+    monkeypatch.setattr(check, "_of_the_cpu", lambda *_: found)
+    assert not check.compare_gradients(device, "fp32", 2, check.SEVERAL, check.FP32_GAP)["right"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["head", "step", "attention", "decode", "sync"])
+def test_every_part_runs_with_tiny_shapes(gpu, part, tmp_path):
+    path = tmp_path / "gpu.jsonl"
+    assert gpu.main([part, "--tiny", "--results", str(path), "--commit", "abc"]) == 0
+    ended = [line["result"] for line in lines(path) if line["result"]]
+    assert any("error" not in result for result in ended)
+    assert {result["error"].split(":")[0] for result in ended if "error" in result} <= {"NotInstalled"}
+
+
+def test_the_rows_of_every_part_have_names_of_their_own(gpu):
+    """Also with shapes of a GPU, whose rows nothing runs here."""
+    import importlib
+
+    from gpu_parts.machine import Machine
+
+    for part in gpu.PARTS:
+        for tiny in (True, False):
+            names = [row.name for row in importlib.import_module(f"gpu_parts.{part}").rows(Machine(tiny))]
+            assert names and len(names) == len(set(names)), part
+
+
+class TestRuns:
+    """Rows that take no time, to see in which order they are run and what is kept."""
+
+    def run(self, gpu, path: Path, measures: dict, commit: str = "abc", seconds: float = 100.0) -> list[str]:
+        rows = [gpu.Row(name, measure, 5.0) for name, measure in measures.items()]
+        results = gpu.Results(path, commit, {"device": "none"})
+        return gpu.run_part("part", rows, results, lambda: None, seconds)
+
+    def test_a_row_is_measured_once_at_a_commit_and_one_that_failed_is_tried_again_last(self, gpu, tmp_path):
+        path, calls = tmp_path / "gpu.jsonl", []
+
+        def measure(name: str):
+            calls.append(name)
+            if name == "bad" and calls.count("bad") == 1:
+                raise RuntimeError("out of memory\nand a long trace")
+            return {"s": 1.0}
+
+        measures = {name: lambda name=name: measure(name) for name in ("bad", "good")}
+        self.run(gpu, path, measures)
+        assert calls == ["bad", "good"]
+        assert [line["result"] for line in lines(path)] == [
+            {},
+            {"error": "RuntimeError: out of memory"},
+            {},
+            {"s": 1.0},
+        ]
+        self.run(gpu, path, measures | {"new": lambda: measure("new")})
+        assert calls == ["bad", "good", "new", "bad"]
+        self.run(gpu, path, measures, commit="def")
+        assert calls[4:] == ["bad", "good"]
+
+    def test_a_row_that_ended_the_process_is_tried_after_all_others(self, gpu, tmp_path):
+        path, calls = tmp_path / "gpu.jsonl", []
+        gpu.Results(path, "abc", {}).begin("part", "first")
+        with path.open("a") as file:
+            file.write('{"part": "part", "row": "sec')  # the process ended while it wrote
+        with path.open("a") as file:
+            file.write("\n")
+        self.run(gpu, path, {name: lambda name=name: calls.append(name) or {"s": 1.0} for name in ("first", "second")})
+        assert calls == ["second", "first"]
+
+    def test_no_row_is_begun_when_too_little_time_is_left_and_a_row_ends_at_its_limit(self, gpu, tmp_path):
+        path = tmp_path / "gpu.jsonl"
+        assert self.run(gpu, path, {"one": dict, "two": dict}, seconds=gpu.LEAST_SECONDS - 1.0) == ["one", "two"]
+        results = gpu.Results(path, "abc", {})
+        row = gpu.Row("slow", lambda: time.sleep(60.0), 0.05)
+        assert gpu.run_part("part", [row], results, lambda: None, 100.0) == []
+        assert results.of("part")[0].result["error"].startswith("OutOfTime")
+
+    def test_the_table_has_a_column_for_every_name_and_the_errors_last(self, gpu, tmp_path):
+        path = tmp_path / "gpu.jsonl"
+        measures = {"a": lambda: {"ms": 1234.5, "right": False}, "b": lambda: {"waits": 3, "of peak": 0.4567}}
+        self.run(gpu, path, measures | {"c": lambda: 1 / 0})
+        assert gpu.table(gpu.Results(path, "abc", {}).of("part")).splitlines() == [
+            "|  | ms | right | waits | of peak | not measured |",
+            "| --- | --- | --- | --- | --- | --- |",
+            "| a | 1,234 | **no** |  |  |  |",
+            "| b |  |  | 3 | 0.457 |  |",
+            "| c |  |  |  |  | ZeroDivisionError: division by zero |",
+        ]
+
+
+def test_without_a_gpu_only_tiny_shapes_are_run(gpu, capsys):
+    assert gpu.main(["step"]) == 2
+    assert "--tiny" in capsys.readouterr().err
+
+
+def test_busy_time_and_gaps_of_overlapping_kernels(gpu):
+    from gpu_parts.machine import timeline
+
+    kernels = [(0, 4, "a"), (1, 2, "b"), (6, 8, "c"), (8, 10, "d")]  # ms
+    found = timeline([(1_000_000 * began, 1_000_000 * ended, name) for began, ended, name in kernels])
+    assert found == {"busy": 0.8, "longest gaps, ms": "2.00 before c, 0.00 before d, 0.00 before b"}
+
+
+def test_the_floor_of_an_update_is_that_of_its_sequences_where_no_prompt_is_shared(gpu):
+    from gpu_parts.models import make_model, random_samples, training_flops
+
+    from jackpot.models.cost import forward_cost, head_cost
+
+    model = make_model("Qwen3 0.6B", torch.device("cpu"), tiny=True)
+    samples = random_samples(512, prompts=3, group=1, prompt_length=9, longest=24, shortest=5)
+    cost = forward_cost(model)
+    whole = sum(cost.sequence(9 + len(sample.rollout.token_ids)) - 9 * head_cost(model) for sample in samples)
+    assert training_flops([model], samples) == 3 * whole
+
+
+class TestWheels:
+    def test_a_carried_wheel_is_used_where_its_package_is_missing(self, gpu, monkeypatch):
+        folder = gpu.wheels.FOLDER
+        folder.mkdir()
+        for name, tag in (("carried_one", "py3-none-any"), ("other_python", "cp37-cp37m-manylinux2014_x86_64")):
+            with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as packed:
+                packed.writestr(f"{name}/__init__.py", "VALUE = 7")
+        needed = {"carried_one": "carried-one", "other_python": "other-python", "torch": "torch"}
+        monkeypatch.setattr(gpu.wheels, "NEEDED", needed)
+        monkeypatch.setattr(gpu.wheels, "PACKAGES", needed)
+        assert gpu.wheels.use() == ["other-python"]
+        import carried_one
+
+        assert carried_one.VALUE == 7
+
+    def test_what_is_missing_is_named_with_the_command_that_fetches_it(self, gpu, monkeypatch, capsys):
+        monkeypatch.setattr(gpu.wheels, "NEEDED", {"not_there_at_all": "not-there"})
+        assert gpu.main(["check", "--tiny"]) == 2
+        error = capsys.readouterr().err
+        assert "not-there" in error and "make gpu-wheels" in error
