@@ -91,6 +91,7 @@ def batches(
 def policy_objective(
     name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ) -> PolicyObjective:
+    tolerance = numbers.pop("kappa_tolerance", 1e-3)
     clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
     numbers = OBRS | numbers if name == "obrs" else numbers
     return PolicyObjective(
@@ -102,6 +103,7 @@ def policy_objective(
         normalizer=normalizer,
         aggregate=LOSS_AGG_MODES[aggregate],
         count=count,
+        kappa_tolerance=tolerance,
         **clips,
     )
 

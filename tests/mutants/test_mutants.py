@@ -27,13 +27,22 @@ def of_learner(*names: str) -> tuple[str, ...]:
     return tuple(f"training/test_learner.py::test_{name}" for name in names)
 
 
-KAPPA = of_learner(
-    "kappa_is_the_one_of_the_whole_step",
-    "previous_kappa_is_that_of_the_step_before_and_one_at_first",
-    "auto_kappa_is_this_steps_at_first_and_where_it_is_free_and_else_that_of_the_step_before",
-    "kappa_is_not_carried_between_z_with_and_without_fill_ins",
-    "kappa_is_not_carried_from_a_step_without_a_finite_one",
-    "a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported",
+KAPPA = (
+    *of_learner(
+        "kappa_is_the_one_of_the_whole_step",
+        "a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported",
+    ),
+    "training/test_kappa_repair.py::test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice",
+    "training/test_kappa_repair.py::test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step_before",
+)
+REPAIR = tuple(
+    f"training/test_kappa_repair.py::test_{name}"
+    for name in (
+        "the_error_is_estimated_as_the_equation_says",
+        "only_sequences_with_a_gradient_at_a_cap_are_read_again",
+        "what_is_left_unrepaired_is_below_the_reported_error_and_that_below_the_tolerance",
+        "the_repaired_step_is_the_one_that_knows_kappa_beforehand",
+    )
 )
 SKIPPED = of_learner(
     "groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model",
@@ -85,7 +94,13 @@ FORMULAS = {  # "file::function": tests
     ),
     "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),
     "training/step_totals.py::StepTotals.before_backward": KAPPA,
-    "training/step_totals.py::StepTotals.keep": KAPPA,
+    **dict.fromkeys(
+        [
+            f"training/kappa_repair.py::{name}"
+            for name in ("KappaRepair.apply", "KappaRepair._repair", "KappaRepair._backward", "_delta", "_error")
+        ],
+        REPAIR,
+    ),
     "training/joint_optimizer.py::JointOptimizer.step": (ROLLOUT_MODEL_STEPS,),
     "training/joint_optimizer.py::JointOptimizer._prepare": (ROLLOUT_MODEL_STEPS,),
     "training/joint_optimizer.py::JointOptimizer._reason_to_skip": (*SKIPPED, ROLLOUT_MODEL_STEPS),
@@ -95,7 +110,6 @@ FORMULAS = {  # "file::function": tests
     "training/joint_learner.py::JointLearner._engine_gap": AGES,
     "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
     "training/joint_learner.py::JointLearner._generated_by": AGES,
-    "training/joint_learner.py::JointLearner._has_fill_ins": KAPPA,
     "training/gradients.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
     "training/gradients.py::GradientDecomposition.measure": (ROLLOUT_MODEL_STEPS,),
     "training/optimizer.py::ModelOptimizer.reduce": ("training/test_optimizer.py",),

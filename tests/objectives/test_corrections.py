@@ -180,7 +180,7 @@ def test_kappa_z_above_one_is_not_capped():
     assert_is(result, hand_obrs(uneven, lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa=kappa))
 
 
-@pytest.mark.parametrize("kappa", ["prepass", "previous"])
+@pytest.mark.parametrize("kappa", ["prepass", "auto"])
 def test_kappa_comes_from_the_sums_it_is_given_and_is_one_without(kappa):
     inputs, other = random_inputs(), random_inputs(seed=9)
     correction = make_correction("obrs", **OBRS | {"kappa": kappa})
@@ -200,7 +200,7 @@ def test_kappa_none_ignores_the_sums():
 def test_corrections_say_which_sums_they_want_first():
     wanted = {name: make_correction(name, **numbers).kappa for name, numbers in EVERY}
     assert {name for name, kappa in wanted.items() if kappa != "none"} == {"reweight_only", "z_only", "obrs"}
-    assert make_correction("obrs", **OBRS | {"kappa": "previous"}).kappa == "previous"
+    assert make_correction("obrs", **OBRS | {"kappa": "prepass"}).kappa == "prepass"
 
 
 # The Bernoulli mask
@@ -355,9 +355,7 @@ def test_an_unknown_correction_lists_the_known_ones():
     assert {name for name, _ in EVERY} | {"ppo_is", "tis_adjusted"} == CORRECTIONS.keys()
 
 
-@pytest.mark.parametrize(
-    ("field", "valid"), [("mask", "expected, sampled"), ("kappa", "auto, none, prepass, previous")]
-)
+@pytest.mark.parametrize(("field", "valid"), [("mask", "expected, sampled"), ("kappa", "auto, none, prepass")])
 def test_an_unknown_mode_lists_the_known_ones(field, valid):
     with pytest.raises(ConfigError, match=f"correction obrs: {field}: unknown value 'nonsense'.*{valid}"):
         make_correction("obrs", **OBRS | {field: "nonsense"})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample, Version
-from jackpot.training.batching import collate, micro_batches, mini_batches
+from jackpot.training.batching import collate, micro_batches, mini_batches, regroup
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 K = 3
@@ -262,3 +262,25 @@ def test_another_seed_or_epoch_throws_other_coins():
         step[0].uniforms for step in mini_batches(items, mini_batch_size=2, epochs=2, micro_batch_tokens=99, seed=0)
     ]
     assert torch.equal(epochs[0], throws[0]) and torch.equal(epochs[1], throws[2])
+
+
+@few
+@given(lengths.filter(lambda sizes: len(sizes) > 1), st.booleans(), st.integers(0, 2**32))
+def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_prompts, seed):
+    """In as few batches as a budget of the largest batch leaves; what is read is what the same samples have alone."""
+    items = make_rollouts(sizes, seed, share_prompts)
+    half = len(items) // 2
+    given_batches = [collate(items[:half], 0, 0), collate(items[half:], 0, 0)]
+    draw = random.Random(seed)
+    chosen = [[row for row in range(len(batch.uids)) if draw.random() < 0.6] for batch in given_batches]
+    wanted = [items[start + row] for start, rows in zip((0, half), chosen, strict=True) for row in rows]
+    found = regroup(given_batches, chosen, share_prompts)
+    assert sorted(uids(found)) == sorted(item.rollout.uid for item in wanted)
+    assert len(found) <= 2 and all(size(batch) <= max(map(size, given_batches)) for batch in found)
+    by_uid = {item.rollout.uid: item for item in items}
+    for batch in found:
+        same = collate([by_uid[uid] for uid in batch.uids], 0, 0)
+        for name in ("prompt_ids", "prompt_mask", "prompt_index", "response_ids", "attention_mask", "response_mask"):
+            assert torch.equal(getattr(batch, name), getattr(same, name)), name
+        for name in ("response_index", "rollout_log_probs", "advantages", "versions"):
+            assert torch.equal(getattr(batch, name), getattr(same, name)), name

@@ -46,6 +46,7 @@ RENAMED_VALUES = {
         "sequence": "seq-mean-token-mean",
         "constant": "seq-mean-token-sum-norm",
     },
+    "objective.correction.kappa": {"previous": "auto, which takes this step's kappa without another forward pass"},
 }
 REMOVED = dict.fromkeys(
     ("engine.api_key_variable", "engine.api_key_var"),

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from jackpot.config.base import Bound, Finite, ImportPath, NonNegative, Strict, by_name
 
-Kappa = Literal["auto", "prepass", "previous", "none"]
+Kappa = Literal["auto", "prepass", "none"]
+KAPPA_TOLERANCE = 1e-3  # also of a correction of one's own, which has no such setting
 Mask = Literal["sampled", "expected"]
 AnyProximal = Annotated[
     Literal["old", "new", "rollout"],
@@ -160,9 +161,13 @@ class ZCorrection(_LamCorrection):
     """How Z is summed: over the most probable tokens that the engine returns (topk), or over the vocabulary (exact),
     which needs rollouts of the unquantized, untruncated weights that training holds."""
     kappa: Kappa = "auto"
-    """Factor that brings the mean of Z over an optimizer step to the mean acceptance: measured on this step before its
-    first backward pass (prepass, one more forward pass), taken from the step before (previous), or 1 (none). auto: none
-    with `normalizer: exact`; else this step's where it costs no forward pass, and the previous one's where it does."""
+    """Factor that brings the mean of Z over an optimizer step to the mean acceptance. auto: 1 with `normalizer: exact`;
+    else this step's, by rescaling the finished gradient and repairing what the caps touch. prepass: this step's, by one
+    more forward pass before the first backward pass, which `auto` takes too where the loss has an entropy bonus or a
+    reference. none: 1."""
+    kappa_tolerance: NonNegative = KAPPA_TOLERANCE
+    """Largest relative error of the policy's gradient, as estimated (metric obrs/kappa_error), for which `kappa: auto`
+    does not read the sequences again that hold a token at a cap; 0: it always reads them again."""
 
 
 class OBRSCorrection(ZCorrection):

@@ -2,7 +2,7 @@
 
 import math
 
-from jackpot.config.corrections import TargetCorrection, ZCorrection
+from jackpot.config.corrections import KAPPA_TOLERANCE, TargetCorrection, ZCorrection
 from jackpot.config.run import Config
 from jackpot.objectives.corrections import construct_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
@@ -29,6 +29,7 @@ def policy_objective(config: Config) -> PolicyObjective:
         count=objective.count,
         entropy_coeff=objective.entropy_coeff,
         kl_loss_coef=objective.reference.kl_loss_coef if objective.reference else 0.0,
+        kappa_tolerance=getattr(correction, "kappa_tolerance", KAPPA_TOLERANCE),
     )
 
 

@@ -44,6 +44,9 @@ class PolicyObjective:
     count: str  # key of `COUNTS`: which tokens the denominator counts
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
+    kappa_tolerance: (
+        float  # relative error of the policy's gradient above which the weights of `kappa: auto` are repaired
+    )
 
     @property
     def is_regularized(self) -> bool:
@@ -298,7 +301,7 @@ def joint_loss(
 
     Args:
         rollout_model: None where no rollout model is trained.
-        totals: the sums over the optimizer step that the correction's `kappa` names; {} for none.
+        totals: sums over an optimizer step, for the correction; {} for none.
         max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
     """
     terms = policy_terms(policy, batch, scores, old)

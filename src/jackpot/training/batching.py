@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
-from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
 from jackpot.models.packing import pack, rollout_lengths
 
 
@@ -124,6 +124,39 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
         top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
         versions=_pad([rollout.versions for rollout in rollouts]),
     )
+
+
+def regroup(
+    batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], shares_prompts: bool = True
+) -> list[TokenBatch]:
+    """Deal chosen rows of each batch out to as few batches as fit, none with more padded tokens than the largest given.
+
+    They have what a model reads, advantages and versions; no top-k lists, and other uniforms.
+
+    Args:
+        shares_prompts: as in `micro_batches`.
+    """
+    samples = [_sample(batch, row) for batch, chosen in zip(batches, rows, strict=True) for row in chosen]
+    budget = max(len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1]) for batch in batches)
+    return micro_batches(samples, budget, 0, 0, shares_prompts) if samples else []
+
+
+def _sample(batch: TokenBatch, row: int) -> TrainingSample:
+    """Undo `collate` for one row, but for the top-k lists and for what no model reads."""
+    prompt = batch.prompt_index[row]
+    ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
+    rollout = Rollout(
+        uid=batch.uids[row],
+        prompt=Prompt(uid="", text="", answer="", token_ids=tuple(ids.tolist())),
+        finish="stop",
+        token_ids=batch.response_ids[row, :length],
+        rollout_log_probs=batch.rollout_log_probs[row, :length],
+        sampled_mask=batch.response_mask[row, :length],
+        top_ids=batch.top_ids[row, :length, :0],
+        top_log_probs=batch.top_log_probs[row, :length, :0],
+        versions=batch.versions[row, :length],
+    )
+    return TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=batch.advantages[row, :length])
 
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:

@@ -22,16 +22,15 @@ from jackpot.config.run import Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
-from jackpot.models.forward import logit_softcap, output_layer, response_hidden
+from jackpot.models.forward import can_share_prompts, logit_softcap, output_layer, response_hidden
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.scoring import token_log_probs
-from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import (
     OldLogProbs,
     PolicyObjective,
-    PolicyTerms,
     RolloutModelObjective,
     TokenScores,
+    correction_inputs,
     joint_loss,
     policy_report,
     token_scores,
@@ -41,6 +40,7 @@ from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
 from jackpot.training.critic import Critic
 from jackpot.training.joint_optimizer import JointOptimizer
+from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
 from jackpot.training.learner import Learner, StepResult
 from jackpot.training.old_policy import MicroBatch, OldPolicySnapshot, by_rollout, holds_target
 from jackpot.training.optimizer import ModelOptimizer
@@ -102,6 +102,13 @@ class JointLearner(Learner):
         )
         self._rollout_model_each_step = rollout_model_each_step
         self._totals = StepTotals(objective)
+        self._repair = KappaRepair(
+            objective,
+            policy_optimizer.parameters,
+            self._policy_log_probs,
+            max_length=max_length,
+            shares_prompts=can_share_prompts(policy),
+        )
         self._old_version = Version(0, 0)  # weights that the old log-probs are of
         self._head = LinearHead(
             output_layer(policy),
@@ -155,8 +162,9 @@ class JointLearner(Learner):
     ) -> StepResult:
         """Take one optimizer step of policy and critic, and of the rollout model where it steps too.
 
-        The totals that the correction needs come first, then a forward and a backward pass over each micro-batch, then
-        the optimizers.
+        What is known of the totals that the correction needs comes first, then a forward and a backward pass over each
+        micro-batch. Where the totals are those of a step before, the policy's gradient is then brought to those of this
+        step. What is reported of the correction comes last, from these; then the optimizers step.
 
         Args:
             trace: as in `train`.
@@ -168,36 +176,45 @@ class JointLearner(Learner):
         """
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
-        micro_batches = [replace(micro, tokens=batch_to(micro.tokens, self._device)) for micro in micro_batches]
-        totals, prepass_seconds = self._totals.before_backward(micro_batches, self._forward, self._has_fill_ins)
-        sums: Sums = {}
-        measured: Sums = {}
-        applied: list[tuple[PolicyTerms, Correction]] = []
+        on_device = [replace(micro, tokens=batch_to(micro.tokens, self._device)) for micro in micro_batches]
+        totals, are_provisional, prepass_seconds = self._totals.before_backward(on_device, self._forward)
+        parts: list[Sums] = []
+        measured: list[Sums] = []
+        passes: list[PolicyPass] = []
         traces: dict[str, dict[str, Tensor]] = {}
-        for micro in micro_batches:
-            scores = self._forward(micro.tokens, micro.old, with_reference=True)
+        for dealt, micro in zip(micro_batches, on_device, strict=True):
+            hidden = self._hidden(micro.tokens)
+            norms = HiddenNorms(hidden["policy"]) if are_provisional else None
+            scores = self._scores(micro.tokens, hidden, micro.old, with_reference=True)
             old = micro.old or OldLogProbs.of(scores)
-            measured = add_sums(measured, self._totals.measure(micro.tokens, old, scores.log_probs, scores.z))
+            inputs = correction_inputs(self._objective, micro.tokens, old, scores.log_probs, scores.z)
+            measured.append(self._objective.correction.measure(inputs))
             if totals is None:  # the only micro-batch: its own forward pass is the whole step's
-                totals = all_reduce_sums(measured)
+                totals = all_reduce_sums(measured[0])
             loss = joint_loss(
                 self._objective, self._rollout_objective, micro.tokens, scores, old, totals, self._max_length
             )
             self._optimizer.decompose(loss.rollout_model_ppo, trace)
             (loss.policy + loss.rollout_model).backward()
-            diagnostics = self._engine_gap(micro, old) | self._lag(micro.tokens)
-            sums = add_sums(sums, loss.metrics | diagnostics | self._critic_backward(micro.tokens))
-            applied.append((loss.terms, loss.correction))
+            parts += [loss.metrics, self._engine_gap(micro, old), self._lag(micro.tokens)]
+            parts.append(self._critic_backward(micro.tokens))
+            passes.append(PolicyPass(dealt.tokens, loss.terms, loss.correction, norms and norms.spread(micro.tokens)))
             if trace:
-                _add_columns(traces, micro.tokens, loss.trace)
-        for micro, (terms, correction) in zip(micro_batches, applied, strict=True):
-            report = policy_report(self._objective, terms, correction, totals, self._max_length)
-            sums = add_sums(sums, report.metrics)
+                _add_columns(traces, dealt.tokens, loss.trace)
+        own_totals = all_reduce_sums(add_sums(*measured))
+        if are_provisional:
+            totals = own_totals
+            passes, repaired = self._repair.apply(passes, totals)
+            parts.append(repaired)
+        for one in passes:
+            report = policy_report(self._objective, one.terms, one.correction, totals, self._max_length)
+            parts.append(report.metrics)
             if trace:
-                _add_columns(traces, micro.tokens, report.trace)
-        sums = all_reduce_sums(add_sums(sums, {f"obrs/{name}": entry for name, entry in measured.items()}))
-        self._totals.keep({name: sums[f"obrs/{name}"] for name in measured})
+                _add_columns(traces, one.batch, report.trace)
+        sums = all_reduce_sums(add_sums(*parts)) | {f"obrs/{name}": entry for name, entry in own_totals.items()}
         step_metrics, events = self._optimizer.step(sums, steps_rollout_model)
+        if all(event["model"] != "policy" for event in events):
+            self._totals.keep(own_totals)
         step_metrics["seconds/prepass"] = Sum.number(prepass_seconds)
         return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
 
@@ -225,7 +242,7 @@ class JointLearner(Learner):
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
-            "previous": self._totals.state_dict(),
+            "totals": self._totals.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,10 +257,21 @@ class JointLearner(Learner):
                 "objective.reference.path (or policy.path) leads, or begin a new run"
             )
         self._optimizer.load_state_dict(state)
-        self._totals.load_state_dict(state["previous"])
+        self._totals.load_state_dict(state.get("totals", {}))  # an earlier version's checkpoint has none
 
-    def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None, with_reference: bool = False) -> TokenScores:
-        """Run both models over a micro-batch, through the joint head.
+    def _hidden(self, batch: TokenBatch) -> dict[Role, Tensor]:
+        """Run the backbones over a micro-batch: the hidden states of each model that predict its N tokens, [N, H]."""
+        with self._precision():
+            return {role: batch.at_sampled(response_hidden(model, batch)) for role, model in self._separate_models()}
+
+    def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None) -> TokenScores:
+        """Run both models over a micro-batch, through the joint head."""
+        return self._scores(batch, self._hidden(batch), old)
+
+    def _scores(
+        self, batch: TokenBatch, hidden: Mapping[Role, Tensor], old: OldLogProbs | None, with_reference: bool = False
+    ) -> TokenScores:
+        """Score the tokens of a micro-batch by the joint head.
 
         Where `old` has the Z in use, the exact Z of the current policy is not computed: the weights that generated the
         rollouts may be gone.
@@ -251,7 +279,6 @@ class JointLearner(Learner):
         lam = self._objective.correction.lam
         normalizer = "topk" if holds_target(old, self._objective) else self._objective.normalizer
         with self._precision():
-            hidden = {role: batch.at_sampled(response_hidden(model, batch)) for role, model in self._separate_models()}
             head = self._head(
                 hidden["policy"],
                 hidden.get("rollout_model"),
@@ -300,10 +327,12 @@ class JointLearner(Learner):
         """Mark the tokens sampled from the distribution that the rollout model has in training: [B, T] bool."""
         return (batch.versions[..., 1] == version.rollout_model) & self._engine_is_exact
 
-    def _has_fill_ins(self, micro: MicroBatch) -> bool:
-        """Return whether Z contains log-probs of the rollout model in training, where it has the engine's weights."""
-        at = self._old_version if holds_target(micro.old, self._objective) else self.version
-        return bool((self._generated_by(at, micro.tokens) & micro.tokens.response_mask).any())
+    def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
+        """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
+        with self._precision():
+            hidden = batch.at_sampled(response_hidden(self._models["policy"], batch))
+            ids = batch.at_sampled(batch.response_ids)
+            return batch.spread(self._head(hidden, None, ids, temperature=self._temperature).log_probs)
 
     @property
     def _device(self) -> torch.device:

@@ -126,6 +126,8 @@ def test_every_recipe_of_a_paper_is_looked_at() -> None:
         (("objective.correction.kappa=prepass", "batch.mini_batch_size=8"), 1),  # the anchors tell kappa
         (("objective.correction.kappa=prepass", "objective.correction.target=new", "batch.mini_batch_size=8"), 2),
         (("objective.correction.kappa=prepass", "batch.ppo_epochs=3", "objective.correction.target=new"), 4),
+        (("objective.entropy_coeff=0.01",), 1),  # which does not scale with kappa
+        (("objective.entropy_coeff=0.01", "objective.correction.kappa=none"), 0),
     ],
 )
 def test_passes_without_a_gradient_are_those_of_the_learner(overrides: tuple[str, ...], expected: int) -> None:

@@ -22,7 +22,12 @@ REGIMES = {
         "objective.correction.target=new",
         "batch.micro_batch_tokens=128",
     ),
-    "kappa previous": ("objective.correction.kappa=previous", "policy.optimizer.schedule=cosine"),
+    "one-pass kappa": (
+        "batch.micro_batch_tokens=128",
+        "sampling.num_top_log_probs=2",
+        "objective.correction={c1: 1.1, kappa_tolerance: 0}",
+        "policy.optimizer.schedule=cosine",
+    ),
     "frozen": ("rollout_model.optimizer=null",),
     "tool": ("task=tool_arithmetic",),
     "on policy": ("rollout_model=null", "objective.correction=none"),
@@ -38,7 +43,7 @@ REGIMES = {
 }
 
 
-DEAR = ("kappa previous", "lora", "lora on policy", "iteration", "quantized", "reference")  # much of them is in others
+DEAR = ("one-pass kappa", "lora", "lora on policy", "iteration", "quantized", "reference")  # much of them is in others
 
 
 @pytest.mark.parametrize(

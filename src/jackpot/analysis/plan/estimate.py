@@ -155,12 +155,14 @@ class _Estimator:
 def extra_passes(config: Config) -> float:
     """Return the number of forward passes without gradient over a rollout batch.
 
-    One is for the anchors of several steps. One in every epoch is for kappa, where it is computed beforehand and the
-    anchors do not give it.
+    One is for the anchors of several steps. One in every epoch is for kappa, where it is computed beforehand, as with a
+    regularized loss, and the anchors do not give it.
     """
-    steps, correction = config.batch.steps_per_iteration, config.objective.correction
+    steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
     anchored = steps > 1 and getattr(correction, "target", "old") == "old"
-    needs_pass = getattr(correction, "kappa", "none") == "prepass" and not anchored
+    is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
+    beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
+    needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchored
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
 
 

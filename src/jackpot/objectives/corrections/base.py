@@ -59,8 +59,11 @@ class Correction:
 class CorrectionFn(Protocol):
     """Describes a correction with fixed settings; frozen, without state."""
 
-    # Which sums over the optimizer step `apply` needs: "none", this step's ("prepass"), the "previous" step's, or
-    # "auto" (this step's where they cost no further forward pass, else the previous step's).
+    # Whether `apply` needs sums over the optimizer step: "none"; "prepass", before the first backward pass; or "auto",
+    # before it where they cost no forward pass. Else "auto" applies the correction to the sums of another step first,
+    # and to this step's when they are known (`training.kappa_repair`). That gives the same gradient for any correction
+    # whose accept_mask does not depend on the sums, and is cheap where the weights are piecewise linear in
+    # `Correction.kappa`: only sequences with a token whose weight is not multiplied by the same factor are read again.
     kappa: Kappa
     lam: float  # at which acceptance and Z are measured
 
@@ -75,7 +78,7 @@ class CorrectionFn(Protocol):
         """Compute weights and acceptance mask of a micro-batch.
 
         Args:
-            totals: the sums over the optimizer step that `kappa` names; {} where there are none, and then kappa is 1.
+            totals: sums over an optimizer step; {} where there are none, and then kappa is 1.
         """
         ...
 
@@ -91,7 +94,7 @@ class BaseCorrection(ABC):
 
     @property
     def kappa(self) -> Kappa:
-        """Which sums over the optimizer step `apply` needs: none, where the weights do not contain kappa."""
+        """Whether `apply` needs sums over the optimizer step: none, where the weights do not contain kappa."""
         return "none"
 
     @property

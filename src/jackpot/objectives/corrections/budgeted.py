@@ -66,7 +66,7 @@ class ZWeighted(Budgeted):
 
     @property
     def kappa(self) -> Kappa:
-        """Which sums over the optimizer step `apply` needs: the setting `kappa`; with `auto`, none where Z is exact."""
+        """Whether `apply` needs sums over the optimizer step: as the setting says; not with `auto` and an exact Z."""
         is_free_of_bias = self.settings.normalizer == "exact"
         return "none" if self.settings.kappa == "auto" and is_free_of_bias else self.settings.kappa
 
@@ -88,9 +88,8 @@ class Obrs(ZWeighted):
 
     The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
     replaces it by its mean a(x), which has less variance. kappa stands inside the cap c1 and fixes only the mean of Z:
-    `prepass` uses this step's sums, `previous` those of the step before (an approximation; 1 at the first step), `auto`
-    this step's where they cost no further forward pass and else those of the step before, `none` sets 1. Where Z is
-    exact its mean needs no factor, and `auto` is `none`.
+    `prepass` and `auto` use this step's sums, known by another forward pass or after the backward passes; `none` sets
+    it to 1. Where Z is exact its mean needs no factor, and `auto` is `none`.
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
     Z = 1 - TV at lam = 1. And towards the rollout model where Z rho > c1. Prefixes stay those of the rollout model.
