@@ -62,8 +62,7 @@ def layer(machine: Machine, attend: Attention) -> Result:
     seconds = machine.seconds(run)
     pairs = count * (response * prompt + response * (response + 1) / 2)
     flops = 3.5 * 4 * pairs * heads * size  # backward forms the scores once more
-    result = {"ms": 1e3 * seconds, "of a product": flops / seconds / machine.product_rate(torch.bfloat16)}
-    return result | {"extra GB": machine.extra_gb(run)}
+    return {"ms": 1e3 * seconds} | machine.shares(flops, seconds) | {"extra GB": machine.extra_gb(run)}
 
 
 def _visible(query: Tensor, key: Tensor) -> Tensor:

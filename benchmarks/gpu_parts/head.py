@@ -1,16 +1,15 @@
-"""The loss layer, forward and backward in bf16: ours at several tiles beside full logits and other people's kernels.
+"""The loss layer, forward and backward: ours at several tiles beside full logits and other people's kernels.
 
-What each variant gives stands in benchmarks/head.py. "of peak": three products of each head at the rate of the data
-sheet, as a part of the time; "of a product": at the measured rate of a large one.
+In bf16 where nothing else is said; what each variant gives stands in benchmarks/head.py. "of peak": three products of
+each head at the rate of the data sheet, as a part of the time; "of a product": at the measured rate of a large one.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 
 import head as cpu_head
 import torch
-from gpu_parts.machine import Machine
+from gpu_parts.machine import Machine, tf32
 from gpu_parts.results import NotInstalled, Result, Row
 from torch import Tensor
 
@@ -25,46 +24,45 @@ Loss = Callable[[cpu_head.Inputs], Tensor]
 
 def rows(machine: Machine) -> list[Row]:
     found = []
-    for what, hidden in [(what, hidden) for hidden in HIDDEN for what in ("single", "joint")][
-        : 2 if machine.tiny else 4
-    ]:
-        job = {"what": what, "dtype": "bf16", "device": machine.device.type, "top": 20, "hidden": hidden}
+    sizes = [(what, hidden) for hidden in HIDDEN for what in ("single", "joint")]
+    for what, hidden in sizes[:2] if machine.tiny else sizes:
+        job = {"what": what, "device": machine.device.type, "top": 20, "hidden": hidden}
         job |= TINY if machine.tiny else SHAPE
         for name, loss in variants(machine, what).items():
             found.append(Row(f"{what}, H = {hidden:,}: {name}", partial(measure, machine, job, loss, name == "ours")))
+        for precision in ("TF32", "fp32"):
+            run = partial(measure, machine, job, partial(ours, None), False, precision)
+            found.append(Row(f"{what}, H = {hidden:,}: ours, {precision}", run))
     return found
 
 
 def variants(machine: Machine, what: str) -> dict[str, Loss]:
     found: dict[str, Loss] = {"ours": partial(ours, None)}
     if not machine.tiny:  # one tile is like another there, and compiling takes many seconds
-        found |= {
-            f"ours, tile {positions} x {tokens}": partial(ours, (positions, tokens)) for positions, tokens in TILES
-        }
+        found |= {f"ours, tile {rows} x {columns}": partial(ours, (rows, columns)) for rows, columns in TILES}
         found["full logits, compiled"] = compiled
     found |= {"full logits": cpu_head.naive, "TRL": cpu_head.trl, "F.linear_cross_entropy": torch_loss}
     return found | ({"Liger": cpu_head.liger} if what == "single" else {})
 
 
-def measure(machine: Machine, job: dict, loss_of: Loss, profiled: bool) -> Result:
-    given = cpu_head.Inputs(job)
+def measure(machine: Machine, job: dict, loss_of: Loss, profiled: bool, precision: str = "bf16") -> Result:
+    is_bf16 = precision == "bf16"
+    given = cpu_head.Inputs(job | {"dtype": "bf16" if is_bf16 else "fp32"})
 
     def run() -> None:
-        with torch.autocast(job["device"], torch.bfloat16) if machine.has_gpu else nullcontext():
+        with torch.autocast(job["device"], torch.bfloat16, enabled=is_bf16 and machine.has_gpu):
             loss = loss_of(given)
         loss.backward()
         given.forget_gradients()
 
-    try:
-        seconds = machine.seconds(run)
-    except ImportError as error:
-        raise NotInstalled(f"{error.name} is not installed") from error
-    heads = len(given.hidden)
-    flops = 3 * heads * 2.0 * job["tokens"] * job["vocabulary"] * job["hidden"]
-    result = {"ms": 1e3 * seconds, "of a product": flops / seconds / machine.product_rate(torch.bfloat16)}
-    if sheet := machine.data_sheet:
-        result["of peak"] = flops / seconds / sheet.bf16
-    result["extra GB"] = machine.extra_gb(run)
+    with tf32(precision == "TF32"):
+        try:
+            seconds = machine.seconds(run)
+        except ImportError as error:
+            raise NotInstalled(f"{error.name} is not installed") from error
+        extra = machine.extra_gb(run)
+    flops = 3 * len(given.hidden) * 2.0 * job["tokens"] * job["vocabulary"] * job["hidden"]
+    result = {"ms": 1e3 * seconds} | machine.shares(flops, seconds, precision) | {"extra GB": extra}
     return result | (machine.profile(run) if profiled else {})
 
 

@@ -5,7 +5,8 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -100,12 +101,22 @@ class Machine:
         """Return the rates that NVIDIA gives for this GPU; None for one that the plans do not know."""
         return next((gpu for kind, gpu in GPUS.items() if kind in self.about()["device"]), None)
 
+    def shares(self, flops: float, seconds: float, precision: str = "bf16") -> Result:
+        """Return which part of a large product's rate this is, and of the data sheet's where that is known."""
+        result = {"of a product": flops / seconds / self.product_rate(precision)}
+        if sheet := self.data_sheet:
+            result["of peak"] = (
+                flops / seconds / {"bf16": sheet.bf16, "TF32": sheet.bf16 / 2, "fp32": sheet.fp32}[precision]
+            )
+        return result
+
     @cache  # noqa: B019
-    def product_rate(self, dtype: torch.dtype) -> float:
+    def product_rate(self, precision: str) -> float:
         """Measure the FLOP/s of a large product of random numbers."""
-        size = 128 if self.tiny else 8192
+        size, dtype = 128 if self.tiny else 8192, torch.bfloat16 if precision == "bf16" else torch.float32
         left, right = (torch.randn(size, size, device=self.device, dtype=dtype) for _ in range(2))
-        return 2.0 * size**3 / self.seconds(lambda: left @ right, 10)
+        with tf32(precision == "TF32"):
+            return 2.0 * size**3 / self.seconds(lambda: left @ right, 10)
 
     @cache  # noqa: B019
     def copy_rate(self) -> float:
@@ -113,6 +124,17 @@ class Machine:
         block = torch.empty(2**20 if self.tiny else 2**32, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(block)
         return 2.0 * block.numel() / self.seconds(lambda: target.copy_(block), 10)
+
+
+@contextmanager
+def tf32(enabled: bool) -> Iterator[None]:
+    """Let products of float32 matrices be rounded to TF32 in the body, or not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def timeline(kernels: Sequence[tuple[int, int, str]]) -> Result:

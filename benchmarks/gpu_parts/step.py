@@ -101,10 +101,7 @@ def rates(
     tokens = sum(len(sample.rollout.token_ids) for sample in samples)
     flops = training_flops(models, samples)
     result = {"tokens": tokens, "s": seconds, "tokens/s": tokens / seconds}
-    result["of a product"] = flops / seconds / machine.product_rate(torch.bfloat16)
-    if sheet := machine.data_sheet:
-        result["of peak"] = flops / seconds / sheet.bf16
-    return result
+    return result | machine.shares(flops, seconds)
 
 
 def run_backbones(models: Sequence[PreTrainedModel], batches: Sequence[TokenBatch]) -> None:
