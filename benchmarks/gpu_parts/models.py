@@ -75,23 +75,24 @@ def learner_of(config: Config, models: Sequence[PreTrainedModel]) -> JointLearne
 def random_samples(
     vocabulary: int, prompts: int, group: int, prompt_length: int, longest: int, shortest: int
 ) -> list[TrainingSample]:
-    """Return responses of random tokens with even lengths from `shortest` to `longest`, their top log-probs near
-    those of a model that knows nothing, so that most tokens are accepted."""
+    """Return responses of random tokens with lengths spread evenly from `shortest` to `longest`, as sampled from a
+    distribution whose log-probs are 0.3 nats around those of a model that knows nothing."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(2, vocabulary, shape, generator=generator)  # noqa: E731
     count, samples, prompt_ids = prompts * group, [], draw(prompts, prompt_length).tolist()
     for number in range(count):
         length = shortest + (longest - shortest) * (number * 7 % count) // max(1, count - 1)
-        log_probs = 0.1 * torch.randn(length, NUM_TOP, generator=generator) - math.log(vocabulary)
-        top = log_probs.sort(-1, descending=True).values
+        top = 0.3 * torch.randn(length, NUM_TOP, generator=generator) - math.log(vocabulary)
+        top, drawn = top.sort(-1, descending=True).values, torch.randint(NUM_TOP, (length, 1), generator=generator)
+        top_ids = (draw(length, 1) + torch.arange(NUM_TOP) * 7 - 2) % (vocabulary - 2) + 2  # no id twice
         rollout = Rollout(
             uid=f"{number // group}/{number % group}",
             prompt=Prompt(uid=str(number // group), text="", answer="", token_ids=tuple(prompt_ids[number // group])),
             finish="stop",
-            token_ids=draw(length),
-            rollout_log_probs=top[:, 0].clone(),
+            token_ids=top_ids.gather(1, drawn)[:, 0],
+            rollout_log_probs=top.gather(1, drawn)[:, 0],
             sampled_mask=torch.ones(length, dtype=torch.bool),
-            top_ids=(draw(length, 1) + torch.arange(NUM_TOP) * 7 - 2) % (vocabulary - 2) + 2,
+            top_ids=top_ids,
             top_log_probs=top,
             versions=torch.zeros(length, 2, dtype=torch.int64),
         )
