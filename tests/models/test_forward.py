@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from helpers.token_batches import PROMPTS, RESPONSES, token_batch
 from jackpot.core.errors import DataError, ModelError
 from jackpot.core.types import TokenBatch
 from jackpot.models.forward import (
@@ -32,6 +33,7 @@ from jackpot.models.forward import (
     pad_tokens,
     predicting_hidden,
     response_hidden,
+    token_hidden,
 )
 
 V = 30
@@ -48,41 +50,12 @@ MODELS = {
         GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
     ),
 }
-PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]
-RESPONSES = [(0, [5, 6, 7]), (2, [8]), (1, [9, 10, 11, 12, 13, 14]), (1, [15, 16]), (0, [17])]  # prompt, tokens
 
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     return MODELS[request.param]().eval()
-
-
-def token_batch(padding: int = 0) -> TokenBatch:
-    """All prompts and responses, with `padding` more columns than needed and nonsense where nothing is."""
-    prompt_ids, prompt_mask = pad_tokens([[0] * padding + prompt for prompt in PROMPTS], "left", torch.device("cpu"))
-    prompt_mask = prompt_mask & (prompt_ids > 0)
-    rows = [response + [0] * padding for _, response in RESPONSES]
-    response_ids, mask = pad_tokens(rows, "right", torch.device("cpu"))
-    mask = mask & (response_ids > 0)
-    shape = response_ids.shape
-    sampled = mask & (torch.arange(shape[1]) != 1)  # a tool's tokens are read, but not sampled
-    return TokenBatch(
-        uids=tuple(map(str, range(len(RESPONSES)))),
-        prompt_ids=torch.where(prompt_mask, prompt_ids, -7),
-        prompt_mask=prompt_mask,
-        prompt_index=torch.tensor([prompt for prompt, _ in RESPONSES]),
-        response_ids=torch.where(mask, response_ids, 10**6),
-        attention_mask=mask,
-        response_mask=sampled,
-        response_index=sampled.flatten().nonzero()[:, 0],
-        rollout_log_probs=torch.zeros(shape),
-        advantages=torch.zeros(shape),
-        uniforms=torch.zeros(shape, dtype=torch.float64),
-        top_ids=torch.zeros(*shape, 0, dtype=torch.int64),
-        top_log_probs=torch.zeros(*shape, 0),
-        versions=torch.zeros(*shape, 2, dtype=torch.int64),
-    )
 
 
 def test_full_sequences_put_each_response_behind_its_prompt():
@@ -104,13 +77,14 @@ def test_full_sequences_put_each_response_behind_its_prompt():
 @pytest.mark.parametrize("padding", [0, 5])
 def test_hidden_states_predict_each_response_token_whatever_the_padding(model, padding):
     batch = token_batch(padding)
-    hidden = response_hidden(model, batch)
-    assert hidden.shape == (*batch.response_ids.shape, 32)
-    logits = head_logits(model, hidden)
+    hidden = token_hidden(model, batch, batch.attention_mask.flatten().nonzero()[:, 0])
+    assert hidden.shape == (batch.attention_mask.sum(), 32)
+    assert torch.equal(response_hidden(model, batch), hidden[batch.response_mask[batch.attention_mask]])
+    logits = head_logits(model, hidden).split([len(response) for _, response in RESPONSES])
     for row, (prompt, response) in enumerate(RESPONSES):
         ids = torch.tensor([[*PROMPTS[prompt], *response]])
         alone = model(input_ids=ids).logits[0, len(PROMPTS[prompt]) - 1 : -1]
-        assert torch.allclose(logits[row, : len(response)], alone, atol=2e-5)
+        assert torch.allclose(logits[row], alone, atol=2e-5)
 
 
 def repeat_prompts(batch: TokenBatch) -> TokenBatch:
@@ -131,7 +105,7 @@ def test_a_shared_prompt_gives_states_and_gradients_of_one_that_is_read_each_tim
     grads, states = [], []
     for one in (batch, repeat_prompts(batch)):
         model.zero_grad()
-        hidden = response_hidden(model, one)[batch.attention_mask]
+        hidden = response_hidden(model, one)
         (hidden.sin() * torch.arange(hidden.shape[1])).sum().backward()
         states.append(hidden.detach())
         grads.append(torch.cat([p.grad.flatten() for p in backbone(model).parameters()]))
@@ -159,11 +133,12 @@ def test_without_padding_masks_change_nothing(model, shared):
 def test_responses_of_one_token_are_predicted_by_their_prompts_alone(model):
     batch = token_batch()
     short = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
-    whole = response_hidden(model, batch)[:, :1]
-    assert torch.allclose(response_hidden(model, short), whole, atol=2e-5)
+    first = torch.arange(len(RESPONSES))
+    whole = token_hidden(model, batch, first * batch.response_ids.shape[1])
+    assert torch.allclose(token_hidden(model, short, first), whole, atol=2e-5)
     none = replace(batch, response_ids=batch.response_ids[:, :0], attention_mask=batch.attention_mask[:, :0])
     for empty in (none, repeat_prompts(none)):
-        assert response_hidden(model, empty).shape == (len(RESPONSES), 0, 32)
+        assert token_hidden(model, empty, first[:0]).shape == (0, 32)
 
 
 @pytest.mark.parametrize(

@@ -14,25 +14,27 @@ rows = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), max_size=14)
 budgets = st.integers(1, 60)
 
 
-def padded(run: Sequence[tuple[int, int]]) -> int:
+def tokens(run: Sequence[tuple[int, int]], pads: bool) -> int:
+    if not pads:
+        return sum(map(sum, run))
     return len(run) * (max(prompt for prompt, _ in run) + max(response for _, response in run))
 
 
 @few
-@given(rows, budgets)
-def test_every_row_is_in_one_run_in_its_order(lengths: list[tuple[int, int]], budget: int) -> None:
-    runs = list(pack(lengths, budget, lambda row: row))
+@given(rows, budgets, st.booleans())
+def test_every_row_is_in_one_run_in_its_order(lengths: list[tuple[int, int]], budget: int, pads: bool) -> None:
+    runs = list(pack(lengths, budget, lambda row: row, pads))
     assert [row for run in runs for row in run] == lengths and all(runs)
 
 
 @few
-@given(rows, budgets)
+@given(rows, budgets, st.booleans())
 def test_a_run_is_as_long_as_the_budget_allows_and_has_one_row_at_least(
-    lengths: list[tuple[int, int]], budget: int
+    lengths: list[tuple[int, int]], budget: int, pads: bool
 ) -> None:
-    runs = list(pack(lengths, budget, lambda row: row))
-    assert all(padded(run) <= budget or len(run) == 1 for run in runs)
-    assert all(padded([*run, after[0]]) > budget for run, after in pairwise(runs))
+    runs = list(pack(lengths, budget, lambda row: row, pads))
+    assert all(tokens(run, pads) <= budget or len(run) == 1 for run in runs)
+    assert all(tokens([*run, after[0]], pads) > budget for run, after in pairwise(runs))
 
 
 def test_rows_are_read_no_further_than_the_next_run() -> None:

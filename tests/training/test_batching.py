@@ -53,8 +53,10 @@ def uids(step):
     return [uid for batch in step for uid in batch.uids]
 
 
-def size(batch):
-    """Padded tokens."""
+def size(batch, pads):
+    """Tokens, the prompt of each response included."""
+    if not pads:
+        return int(batch.prompt_mask[batch.prompt_index].sum() + batch.attention_mask.sum())
     return len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
 
 
@@ -114,46 +116,43 @@ def test_no_rollouts_make_no_steps():
 
 
 @few
-@given(lengths, st.integers(15, 80))
-def test_no_micro_batch_has_more_padded_tokens_than_the_budget(sizes, budget):
-    parts = micro_batches(make_rollouts(sizes), budget, seed=0, epoch=0)
-    assert all(0 < size(part) <= budget for part in parts)
+@given(lengths, st.integers(15, 80), st.booleans())
+def test_no_micro_batch_has_more_tokens_than_the_budget(sizes, budget, pads):
+    parts = micro_batches(make_rollouts(sizes), budget, seed=0, epoch=0, pads=pads)
+    assert all(0 < size(part, pads) <= budget for part in parts)
     assert sorted(uid for part in parts for uid in part.uids) == sorted(f"r{n}" for n in range(len(sizes)))
 
 
-def test_sequences_of_like_length_share_a_micro_batch():
+def test_sequences_of_like_length_share_a_micro_batch_where_padding_is_read():
     items = make_rollouts([(2, 8), (2, 1), (2, 8), (2, 1), (2, 1), (2, 8)])
-    parts = micro_batches(items, 30, seed=0, epoch=0)
+    parts = micro_batches(items, 30, seed=0, epoch=0, pads=True)
     assert [sorted(part.uids) for part in parts] == [["r1", "r3", "r4"], ["r0", "r2", "r5"]]
 
 
-def test_responses_to_one_prompt_share_a_micro_batch_where_reading_it_again_costs_more_than_padding():
-    """Two prompts of 40 tokens with responses of 1 and 3: together 2 x 43 <= 90, and each prompt is read once."""
-    sizes = [(40, 1), (40, 1), (40, 3), (40, 3)]
-    items = make_rollouts(sizes)
+def test_responses_to_one_prompt_share_a_micro_batch():
+    """Two prompts of 40 tokens with responses of 1 and 3, together 41 + 43 tokens, or padded 2 x 43."""
+    items = make_rollouts([(40, 1), (40, 1), (40, 3), (40, 3)])
     prompts = [items[0].rollout.prompt, items[1].rollout.prompt]
     items = [
         replace(item, rollout=replace(item.rollout, prompt=prompts[number % 2])) for number, item in enumerate(items)
     ]
-    parts = micro_batches(items, 90, seed=0, epoch=0)
-    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r2"], ["r1", "r3"]]
-    parts = micro_batches(items, 90, seed=0, epoch=0, shares_prompts=False)  # they are read again anyway
-    assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
+    for pads in (False, True):
+        parts = micro_batches(items, 90, seed=0, epoch=0, pads=pads)
+        assert sorted(sorted(part.uids) for part in parts) == [["r0", "r2"], ["r1", "r3"]]
+    smaller = [make_rollouts([(1, 1), (1, 1)])[number % 2].rollout.prompt for number in range(4)]
     short = [
-        replace(item, rollout=replace(item.rollout, prompt=small))
-        for item, small in zip(
-            items, [make_rollouts([(1, 1), (1, 1)])[n % 2].rollout.prompt for n in range(4)], strict=True
-        )
+        replace(item, rollout=replace(item.rollout, prompt=prompt)) for item, prompt in zip(items, smaller, strict=True)
     ]
-    parts = micro_batches(short, 8, seed=0, epoch=0)  # prompts of one token: padding costs more
+    parts = micro_batches(short, 8, seed=0, epoch=0, pads=True)  # prompts of one token: padding costs more
     assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
 
 
-def test_the_budget_counts_the_widest_prompt_and_the_widest_response_together():
+@pytest.mark.parametrize(("pads", "tokens"), [(True, 40), (False, 22)])
+def test_the_budget_counts_padding_where_models_read_it(pads, tokens):
     """Eleven tokens each, but as a rectangle 2 x (10 + 10)."""
     items = make_rollouts([(10, 1), (1, 10)])
-    assert len(micro_batches(items, 39, seed=0, epoch=0)) == 2
-    assert len(micro_batches(items, 40, seed=0, epoch=0)) == 1
+    assert len(micro_batches(items, tokens - 1, seed=0, epoch=0, pads=pads)) == 2
+    assert len(micro_batches(items, tokens, seed=0, epoch=0, pads=pads)) == 1
 
 
 def test_a_sequence_longer_than_the_budget_is_refused_and_named():
@@ -209,7 +208,7 @@ def test_each_prompt_stands_once_however_many_responses_it_has():
 
 def test_dtypes_are_those_of_the_types():
     batch = collate(make_rollouts([(2, 3), (1, 0)]), seed=0, epoch=0)
-    found = {name: getattr(batch, name).dtype for name in batch.__slots__ if name != "uids"}
+    found = {name: getattr(batch, name).dtype for name in batch.__slots__ if name not in ("uids", "packed")}
     whole, flags = torch.int64, torch.bool
     assert found == {
         **dict.fromkeys(("prompt_ids", "prompt_index", "response_ids", "top_ids", "versions", "response_index"), whole),
@@ -265,8 +264,8 @@ def test_another_seed_or_epoch_throws_other_coins():
 
 
 @few
-@given(lengths.filter(lambda sizes: len(sizes) > 1), st.booleans(), st.integers(0, 2**32))
-def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_prompts, seed):
+@given(lengths.filter(lambda sizes: len(sizes) > 1), st.booleans(), st.booleans(), st.integers(0, 2**32))
+def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_prompts, pads, seed):
     """In as few batches as a budget of the largest batch leaves; what is read is what the same samples have alone."""
     items = make_rollouts(sizes, seed, share_prompts)
     half = len(items) // 2
@@ -274,9 +273,10 @@ def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_pr
     draw = random.Random(seed)
     chosen = [[row for row in range(len(batch.uids)) if draw.random() < 0.6] for batch in given_batches]
     wanted = [items[start + row] for start, rows in zip((0, half), chosen, strict=True) for row in rows]
-    found = regroup(given_batches, chosen, share_prompts)
+    found = regroup(given_batches, chosen, pads)
     assert sorted(uids(found)) == sorted(item.rollout.uid for item in wanted)
-    assert len(found) <= 2 and all(size(batch) <= max(map(size, given_batches)) for batch in found)
+    largest = max(size(batch, pads) for batch in given_batches)
+    assert len(found) <= 3 and all(size(batch, pads) <= largest for batch in found)
     by_uid = {item.rollout.uid: item for item in items}
     for batch in found:
         same = collate([by_uid[uid] for uid in batch.uids], 0, 0)

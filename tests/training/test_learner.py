@@ -486,7 +486,7 @@ def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
 @few
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(0, 2**32))
 def test_padding_and_what_stands_in_it_change_nothing(left, right, seed):
-    """Wider rectangles with random numbers where nothing is: the same step."""
+    """A row without padding and wide rectangles with random numbers where nothing is: the same step."""
     generator = torch.Generator().manual_seed(seed)
     (step,) = batches(WRITTEN, budget=70)
 
@@ -506,7 +506,7 @@ def test_padding_and_what_stands_in_it_change_nothing(left, right, seed):
         changes |= {name: pad(getattr(batch, name), left, 0) for name in ("prompt_ids", "prompt_mask")}
         zeros = torch.zeros(len(batch.uids), right)
         changes |= {name: torch.cat([getattr(batch, name), zeros], 1) for name in ("rollout_log_probs", "advantages")}
-        return replace(batch, **changes, response_index=changes["response_mask"].flatten().nonzero()[:, 0])
+        return replace(batch, **changes, response_index=changes["response_mask"].flatten().nonzero()[:, 0], packed=None)
 
     narrow_learner, wide_learner = make_learner(POLICY, ROLLOUT_MODEL), make_learner(POLICY, ROLLOUT_MODEL)
     narrow = train(narrow_learner, [step])[0]

@@ -228,7 +228,8 @@ class BatchConfig(Strict):
     ppo_epochs: Count = 1
     """Passes over one rollout batch."""
     micro_batch_tokens: Annotated[Count, MAY_CHANGE] = 16_384
-    """Tokens of one forward pass, padding included. It changes memory and speed, and results only by rounding."""
+    """Tokens of one forward pass, the prompt of each response included; padding counts only for models that read it. It
+    changes memory and speed, and results only by rounding."""
     filter_groups: FilterGroupsConfig | None = None
     """Replace groups of equal rewards by further groups; null: train on every group."""
     ahead: Annotated[int, Field(ge=0)] = 0
@@ -338,7 +339,7 @@ class Config(Strict):
     """Number format of training's forward pass (autocast); weights and optimizer states are fp32."""
     activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Keep only each layer's input for the backward pass and compute the rest again, in all trained models: much less
-    memory, a third more time, and each response of a group computes the prompt again."""
+    memory, a third more time."""
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """Device of training and of the engine; auto: a GPU where there is one."""
     threads: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"

@@ -112,6 +112,49 @@ class TrainingSample:
     advantages: Tensor  # [T] float32; one number for all tokens where the response as a whole has the advantage
 
 
+class AttentionBlock(NamedTuple):
+    """Holds the shape of rows of similar lengths whose attention is computed together, each padded to the longest."""
+
+    rows: int
+    queries: int  # of each row
+    keys: int  # of each row
+    is_square: bool  # queries and keys are the same tokens, so that plain causal attention serves
+    masks: int  # different masks: 1 where all rows have the same, else one for each row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRow:
+    """Holds the tokens of a micro-batch as one row without padding: `S` tokens, each prompt before its responses.
+
+    The last token of a response is left out, for it predicts nothing. A prompt with several responses stands once: it
+    attends to itself, and each of its responses to the prompt and to itself. Places count tokens of the row.
+
+    Two plans say how attention is computed, equal in results: in blocks of padded rows, which every kernel takes, and
+    as sequences of their own lengths one after the other, for kernels of variable lengths. Example as in `TokenBatch`,
+    with responses of (8, 9, 1), (1) and (9, 1) tokens:
+
+        token_ids    [5, 6, 8, 9, 7, 9]
+        positions    [0, 1, 2, 3, 0, 1]
+        predicting   [[1, 2, 3], [1, 0, 0], [4, 5, 0]]
+        cu_queries   [0, 2, 4, 6]  (the first prompt; 8, 9 behind it; the second prompt with its only response)
+        cu_keys      [0, 2, 6, 8]
+        sequence_keys    [0, 1, 0, 1, 2, 3, 4, 5]
+    """
+
+    token_ids: Tensor  # [S] int64
+    positions: Tensor  # [S] int64, counted from the first token of the prompt
+    predicting: Tensor  # [B, T] int64, the place of the token whose state predicts each response token; 0 where padded
+    blocks: tuple[AttentionBlock, ...]
+    block_queries: Tensor  # [sum of rows * queries] int64, places of the blocks' queries; padding repeats the last one
+    block_keys: Tensor  # [sum of rows * keys] int64, places of the blocks' keys, padded alike
+    block_positions: Tensor  # [sum of masks * queries] int64, the last key that each query attends to
+    block_outputs: Tensor  # [S] int64, where each token stands in block_queries
+    cu_queries: Tensor  # [sequences + 1] int32, ends of the sequences of queries, the row cut into pieces
+    cu_keys: Tensor  # [sequences + 1] int32, ends of their keys in sequence_keys
+    sequence_keys: Tensor  # [keys of all sequences] int64, places
+    longest: tuple[int, int]  # queries and keys of the longest sequence
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
     """Holds rollouts as padded tensors: each distinct prompt once, padded on the left; responses padded on the right.
@@ -139,6 +182,7 @@ class TokenBatch:
     top_ids: Tensor  # [B, T, K] int64, the engine's most probable tokens
     top_log_probs: Tensor  # [B, T, K] float32, their log-probs
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
+    packed: PackedRow | None = None  # the same tokens for models that read them without padding; None: read as padded
 
     def at_sampled(self, column: Tensor) -> Tensor:
         """Select what stands at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keeps the gradient."""

@@ -7,6 +7,7 @@ Shapes: `U` unique prompts of `P` tokens, `B` sequences, `T` response tokens, `H
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -16,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ModelOutput
 
 from jackpot.core.errors import DataError, ModelError
-from jackpot.core.types import TokenBatch
+from jackpot.core.types import PackedRow, TokenBatch
+from jackpot.models.packed_attention import PACKED, AttentionPlan, AttentionSet, replaces_attention
 
 PaddingSide = Literal["left", "right"]
 
@@ -72,14 +75,55 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return `predicting_hidden` of a batch, a tool's tokens included, [B, T, H]; arbitrary values where
-    `batch.attention_mask` is False."""
-    return predicting_hidden(model, *_parts(batch))
+    """Return the states that predict the tokens that the model sampled, [N, H], as `token_hidden`."""
+    return token_hidden(model, batch, batch.response_index)
 
 
-def batch_sequences(batch: TokenBatch) -> Sequences:
-    """Return every prompt with its response, a tool's tokens included."""
-    return full_sequences(*_parts(batch))
+def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Tensor:
+    """Return the hidden states that predict some response tokens, after the final norm and before the head: [N, H].
+
+    A tool's tokens are read as all others. Where the model allows it (`can_pack`), it reads the batch without padding,
+    in one pass of the backbone; else as `predicting_hidden`.
+
+    Args:
+        index: [N], places in the flat `batch.attention_mask` [B * T], where that is True.
+    """
+    if batch.packed is None or not can_pack(model):
+        return predicting_hidden(model, *_parts(batch)).flatten(0, 1).index_select(0, index)
+    states = read_row(backbone(model), batch.packed).last_hidden_state[0]
+    return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
+
+
+def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Return what a model of token classification with one label says of the states in which the sampled tokens are
+    chosen: [N]."""
+    if batch.packed is not None and can_pack(model):
+        values = read_row(model, batch.packed).logits[0, :, 0]
+        return values.index_select(0, batch.packed.predicting.flatten().index_select(0, batch.response_index))
+    sequences = full_sequences(*_parts(batch))
+    values = model(
+        input_ids=sequences.input_ids,
+        attention_mask=sequences.attention_mask,
+        position_ids=sequences.position_ids,
+        use_cache=False,
+    ).logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
+    return values.flatten().index_select(0, batch.response_index)
+
+
+def read_row(module: PreTrainedModel, row: PackedRow) -> ModelOutput:
+    """Run a backbone or a critic over a packed row, with the attention of such rows in the place of its own; the states
+    in the output are [1, S, H].
+
+    Raises:
+        ModelError: as `packed_attention`.
+    """
+    with AttentionSet(_text_config(module), PACKED):
+        return module(
+            input_ids=row.token_ids[None],
+            position_ids=row.positions[None],
+            use_cache=False,
+            packed=AttentionPlan(row, module.config),
+        )
 
 
 def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
@@ -146,6 +190,15 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
     return is_plain and not is_chunked and len(layers) == text.num_hidden_layers
 
 
+def can_pack(model: PreTrainedModel) -> bool:
+    """Tell whether a model can read a micro-batch as one row without padding, each sequence as if it stood alone.
+
+    It cannot where a layer looks at other tokens than attention over plain keys does (`keeps_plain_keys`), where its
+    attention cannot be replaced (`replaces_attention`), or where the rotary angles depend on the sequence length.
+    """
+    return _is_length_free(model) and replaces_attention(backbone(model))
+
+
 _ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
 
 
@@ -155,11 +208,15 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     They do not where a layer caches other things (`keeps_plain_keys`), where the rotary angles depend on the sequence
     length, or where activations are checkpointed: the second forward pass in backward would write to the cache again.
     """
+    return not model.is_gradient_checkpointing and _is_length_free(model)
+
+
+def _is_length_free(model: PreTrainedModel) -> bool:
+    """Tell whether keys and values of a token depend only on the tokens up to it, however long the sequence gets."""
     by_layer = getattr(_text_config(model), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
     return (
-        not model.is_gradient_checkpointing
-        and not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
+        not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
         and not getattr(model, "_is_stateful", False)
         and keeps_plain_keys(model.config)
     )
@@ -243,5 +300,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             f"activation_checkpointing: false, and lower batch.micro_batch_tokens to save memory"
         )
     model.gradient_checkpointing_enable()
+    config = _text_config(model)
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), AttentionSet(config, config._attn_implementation)),
+        )

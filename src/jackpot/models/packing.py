@@ -8,25 +8,30 @@ from jackpot.core.types import Rollout
 _Row = TypeVar("_Row")
 
 
-def pack(rows: Iterable[_Row], budget: int, lengths: Callable[[_Row], tuple[int, int]]) -> Iterator[list[_Row]]:
+def pack(
+    rows: Iterable[_Row], budget: int, lengths: Callable[[_Row], tuple[int, int]], pads: bool = True
+) -> Iterator[list[_Row]]:
     """Yield runs of neighbouring rows, each as long as the budget allows and at least one row long.
 
-    A run of B rows takes B * (P + T) tokens: its prompts are padded to the longest of them, P tokens, and its responses
-    to the longest of them, T tokens. The order of the rows stays, and `rows` is read no further than the next run.
+    A padded run of B rows takes B * (P + T) tokens: its prompts are padded to the longest of them, P tokens, and its
+    responses to the longest of them, T tokens. The order of the rows stays, and `rows` is read no further than the next
+    run.
 
     Args:
         rows: prompts with a response each.
-        budget: the most tokens of a run, padding included; a single longer row makes a run of its own.
+        budget: the most tokens of a run; a single longer row makes a run of its own.
         lengths: gives the tokens of a row's prompt and of its response.
+        pads: count padding; False to count the tokens of each row, its prompt included.
     """
     run: list[_Row] = []
-    longest_prompt = longest_response = 0
+    longest_prompt = longest_response = total = 0
     for row in rows:
         prompt, response = lengths(row)
         longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
-        if run and (len(run) + 1) * (longest_prompt + longest_response) > budget:
+        total += prompt + response
+        if run and ((len(run) + 1) * (longest_prompt + longest_response) if pads else total) > budget:
             yield run
-            run, longest_prompt, longest_response = [], prompt, response
+            run, longest_prompt, longest_response, total = [], prompt, response, prompt + response
         run.append(row)
     if run:
         yield run

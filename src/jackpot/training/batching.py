@@ -6,6 +6,7 @@ Nothing is dropped and nothing is cut: every sequence of the rollout batch is in
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
-from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.models.packed_row import pack_row
 from jackpot.models.packing import pack, rollout_lengths
+
+_Batch = TypeVar("_Batch", TokenBatch, PackedRow)
 
 
 def mini_batches(
@@ -24,7 +28,7 @@ def mini_batches(
     epochs: int,
     micro_batch_tokens: int,
     seed: int,
-    shares_prompts: bool = True,
+    pads: bool = False,
 ) -> Iterator[list[TokenBatch]]:
     """Yield the mini-batch of every optimizer step over one rollout batch, epoch after epoch, as its micro-batches.
 
@@ -33,25 +37,28 @@ def mini_batches(
 
     Args:
         mini_batch_size: sequences in one optimizer step; divides the number of rollouts.
-        micro_batch_tokens: the most padded tokens, prompts included, in one micro-batch.
-        shares_prompts: as in `micro_batches`.
+        micro_batch_tokens: the most tokens in one micro-batch, the prompt of each response included.
+        pads: as in `micro_batches`.
     """
     for epoch in range(epochs):
         order = list(samples)
         if mini_batch_size < len(order):
             random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
         for start in range(0, len(order), mini_batch_size):
-            yield micro_batches(order[start : start + mini_batch_size], micro_batch_tokens, seed, epoch, shares_prompts)
+            yield micro_batches(order[start : start + mini_batch_size], micro_batch_tokens, seed, epoch, pads)
 
 
 def micro_batches(
-    samples: Sequence[TrainingSample], budget: int, seed: int, epoch: int, shares_prompts: bool = True
+    samples: Sequence[TrainingSample], budget: int, seed: int, epoch: int, pads: bool = False
 ) -> list[TokenBatch]:
-    """Cut one mini-batch into micro-batches of at most `budget` padded tokens.
+    """Cut one mini-batch into micro-batches of at most `budget` tokens, prompts included with each response.
 
-    Of two orders it takes the one in which models read fewer tokens: by length, which leaves the least padding, or
-    prompt by prompt, which lets the responses of a group share one forward pass of their prompt. Where
-    `shares_prompts` is False, models read the prompt with each response anyway, and the order is that of lengths.
+    Sequences are ordered prompt by prompt, then by length, so that the responses of a group share one forward pass of
+    their prompt. Where models read padding, it counts, and sequences are ordered by length instead where that leaves
+    models fewer tokens to read.
+
+    Args:
+        pads: some model cannot read a micro-batch without padding (`can_pack`).
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
@@ -63,30 +70,27 @@ def micro_batches(
                 f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
                 f"raise it to at least the longest prompt plus sampling.max_new_tokens"
             )
-    if not shares_prompts:
-        return [collate(part, seed, epoch) for part in _cut(by_length, budget)]
     widest: dict[tuple[int, ...], int] = {}  # longest sequence of each prompt, tokens
     for item in by_length:
         widest[item.rollout.prompt.token_ids] = _length(item)
     by_prompt = sorted(
         by_length, key=lambda item: (widest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
     )
-    parts = min((_cut(by_length, budget), _cut(by_prompt, budget)), key=lambda runs: sum(map(_tokens_read, runs)))
-    return [collate(part, seed, epoch) for part in parts]
+    cuts = [
+        list(pack(order, budget, lambda item: rollout_lengths(item.rollout), pads))
+        for order in ((by_length, by_prompt) if pads else (by_prompt,))
+    ]
+    return [collate(part, seed, epoch) for part in min(cuts, key=lambda runs: sum(map(_tokens_read, runs)))]
 
 
-def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, shares_prompts: bool = True) -> list[TokenBatch]:
+def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, pads: bool = False) -> list[TokenBatch]:
     """Cut rollouts that have no advantages yet into micro-batches, to be read and not trained on."""
     nothing = Score(reward=0.0, correct=False)
     samples = [
         TrainingSample(rollout=rollout, score=nothing, advantages=torch.zeros(len(rollout.token_ids)))
         for rollout in rollouts
     ]
-    return micro_batches(samples, budget, seed, 0, shares_prompts)
-
-
-def _cut(ordered: Sequence[TrainingSample], budget: int) -> list[list[TrainingSample]]:
-    return list(pack(ordered, budget, lambda item: rollout_lengths(item.rollout)))
+    return micro_batches(samples, budget, seed, 0, pads)
 
 
 def _tokens_read(part: Sequence[TrainingSample]) -> int:
@@ -123,22 +127,27 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
         top_ids=_pad([rollout.top_ids for rollout in rollouts]),
         top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
         versions=_pad([rollout.versions for rollout in rollouts]),
+        packed=pack_row(rows, index, [rollout.token_ids for rollout in rollouts]),
     )
 
 
-def regroup(
-    batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], shares_prompts: bool = True
-) -> list[TokenBatch]:
-    """Deal chosen rows of each batch out to as few batches as fit, none with more padded tokens than the largest given.
+def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: bool = False) -> list[TokenBatch]:
+    """Deal chosen rows of each batch out to as few batches as fit, none with more tokens than the largest given.
 
     They have what a model reads, advantages and versions; no top-k lists, and other uniforms.
 
     Args:
-        shares_prompts: as in `micro_batches`.
+        pads: as in `micro_batches`.
     """
     samples = [_sample(batch, row) for batch, chosen in zip(batches, rows, strict=True) for row in chosen]
-    budget = max(len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1]) for batch in batches)
-    return micro_batches(samples, budget, 0, 0, shares_prompts) if samples else []
+    return micro_batches(samples, max(_tokens(batch, pads) for batch in batches), 0, 0, pads) if samples else []
+
+
+def _tokens(batch: TokenBatch, pads: bool) -> int:
+    """Count the tokens of a batch as `micro_batches` does, on the CPU."""
+    if pads:
+        return len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
+    return int(batch.prompt_mask[batch.prompt_index].sum() + batch.attention_mask.sum())
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
@@ -160,9 +169,20 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    """Copy the tensors of a batch to `device`."""
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "uids"}
-    return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
+    """Copy the tensors of a batch to `device`; to a GPU from pinned memory, without waiting for the copies."""
+    return _to(batch, device) if device.type != "cpu" else batch
+
+
+def _to(batch: _Batch, device: torch.device) -> _Batch:
+    changes: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            pinned = value.pin_memory() if device.type == "cuda" and not value.is_cuda else value
+            changes[field.name] = pinned.to(device, non_blocking=True)
+        elif isinstance(value, PackedRow):
+            changes[field.name] = _to(value, device)
+    return replace(batch, **changes)
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from jackpot.config.run import CriticConfig
 from jackpot.core.metrics import Mean, Sums
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
-from jackpot.models.forward import batch_sequences
+from jackpot.models.forward import can_pack, response_values
 from jackpot.objectives.advantages import gae, whiten
 from jackpot.objectives.losses import clipped_value_error
 from jackpot.training.batching import batch_to, plain_batches
@@ -26,7 +26,7 @@ class Critic:
 
     Args:
         model: for token classification, with one label; trained in place.
-        micro_batch_tokens: the most padded tokens in one forward pass of `compute_advantages`.
+        micro_batch_tokens: the most tokens in one forward pass of `compute_advantages`.
     """
 
     def __init__(
@@ -38,14 +38,7 @@ class Critic:
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Compute V of the state before each response token: [B, T], 0 where masked, with gradient."""
-        sequences = batch_sequences(batch)
-        values = self.model(
-            input_ids=sequences.input_ids,
-            attention_mask=sequences.attention_mask,
-            position_ids=sequences.position_ids,
-            use_cache=False,
-        ).logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
-        return torch.where(batch.response_mask, values.float(), 0.0)
+        return batch.spread(response_values(self.model, batch).float())
 
     @torch.no_grad()
     def compute_advantages(
@@ -62,7 +55,7 @@ class Critic:
         rewards = {item.rollout.uid: item.score.reward for item in scored}
         raw: dict[str, Tensor] = {}
         rollouts = [item.rollout for item in scored]
-        for batch in plain_batches(rollouts, self._micro_batch_tokens, seed=0, shares_prompts=False):
+        for batch in plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model)):
             with autocast:
                 values = self.values(batch_to(batch, self.model.device)).cpu()
             mask = batch.response_mask

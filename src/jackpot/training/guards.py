@@ -130,7 +130,8 @@ class EngineCheck:
             self._record(iteration, {"event": "engine_not_checked", "why": why})
 
     def _score(self, role: Role, rollouts: Sequence[Rollout]) -> ScoreFn:
-        batches = plain_batches(rollouts, self._config.batch.micro_batch_tokens, self._config.seed)
+        config, pads = self._config, self._learner.pads
+        batches = plain_batches(rollouts, config.batch.micro_batch_tokens, config.seed, pads)
         return lambda sampling: self._learner.score(role, batches, sampling)
 
     def _precisions(self, engine: Engine) -> list[str]:

@@ -22,7 +22,7 @@ from jackpot.config.run import Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
-from jackpot.models.forward import can_share_prompts, logit_softcap, output_layer, response_hidden
+from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden, token_hidden
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.scoring import token_log_probs
 from jackpot.objectives.joint import (
@@ -107,7 +107,7 @@ class JointLearner(Learner):
             policy_optimizer.parameters,
             self._policy_log_probs,
             max_length=max_length,
-            shares_prompts=can_share_prompts(policy),
+            pads=not can_pack(policy),
         )
         self._old_version = Version(0, 0)  # weights that the old log-probs are of
         self._head = LinearHead(
@@ -125,6 +125,11 @@ class JointLearner(Learner):
     def version(self) -> Version:
         policy = self._optimizer.steps("policy")
         return Version(policy, self._optimizer.steps("rollout_model") if self._separate else policy)
+
+    @property
+    def pads(self) -> bool:
+        others = [part.model for part in (self._critic, self._reference) if part]
+        return not all(map(can_pack, (*self._models.values(), *others)))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
@@ -224,7 +229,7 @@ class JointLearner(Learner):
         for batch in (batch_to(batch, self._device) for batch in batches):
             exists = batch.attention_mask
             with self._precision():
-                hidden = response_hidden(model, batch)[exists]
+                hidden = token_hidden(model, batch, exists.flatten().nonzero()[:, 0])
                 ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
                 log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
             spread = torch.zeros((*exists.shape, ids.shape[-1]), device=self._device)
@@ -262,7 +267,7 @@ class JointLearner(Learner):
     def _hidden(self, batch: TokenBatch) -> dict[Role, Tensor]:
         """Run the backbones over a micro-batch: the hidden states of each model that predict its N tokens, [N, H]."""
         with self._precision():
-            return {role: batch.at_sampled(response_hidden(model, batch)) for role, model in self._separate_models()}
+            return {role: response_hidden(model, batch) for role, model in self._separate_models()}
 
     def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None) -> TokenScores:
         """Run both models over a micro-batch, through the joint head."""
@@ -330,7 +335,7 @@ class JointLearner(Learner):
     def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
         """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
         with self._precision():
-            hidden = batch.at_sampled(response_hidden(self._models["policy"], batch))
+            hidden = response_hidden(self._models["policy"], batch)
             ids = batch.at_sampled(batch.response_ids)
             return batch.spread(self._head(hidden, None, ids, temperature=self._temperature).log_probs)
 

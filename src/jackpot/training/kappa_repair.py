@@ -75,7 +75,7 @@ class KappaRepair:
         parameters: of the policy, which hold the gradient's numerators.
         log_probs: computes the policy's log-probs of a batch, [B, T] with gradient.
         max_length: as in `joint_loss`.
-        shares_prompts: as in `batching.micro_batches`.
+        pads: as in `batching.micro_batches`.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class KappaRepair:
         log_probs: Callable[[TokenBatch], Tensor],
         *,
         max_length: int,
-        shares_prompts: bool,
+        pads: bool,
     ) -> None:
         self._objective, self._parameters, self._log_probs = objective, list(parameters), log_probs
-        self._max_length, self._shares_prompts = max_length, shares_prompts
+        self._max_length, self._pads = max_length, pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
         """Give the gradient of all passes the weights that `totals` lead to.
@@ -133,12 +133,12 @@ class KappaRepair:
             for row in rows[-1]:
                 columns[one.batch.uids[row]] = self._columns(one, delta, row)
         batches = [one.batch for one in passes]
-        parts = regroup(batches, rows, self._shares_prompts)
+        parts = regroup(batches, rows, self._pads)
         most = int(all_reduce_sums({"parts": Max.number(float(len(parts)))})["parts"].value)
         for part in parts:
             self._backward(part, [columns[uid] for uid in part.uids])
         if len(parts) < most:
-            idle = regroup(batches[:1], [[0]], self._shares_prompts)
+            idle = regroup(batches[:1], [[0]], self._pads)
             nothing = self._columns(passes[0], torch.zeros_like(deltas[0]), 0)
             for _ in range(len(parts), most):
                 self._backward(idle[0], [nothing])

@@ -30,6 +30,11 @@ class Learner(ABC):
     def version(self) -> Version:
         """Return the number of optimizer steps that each model has taken."""
 
+    @property
+    @abstractmethod
+    def pads(self) -> bool:
+        """Return whether some model reads padding, so that it counts as tokens of a micro-batch."""
+
     @abstractmethod
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         """Give every token of a rollout batch its advantage, before the batch is trained on.

@@ -22,7 +22,7 @@ class Reference:
     """
 
     def __init__(self, model: PreTrainedModel, policy: PreTrainedModel, *, estimate: str, temperature: float) -> None:
-        self._model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self._estimate, self._temperature = estimate, temperature
         self.digest = weights_digest(model.named_parameters(), torch.float32)
         is_exact = estimate == "exact"
@@ -41,7 +41,7 @@ class Reference:
             log_probs: [N] log-probs of the policy.
         """
         with torch.no_grad():
-            hidden = batch.at_sampled(response_hidden(self._model, batch))
+            hidden = response_hidden(self.model, batch)
         ids = batch.at_sampled(batch.response_ids)
         if self._estimate == "exact":
             return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl

@@ -130,7 +130,7 @@ class Trainer:
             epochs=batch.ppo_epochs,
             micro_batch_tokens=batch.micro_batch_tokens,
             seed=self._config.seed,
-            shares_prompts=not self._config.activation_checkpointing,
+            pads=self._components.learner.pads,
         )
 
     def _save(self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult]) -> None:

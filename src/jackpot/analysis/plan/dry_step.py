@@ -10,32 +10,35 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.run import Config
-from jackpot.core.types import Role
+from jackpot.core.types import PackedRow, Role
 from jackpot.launch.local import model_paths
 from jackpot.models.forward import (
     backbone,
+    can_pack,
     can_share_prompts,
     checkpoint_activations,
     head_logits,
     logit_softcap,
     output_layer,
     predicting_hidden,
+    read_row,
 )
 from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
+from jackpot.models.packed_row import pack_row
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import default_tile, split_range, tiled_heads
@@ -148,7 +151,8 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _iteration(dry: _DryModels, tracker: MemoryTracker) -> int:
     """Score and train once; later iterations need no more memory."""
     for model in dry.all:
-        if dry.accumulates and not (dry.shape.prompts < dry.shape.rows and can_share_prompts(model)):
+        has_cache = dry.shape.prompts < dry.shape.rows and not can_pack(model) and can_share_prompts(model)
+        if dry.accumulates and not has_cache:
             _shorten(model, tracker)
         _give_memory(model)
     lasting = tracker.alive
@@ -301,12 +305,15 @@ def _train(dry: _DryModels) -> None:
 
 
 def _critic_backward(dry: _DryModels) -> None:
-    """Run forward and backward of the critic, which comes after the other models and repeats shared prompts."""
+    """Run forward and backward of the critic, which comes after the other models; padded, it repeats shared prompts."""
     shape = dry.shape
-    ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
     with _precision(dry.config):
-        states = backbone(dry.critic)(input_ids=ids, use_cache=False).last_hidden_state
-    states.sum().backward()
+        if can_pack(dry.critic):
+            output = read_row(backbone(dry.critic), _row(shape))
+        else:
+            ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
+            output = backbone(dry.critic)(input_ids=ids, use_cache=False)
+    output.last_hidden_state.sum().backward()
 
 
 def _reference_kl(dry: _DryModels, policy_hidden: Tensor) -> tuple[Tensor, ...]:
@@ -325,23 +332,37 @@ def _reference_kl(dry: _DryModels, policy_hidden: Tensor) -> tuple[Tensor, ...]:
 def _waiting_tensors(dry: _DryModels) -> list[Tensor]:
     """Allocate what training holds until backward beyond activations and loss.
 
-    That is the attention mask of padded rows, and for each model its top log-probs with their ids, its log-probs at
-    the engine's top ids, and, of two models, those at the other's top ids.
+    That is for each model the mask of responses to prompts of several lengths, its top log-probs with their ids, its
+    log-probs at the engine's top ids, and, of two models, those at the other's top ids.
     """
     shape = dry.shape
     count = shape.rows * shape.response_tokens * dry.config.sampling.num_top_log_probs
     tops = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in dry.models]
     columns = shape.prompt_tokens + shape.response_tokens
-    return [torch.empty(shape.rows, shape.response_tokens, columns, dtype=torch.bool), *tops]
+    masks = [torch.empty(shape.rows, shape.response_tokens, columns) for _ in dry.models]
+    return [*(masks if shape.prompts < shape.rows else []), *tops]
 
 
 def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
     """Return the hidden states that predict all response tokens, [N, H]."""
+    if can_pack(model):
+        row = _row(shape)
+        return read_row(backbone(model), row).last_hidden_state[0].index_select(0, row.predicting.flatten())
     prompts, rows, prompt_tokens, response_tokens = shape
     ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
     responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
     index = torch.arange(rows) % prompts
     return predicting_hidden(model, ids, None, index, responses, None).flatten(0, 1).clone()  # those that exist
+
+
+def _row(shape: MicroBatchShape) -> PackedRow:
+    """Lay a micro-batch out as one row of fake tensors."""
+    prompts, rows, prompt_tokens, response_tokens = shape
+    with unset_fake_temporarily():  # the plan depends on lengths
+        responses = [torch.zeros(response_tokens, dtype=torch.int64)] * rows
+        row = pack_row([[0] * prompt_tokens] * prompts, [number % prompts for number in range(rows)], responses)
+    tensors = {field.name: value for field in fields(row) if isinstance(value := getattr(row, field.name), Tensor)}
+    return replace(row, **{name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()})
 
 
 def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -1,0 +1,215 @@
+"""Attention over a packed row: the one part of a language model that looks at several tokens, behind transformers'
+interface for attention functions.
+
+A model keeps its own implementation; `packing` puts this one in its place for one forward pass. What a layer reads of
+the plan is an argument of the forward pass, so a layer that is run again in backward reads it too.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from jackpot.core.errors import ModelError
+from jackpot.core.types import PackedRow
+
+PACKED = "jackpot_packed"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
+_HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
+
+
+class AttentionPlan:
+    """Holds what the attention of all layers of one forward pass shares: the plan of the row, windows and masks."""
+
+    def __init__(self, row: PackedRow, config: PreTrainedConfig) -> None:
+        self.row = row
+        layers = DynamicCache(config=config).layers
+        self._windows = [
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers
+        ]
+        self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
+
+    def window(self, layer: int, given: int | None) -> int | None:
+        """Return the number of tokens that a layer attends to, its own included; None for all before it.
+
+        Raises:
+            ModelError: the layer names another window than the config.
+        """
+        window = self._windows[layer]
+        if given not in (None, window):
+            raise ModelError(f"layer {layer} has a sliding window of {given}, but the model's config one of {window}")
+        return window
+
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
+        """Return the mask of every block, [masks, 1, queries, keys], added to the scores; None where plain causal
+        attention serves. They are made once for all layers."""
+        if (window, dtype) not in self._masks:
+            positions = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
+            self._masks[window, dtype] = [
+                None
+                if block.is_square and (window is None or window >= block.keys)
+                else _mask(last.view(block.masks, 1, block.queries, 1), block.keys, window, dtype)
+                for block, last in zip(self.row.blocks, positions, strict=True)
+            ]
+        return self._masks[window, dtype]
+
+
+def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    columns = torch.arange(keys, device=last.device)
+    hidden = columns > last
+    if window is not None:
+        hidden = hidden | (columns <= last - window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, -torch.inf)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed: AttentionPlan | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of a packed row, in transformers' signature.
+
+    Args:
+        query: [1, heads, S, D].
+        key: [1, key heads, S, D].
+        value: [1, key heads, S, D'].
+
+    Returns:
+        Output [1, S, heads, D'], and None in place of attention weights.
+
+    Raises:
+        ModelError: the model wants what is not computed here, such as a soft cap, or does not pass the plan on.
+    """
+    unknown = sorted(name for name, given in options.items() if given is not None and name not in _HARMLESS)
+    unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if packed is None or unknown or not getattr(module, "is_causal", True):
+        what = f"takes {', '.join(unknown)}" if unknown else "is not causal, or is not given the arguments of the model"
+        raise ModelError(f"the attention of {type(module).__name__} {what}, so it cannot read rows without padding")
+    window = packed.window(module.layer_idx, sliding_window)
+    states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [S, heads, D]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = _by_sequence if _varlen_kernel() and _suits_flash(*states) else _by_block
+    return attend(packed, *states, scaling, window)[None], None
+
+
+def _by_block(
+    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """Return the output [S, heads, D'] of `scaled_dot_product_attention` over the blocks of the plan."""
+    row, outputs = plan.row, []
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda and groups > 1:  # the kernels there take grouped heads without a mask only
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    queries = _rows(query, row.block_queries, [(block.rows, block.queries) for block in row.blocks])
+    shapes = [(block.rows, block.keys) for block in row.blocks]
+    keys, values = (_rows(states, row.block_keys, shapes) for states in (key, value))
+    for parts, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
+        output = scaled_dot_product_attention(
+            *parts,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=parts[0].shape[1] != parts[1].shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, row.block_outputs)
+
+
+def _rows(states: Tensor, places: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the states [S, heads, D] at some places, one tensor [rows, heads, length, D] for each (rows, length)."""
+    parts = states.index_select(0, places).split([rows * length for rows, length in shapes])
+    return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _by_sequence(
+    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """Return the output [S, heads, D] of flash attention over sequences of their own lengths.
+
+    Queries are aligned with the last keys of their sequence.
+    """
+    row = plan.row
+    keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
+    before = -1 if window is None else window - 1
+    return _varlen_kernel()(
+        query.contiguous(),
+        keys,
+        values,
+        row.cu_queries,
+        row.cu_keys,
+        *row.longest,
+        scale=scaling,
+        window_size=(before, 0),
+    )
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Tensor] | None:
+    """Return torch's attention over sequences of several lengths; None where this torch has none with windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= names.keys():
+        return None
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in names else varlen_attn
+
+
+def _suits_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and key.dtype == value.dtype == query.dtype
+        and size == value.shape[-1]
+        and size <= 256
+        and size % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def replaces_attention(model: PreTrainedModel) -> bool:
+    """Tell whether `packed_attention` can take the place of a model's own attention: it is behind transformers'
+    interface and has neither a soft cap nor sinks."""
+    config = model.config.get_text_config(decoder=True)
+    functions = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
+    return (
+        functions is ALL_ATTENTION_FUNCTIONS
+        and bool(getattr(model, "_supports_attention_backend", False))
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+    )
+
+
+class AttentionSet(AbstractContextManager):
+    """Lets a model use another attention function in the body, and its own one again behind it; enter it any number of
+    times, one after the other."""
+
+    def __init__(self, config: PreTrainedConfig, implementation: str) -> None:
+        self._config, self._implementation = config, implementation
+
+    def __enter__(self) -> None:
+        self._own = self._config._attn_implementation
+        self._config._attn_implementation = self._implementation
+
+    def __exit__(self, *_: object) -> None:
+        self._config._attn_implementation = self._own

@@ -1,0 +1,156 @@
+"""Lay the tokens of a micro-batch out as one row without padding, and plan its attention; on the CPU, in collate.
+
+Everything but attention looks at one token at a time, so a row without padding costs what its tokens cost. Attention
+is planned as blocks: rows of similar lengths, padded to the longest, whose number weighs the padding of few blocks
+against the cost of each further call.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jackpot.core.types import AttentionBlock, PackedRow
+
+BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
+MAX_LENGTHS = 48  # different lengths that blocks are chosen among; more are rounded up
+
+
+class _Sequence(NamedTuple):
+    """Holds queries that attend causally to themselves and to tokens before them."""
+
+    prompt: int  # place of the first token of the prompt
+    shared: int  # tokens of the prompt that are keys and no queries
+    start: int  # place of the first query
+    queries: int
+
+    @property
+    def keys(self) -> int:
+        return self.shared + self.queries
+
+
+def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], responses: Sequence[Tensor]) -> PackedRow:
+    """Lay out prompts and responses as one row.
+
+    Args:
+        prompts: token ids of the distinct prompts, U of them; each has a response.
+        prompt_index: the prompt of each response, [B].
+        responses: token ids [T] int64 of each response; may be empty.
+    """
+    of_prompt: list[list[int]] = [[] for _ in prompts]
+    for number, prompt in enumerate(prompt_index):
+        of_prompt[prompt].append(number)
+    lengths = [len(response) for response in responses]
+    place, sequences, parts, positions = 0, [], [], []
+    before, starts = [0] * len(responses), [0] * len(responses)  # places of the prompt's last token, of the response
+    for prompt, numbers in zip(prompts, of_prompt, strict=True):
+        first, size = place, len(prompt)
+        parts.append(torch.tensor(prompt))
+        positions.append(torch.arange(size))
+        place += size
+        reads = [max(0, lengths[number] - 1) for number in numbers]
+        is_alone = len(numbers) == 1
+        sequences.append(_Sequence(first, 0, first, size + (reads[0] if is_alone else 0)))
+        for number, read in zip(numbers, reads, strict=True):
+            before[number], starts[number] = first + size - 1, place
+            if read:
+                parts.append(responses[number][:read])
+                positions.append(torch.arange(size, size + read))
+                if not is_alone:
+                    sequences.append(_Sequence(first, size, place, read))
+                place += read
+    width = max(lengths)
+    columns = torch.arange(width)
+    predicting = torch.where(columns == 0, torch.tensor(before)[:, None], torch.tensor(starts)[:, None] + columns - 1)
+    predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
+    return PackedRow(
+        token_ids=torch.cat(parts),
+        positions=torch.cat(positions),
+        predicting=predicting,
+        **_blocks(sequences, place),
+        **_sequences(sequences),
+    )
+
+
+def _places(sequences: Sequence[_Sequence], width: int) -> Tensor:
+    """Return the places of the keys of sequences, [rows, width]; columns behind the last key repeat it."""
+    prompt, shared, start, queries = torch.tensor(sequences).T[..., None]
+    columns = torch.minimum(torch.arange(width), shared + queries - 1)
+    return torch.where(columns < shared, prompt + columns, start + columns - shared)
+
+
+def _sequences(sequences: Sequence[_Sequence]) -> dict:
+    """Plan attention over sequences of their own lengths, in the order of the row."""
+    queries, keys = [one.queries for one in sequences], [one.keys for one in sequences]
+    exists = torch.arange(max(keys)) < torch.tensor(keys)[:, None]
+    return {
+        "cu_queries": torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
+        "cu_keys": torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
+        "sequence_keys": _places(sequences, max(keys))[exists],
+        "longest": (max(queries), max(keys)),
+    }
+
+
+def _blocks(sequences: Sequence[_Sequence], size: int) -> dict:
+    """Plan attention in blocks of padded rows, over a row of `size` tokens."""
+    squares = [one for one in sequences if not one.shared]
+    others = [one for one in sequences if one.shared]
+    blocks, queries, keys, positions, outputs, done = [], [], [], [], torch.empty(size, dtype=torch.int64), 0
+    for group in (squares, others):
+        for part in _split(group):
+            width, depth = max(one.queries for one in part), max(one.keys for one in part)
+            table = torch.tensor(part)
+            shared, start, own = (column[:, None] for column in table.T[1:])
+            columns = torch.arange(width)
+            places, exists = start + torch.minimum(columns, own - 1), columns < own
+            last = shared + torch.minimum(columns, own - 1)
+            if group is squares:
+                last = columns[None]  # as plain causal attention
+            elif bool((last == last[:1]).all()):
+                last = last[:1]
+            outputs[places[exists]] = done + torch.arange(len(part) * width).view(-1, width)[exists]
+            done += len(part) * width
+            queries.append(places.flatten())
+            keys.append(_places(part, depth).flatten())
+            positions.append(last.flatten())
+            blocks.append(AttentionBlock(len(part), width, depth, group is squares, len(last)))
+    return {
+        "blocks": tuple(blocks),
+        "block_queries": torch.cat(queries),
+        "block_keys": torch.cat(keys),
+        "block_positions": torch.cat(positions),
+        "block_outputs": outputs,
+    }
+
+
+def _split(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
+    """Split sequences into blocks of the least cost: products of queries and keys, and `BLOCK_COST` for each block.
+
+    Blocks are runs of the sequences in the order of their lengths, found by a dynamic programme.
+    """
+    if not sequences:
+        return []
+    ordered = sorted(sequences, key=lambda one: (one.queries, one.keys))
+    step = -(-ordered[-1].queries // MAX_LENGTHS)
+    ends = [
+        number + 1
+        for number, one in enumerate(ordered)
+        if number + 1 == len(ordered) or -(-ordered[number + 1].queries // step) > -(-one.queries // step)
+    ]
+    starts = [0, *ends[:-1]]
+    depths = [max(one.keys for one in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
+    best: list[tuple[int, int]] = [(0, 0)]  # the least cost of the first runs, and where their last block begins
+    for last, end in enumerate(ends):
+        width, depth, options = ordered[end - 1].queries, 0, []
+        for first in range(last, -1, -1):
+            depth = max(depth, depths[first])
+            options.append((best[first][0] + (end - starts[first]) * width * depth + BLOCK_COST, first))
+        best.append(min(options))
+    blocks, last = [], len(ends)
+    while last:
+        first = best[last][1]
+        blocks.append(ordered[starts[first] : ends[last - 1]])
+        last = first
+    return blocks[::-1]

@@ -1,0 +1,224 @@
+"""Rows without padding against rectangles: states and gradients of many architectures, and what cannot be packed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from helpers.token_batches import PROMPTS, RESPONSES, token_batch
+from jackpot.config.run import LoraConfig
+from jackpot.core.errors import ModelError
+from jackpot.core.types import TokenBatch
+from jackpot.models import packed_attention
+from jackpot.models.forward import (
+    backbone,
+    can_pack,
+    checkpoint_activations,
+    response_hidden,
+    response_values,
+    token_hidden,
+)
+from jackpot.models.lora import add_adapter
+from jackpot.models.packed_row import pack_row
+
+SHAPE = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
+WINDOW = {"sliding_window": 4}
+MODELS: dict[str, tuple[str, dict]] = {
+    "Qwen3": ("qwen3", {"head_dim": 16}),
+    "Qwen2, full then sliding": ("qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "Llama": ("llama", {}),
+    "Llama, a key head": ("llama", {"num_key_value_heads": 1}),
+    "Mistral, sliding window": ("mistral", WINDOW),
+    "Gemma": ("gemma", {"head_dim": 16}),
+    "Gemma 3, sliding then full": (
+        "gemma3_text",
+        WINDOW | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Phi 3": ("phi3", WINDOW),
+    "OLMo 2": ("olmo2", {}),
+    "SmolLM 3": ("smollm3", {}),
+    "GLM 4": ("glm4", {"head_dim": 8}),
+    "Qwen3, experts": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "GPT-2, absolute positions": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+}
+
+
+def model_of(kind: str, options: dict, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {} if kind == "gpt2" else SHAPE
+    return auto.from_config(
+        CONFIG_MAPPING[kind](**(shape | {"vocab_size": 30, "initializer_range": 0.2} | options))
+    ).eval()
+
+
+def packed(batch: TokenBatch, prompts: list = PROMPTS, responses: list = RESPONSES) -> TokenBatch:
+    ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in responses]
+    return replace(batch, packed=pack_row(prompts, [prompt for prompt, _ in responses], ids))
+
+
+def gradient(model: PreTrainedModel, batch: TokenBatch, read: Callable[..., Tensor] = response_hidden) -> Tensor:
+    model.zero_grad()
+    states = read(model, batch).float()
+    (states.sin() * torch.arange(1, states.numel() + 1).view_as(states)).sum().backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]).double()
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_without_padding_gives_states_and_gradients_of_the_rectangle(name: str) -> None:
+    model, batch = model_of(*MODELS[name]), token_batch()
+    own = model.config._attn_implementation
+    assert can_pack(model)
+    exist = batch.attention_mask.flatten().nonzero()[:, 0]  # a tool's tokens too
+    expected = token_hidden(model, batch, exist)
+    assert torch.allclose(token_hidden(model, packed(batch), exist), expected, atol=1e-5)
+    assert distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
+    assert model.config._attn_implementation == own and "jackpot" not in model.config.to_json_string()
+
+
+CASES = {
+    "one prompt": ([[3, 4, 5]], [(0, [5, 6, 7]), (0, [8])]),
+    "one response": ([[3, 4, 5]], [(0, [5, 6, 7])]),
+    "one token each": ([[3], [4]], [(0, [5]), (1, [6]), (0, [7])]),
+    "empty ones": ([[3, 4], [5]], [(0, []), (1, [6, 7]), (0, []), (0, [8, 9, 10])]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_batch_can_be_packed(case: str) -> None:
+    prompts, responses = CASES[case]
+    model = model_of(*MODELS["Qwen3"])
+    row = packed(token_batch(), prompts, responses).packed
+    index = torch.tensor([number for number, (_, ids) in enumerate(responses) for _ in ids])
+    columns = torch.tensor([column for _, ids in responses for column in range(len(ids))])
+    batch = replace(token_batch(), packed=row)
+    states = token_hidden(model, batch, index * row.predicting.shape[1] + columns)
+    alone = [
+        backbone(model)(input_ids=torch.tensor([[*prompts[prompt], *ids]])).last_hidden_state[
+            0, len(prompts[prompt]) - 1 : -1
+        ]
+        for prompt, ids in responses
+    ]
+    assert torch.allclose(states, torch.cat(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral, sliding window", "GPT-2, absolute positions"])
+def test_checkpointed_layers_read_the_row_again_in_backward(name: str) -> None:
+    """They do after other passes of the model, which have its own attention."""
+    model, batch = model_of(*MODELS[name]), packed(token_batch())
+    plain = gradient(model, batch)
+    checkpoint_activations(model)
+    assert torch.equal(gradient(model, batch), plain)
+    loss = response_hidden(model, batch).sum()
+    weights = [model.get_input_embeddings().weight]
+    once, again = (torch.autograd.grad(loss, weights, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again)
+    assert distance(gradient(model, token_batch()), plain) < 1e-6
+
+
+def test_an_adapter_is_trained_as_in_the_rectangle() -> None:
+    model, batch = model_of(*MODELS["Qwen3"]), token_batch()
+    add_adapter(model, LoraConfig(rank=2, alpha=4), 0)
+    for _, weight in model.named_parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.1)
+    assert can_pack(model) and distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_critic_reads_rows_without_padding(kind: str) -> None:
+    options = next(options for one, options in MODELS.values() if one == kind)
+    critic = model_of(kind, options | {"num_labels": 1}, AutoModelForTokenClassification)
+    batch = token_batch()
+    assert torch.allclose(response_values(critic, packed(batch)), response_values(critic, batch), atol=1e-5)
+    assert distance(gradient(critic, packed(batch), response_values), gradient(critic, batch, response_values)) < 1e-6
+
+
+def test_autocast_differs_by_its_rounding() -> None:
+    model, batch = model_of(*MODELS["Qwen3"]), token_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, other = gradient(model, packed(batch)), gradient(model, batch)
+    exact = gradient(model, batch)
+    assert distance(rounded, exact) < 1.5 * distance(other, exact) < 0.05
+
+
+def test_the_backbone_runs_once_over_the_tokens_that_exist() -> None:
+    model, read = model_of(*MODELS["Llama"]), []
+    backbone(model).get_input_embeddings().register_forward_hook(lambda _, ids, __: read.append(ids[0].numel()))
+    response_hidden(model, packed(token_batch()))
+    assert read == [sum(map(len, PROMPTS)) + sum(len(ids) - 1 for _, ids in RESPONSES)]
+
+
+def by_loop(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, most: int, most_keys: int, **options
+) -> Tensor:
+    """What torch's kernel of several lengths computes: causal, the last query aligned with the last key."""
+    outputs, (before, _) = [], options["window_size"]
+    sizes = zip(ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
+    assert ends.dtype == key_ends.dtype == torch.int32 and (most, most_keys) == (
+        ends.diff().max(),
+        key_ends.diff().max(),
+    )
+    for (queries, keys), start, first in zip(sizes, ends.tolist(), key_ends.tolist(), strict=False):
+        places, columns = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+        mask = (columns <= places) & ((columns >= places - before) | (before < 0))
+        q, k, v = query[start : start + queries], key[first : first + keys], value[first : first + keys]
+        parts = [states.transpose(0, 1) for states in (q, k, v)]
+        options = {"scale": options["scale"], "enable_gqa": True}
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(*parts, mask, **options).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2, full then sliding", "Mistral, sliding window"])
+def test_sequences_of_their_own_lengths_give_what_blocks_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself needs a GPU; here a loop over the sequences takes its place."""
+    model, batch = model_of(*MODELS[name]), packed(token_batch())
+    blocks = gradient(model, batch)
+    monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: by_loop)
+    monkeypatch.setattr(packed_attention, "_suits_flash", lambda *_: True)
+    assert distance(gradient(model, batch), blocks) < 1e-6
+
+
+REFUSED: dict[str, tuple[str, dict]] = {
+    "a soft cap": ("gemma2", {"head_dim": 16}),
+    "sinks": ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "angles that depend on the length": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "an attention of its own": ("falcon", {}),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_other_models_read_the_rectangle(why: str) -> None:
+    model, batch = model_of(*REFUSED[why]), token_batch()
+    assert not can_pack(model)
+    assert torch.equal(response_hidden(model, packed(batch)), response_hidden(model, batch))
+
+
+def test_what_is_not_computed_is_an_error_and_the_model_keeps_its_attention() -> None:
+    model = model_of(*REFUSED["a soft cap"])
+    model.config.attn_logit_softcapping = None  # its layers have it still
+    with pytest.raises(ModelError, match="Gemma2Attention takes softcap, so it cannot read rows without padding"):
+        response_hidden(model, packed(token_batch()))
+    assert model.config._attn_implementation != packed_attention.PACKED
+    other = model_of(*MODELS["Qwen3"])
+    other.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(ModelError, match="is not causal"):
+        response_hidden(other, packed(token_batch()))
