@@ -111,7 +111,8 @@ FORMULAS = {  # "file::function": tests
     "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
     "training/joint_learner.py::JointLearner._generated_by": AGES,
     "training/gradients.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
-    "training/gradients.py::GradientDecomposition.measure": (ROLLOUT_MODEL_STEPS,),
+    "training/gradients.py::GradientSplit._measure": (ROLLOUT_MODEL_STEPS,),
+    "training/gradients.py::split_numbers": (ROLLOUT_MODEL_STEPS,),
     "training/optimizer.py::ModelOptimizer.reduce": ("training/test_optimizer.py",),
     **dict.fromkeys(
         [

@@ -31,8 +31,8 @@ def give_gradients(weights, seed):
 
 def prepare(optimizer, denominator):
     """Gradients as they are stepped on; their norm before clipping."""
-    optimizer.reduce(denominator)
-    return optimizer.clip()
+    optimizer.reduce(torch.tensor(denominator))
+    return optimizer.clip().item()
 
 
 def row(weights):

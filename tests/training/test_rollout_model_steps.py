@@ -41,14 +41,22 @@ def coins_of(items, epoch=0):
     return {item.rollout.uid: uniform_row(fold_in(0, "accept", item.rollout.uid, epoch), 99) for item in items}
 
 
-def parts_of(items, aggregate="token-mean"):
-    """Float64 gradients of eq. 6 and of eq. 7 alone, at the models as they begin."""
+def parts_of(items, aggregate="token-mean", of_states=False):
+    """Float64 gradients of eq. 6 and of eq. 7 alone, at the models as they begin: of all parameters, or of the hidden
+    states that the head reads."""
     old = {role: double(model) for role, model in ROLES.items()}
     now = {role: double(model) for role, model in ROLES.items()}
-    _, whole = reference_losses(now, old, items, coins_of(items), aggregate=aggregate)
-    still = [replace(item, advantages=torch.zeros_like(item.advantages)) for item in items]
-    _, distill = reference_losses(now, old, still, coins_of(items), aggregate=aggregate)
-    whole, distill = gradient(whole, now["rollout_model"]), gradient(distill, now["rollout_model"])
+    states = []  # of each sequence
+    now["rollout_model"].lm_head.register_forward_pre_hook(lambda head, inputs: states.append(inputs[0]))
+
+    def part(items):
+        states.clear()
+        _, loss = reference_losses(now, old, items, coins_of(items), aggregate=aggregate)
+        if of_states:
+            return torch.cat([part.flatten() for part in torch.autograd.grad(loss, states)])
+        return gradient(loss, now["rollout_model"])
+
+    whole, distill = part(items), part([replace(item, advantages=torch.zeros_like(item.advantages)) for item in items])
     return whole - distill, distill
 
 
@@ -111,16 +119,24 @@ def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
 
 @pytest.mark.parametrize("budget", [10_000, 40])
 @pytest.mark.parametrize("mini_batch_size", [4, 12])
-def test_the_parts_of_its_gradient_are_those_of_separate_losses(budget, mini_batch_size):
-    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
-    learner._optimizer._optimizers["policy"]._config = STILL
-    result = learner.train(batches(WRITTEN, budget=budget, mini_batch_size=mini_batch_size), True)[-1]
-    ppo, distill = parts_of(WRITTEN)
-    assert value(result, "rollout_model/ppo_grad_norm") == pytest.approx(ppo.norm().item(), rel=1e-4)
-    assert value(result, "rollout_model/distill_grad_norm") == pytest.approx(distill.norm().item(), rel=1e-4)
-    cosine = torch.cosine_similarity(ppo, distill, dim=0).item()
-    assert value(result, "rollout_model/grad_cosine") == pytest.approx(cosine, rel=1e-3, abs=1e-5)
-    assert ppo.norm() > 1e-3 and distill.norm() > 1e-3 and abs(cosine) < 0.99
+@pytest.mark.parametrize("each_step", [True, False])
+def test_the_parts_of_its_gradient_are_those_of_separate_losses_at_the_hidden_states(
+    budget, mini_batch_size, each_step
+):
+    """In every optimizer step, whether the rollout model moves in it or not."""
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=each_step)
+    for optimizer in learner._optimizer._optimizers.values():
+        optimizer._config = STILL
+    steps = batches(WRITTEN, budget=budget, mini_batch_size=mini_batch_size)
+    for step, result in zip(steps, learner.train(steps, True), strict=True):
+        uids = {uid for batch in step for uid in batch.uids}
+        ppo, distill = parts_of([item for item in WRITTEN if item.rollout.uid in uids], of_states=True)
+        assert value(result, "rollout_model/ppo_grad_norm") == pytest.approx(ppo.norm().item(), rel=1e-4)
+        assert value(result, "rollout_model/distill_grad_norm") == pytest.approx(distill.norm().item(), rel=1e-4)
+        cosine = torch.cosine_similarity(ppo, distill, dim=0).item()
+        assert value(result, "rollout_model/grad_cosine") == pytest.approx(cosine, rel=1e-3, abs=1e-5)
+        assert ppo.norm() > 1e-3 and distill.norm() > 1e-3 and abs(cosine) < 0.99
+        assert not any("split" in name for name in result.metrics)
 
 
 def test_the_parts_change_no_weight_and_are_measured_only_where_they_are_wanted():
@@ -186,6 +202,6 @@ def test_a_gradient_counts_where_it_and_those_of_the_other_models_are_finite():
     accumulator = GradientAccumulator(ModelOptimizer([weight], LINEAR, 1))
     for size, others_are_finite in ((2.0, True), (math.nan, True), (1.0, False)):
         weight.grad = torch.full_like(weight, size)
-        added.append(accumulator.add(3.0, others_are_finite))
+        added.append(accumulator.add(torch.tensor(3.0), torch.tensor(others_are_finite)).item())
     assert added == [True, False, False]
     assert accumulator.pop() == 3.0 and weight.grad.tolist() == [2.0, 2.0]

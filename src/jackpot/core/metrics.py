@@ -5,6 +5,7 @@ A metric is never averaged twice: it is carried as sums and becomes a number onc
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,9 +33,9 @@ class Mean(NamedTuple):
         return cls(masked_sum(values, mask), masked_sum(values.square(), mask), mask.double().sum())
 
     @classmethod
-    def number(cls, value: float) -> "Mean":
-        """Build the mean of one entry."""
-        entry = torch.tensor(value, dtype=torch.float64)
+    def number(cls, value: float | Tensor) -> "Mean":
+        """Build the mean of one entry, on its device or the CPU."""
+        entry = torch.as_tensor(value, dtype=torch.float64)
         return cls(entry, entry.square(), torch.ones_like(entry))
 
     @classmethod
@@ -110,9 +111,9 @@ class Sum(NamedTuple):
         return cls(mask.double().sum())
 
     @classmethod
-    def number(cls, value: float) -> "Sum":
-        """Build the sum of one entry."""
-        return cls(torch.tensor(value, dtype=torch.float64))
+    def number(cls, value: float | Tensor) -> "Sum":
+        """Build the sum of one entry, on its device or the CPU."""
+        return cls(torch.as_tensor(value, dtype=torch.float64))
 
     def __add__(self, other: "Sum") -> "Sum":
         return Sum(self.total + other.total)
@@ -254,11 +255,17 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Sums:
 
 def add_sums(*parts: Mapping[str, Metric]) -> Sums:
     """Add sets of metrics name by name; a name that only some of them have is kept. All are on one device."""
-    parts = tuple(filter(None, parts))
-    if len(parts) < 2:
-        return dict(parts[0]) if parts else {}
-    layout = _layout({name: entry for part in parts for name, entry in part.items()})
-    return _unpacked(_added(torch.stack([_packed(part, layout) for part in parts]), layout), layout)
+    rows: list[Sums] = []  # the first entry of every name, the second one, and so on
+    found: Counter[str] = Counter()
+    for name, entry in (item for part in parts for item in part.items()):
+        if found[name] == len(rows):
+            rows.append({})
+        rows[found[name]][name] = entry
+        found[name] += 1
+    if len(rows) < 2:
+        return rows[0] if rows else {}
+    layout = _layout(rows[0])
+    return _unpacked(_added(torch.stack([_packed(row, layout) for row in rows]), layout), layout)
 
 
 def all_reduce_sums(sums: Sums) -> Sums:
@@ -279,7 +286,18 @@ def all_reduce_sums(sums: Sums) -> Sums:
 def to_host(sums: Sums) -> Sums:
     """Copy entries of one device to the CPU in one transfer, the only wait for the device in reading them."""
     layout = _layout(sums)
-    return _unpacked(_packed(sums, layout).cpu(), layout) if sums else {}
+    return _unpacked(*tensors_to_host([_packed(sums, layout)]), layout) if sums else {}
+
+
+def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of one device, of any shapes and dtypes, to the CPU in one transfer."""
+    order = sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size())  # so that each is aligned
+    if not order:
+        return []
+    raw = [tensors[place].contiguous().flatten().view(torch.uint8) for place in order]
+    copy = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(part) for part in raw])
+    parts = dict(zip(order, copy, strict=True))
+    return [parts[place].view(tensor.dtype).view(tensor.shape) for place, tensor in enumerate(tensors)]
 
 
 class _Layout(NamedTuple):

@@ -1,12 +1,11 @@
 """Add up the rollout model's gradient over several optimizer steps, and split it into its two losses."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from jackpot.core.metrics import Mean, Sums
+from jackpot.core.metrics import Mean, Sum, Sums
 from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
 
@@ -16,92 +15,94 @@ class GradientAccumulator:
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
         self._saved: list[Tensor] | None = None
-        self._count = 0.0
+        self._count: Tensor | float = 0.0
 
-    def add(self, count: float, others_are_finite: bool) -> bool:
+    def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
         """Add the gradient of one optimizer step and its denominator, and clear it in the parameters.
 
-        A step with a non-finite gradient, of this model on any rank or of another model, is dropped.
+        A step with a non-finite gradient, of this model on any rank or of another model, adds nothing. All scalars are
+        on the device, so that nothing waits for it.
 
         Args:
-            count: denominator of the gradient.
-            others_are_finite: no other model's gradient is non-finite.
+            count: denominator of the gradient, a scalar.
+            others_are_finite: bool scalar, no other model's gradient is non-finite.
 
         Returns:
-            True where the step was added.
+            Bool scalar, True where the step was added.
         """
         grads = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        present = [grad for grad in grads if grad is not None]
-        broken = torch.stack([~grad.isfinite().all() for grad in present]).any() if present else torch.zeros(())
-        bad = broken.double()
+        broken = [~grad.isfinite().all() for grad in grads if grad is not None]
+        bad = torch.stack([~others_are_finite, *broken]).any().double()
         sum_over_ranks([bad])
-        if bad > 0 or not others_are_finite:
-            return False
+        is_added = bad == 0
         self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
         for saved, grad in zip(self._saved, grads, strict=True):
             if grad is not None:
-                saved += grad
-        self._count += count
-        return True
+                saved += grad.masked_fill_(~is_added, 0.0)
+        self._count = self._count + torch.where(is_added, count, 0.0)
+        return is_added
 
-    def pop(self) -> float:
-        """Move the sum into the parameters as their gradient, and return its denominator."""
-        for parameter, grad in zip(self._parameters, self._saved or [None] * len(self._parameters), strict=True):
+    def pop(self) -> Tensor:
+        """Move the sum into the parameters as their gradient, and return its denominator, a scalar.
+
+        After at least one `add`.
+        """
+        for parameter, grad in zip(self._parameters, self._saved, strict=True):
             parameter.grad = grad
         count, self._saved, self._count = self._count, None, 0.0
         return count
 
 
-class GradientDecomposition:
+class GradientSplit:
     """Measures how the rollout model's gradient splits into that of PPO (eq. 6) and that of distillation (eq. 7).
 
-    The PPO part is computed alone, the other by subtraction. That takes one more copy of the gradient, and for a moment
-    a copy of one parameter.
+    It is the gradient of the hidden states [N, H] that the head reads, where the two losses meet: the backbone passes
+    on nothing but their sum. The PPO part takes a backward pass through the head alone; the other part is what is left
+    of the whole when the backward pass of both comes to the hidden states.
+
+    Args:
+        ppo: numerator of eq. 6.
+        hidden: that the head has read, with gradient; the backward pass of both losses is still to come.
     """
 
-    def __init__(self, optimizer: ModelOptimizer) -> None:
-        self._parameters = optimizer.parameters
-        self._ppo: list[Tensor | None] | None = None  # None for a parameter that no token has reached
+    def __init__(self, ppo: Tensor, hidden: Tensor) -> None:
+        (self._ppo,) = torch.autograd.grad(ppo, hidden, retain_graph=True)
+        self._sums: Sums = {}
+        hidden.register_hook(self._measure)
 
-    def add(self, loss: Tensor, wanted: bool) -> None:
-        """Add the gradient of eq. 6's numerator, where `wanted`; before the backward pass of the micro-batch."""
-        if not wanted or not loss.requires_grad:
-            return
-        whole = [parameter.grad for parameter in self._parameters]
-        self._give(self._ppo or [None] * len(whole))  # autograd adds in place, so the other gradient is put away
-        loss.backward(retain_graph=True, inputs=self._parameters)
-        self._ppo = [parameter.grad for parameter in self._parameters]
-        self._give(whole)
+    @property
+    def sums(self) -> Sums:
+        """Return the sums over the tokens, which `split_numbers` reads, after the backward pass of both losses."""
+        return self._sums
 
-    def measure(self, denominator: float) -> Sums:
-        """Return the norms of both parts and the cosine between them; empty where they were not wanted.
+    def _measure(self, whole: Tensor) -> None:
+        ppo, distill = self._ppo.float(), whole.float() - self._ppo
+        products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}
+        self._sums = {f"{_SPLIT}/{name}": Sum(one.sum(dtype=torch.float64)) for name, one in products.items()}
 
-        Between `reduce` and `clip` of the optimizer, with the same denominator.
-        """
-        if self._ppo is None:
-            return {}
-        ppo = [
-            torch.zeros_like(parameter) if part is None else part
-            for parameter, part in zip(self._parameters, self._ppo, strict=True)
-        ]
-        self._ppo = None
-        sum_over_ranks(ppo)
-        torch._foreach_div_(ppo, denominator or 1.0)
-        norms, product = torch.zeros(2, len(ppo), dtype=torch.float64), 0.0
-        for index, (parameter, part) in enumerate(zip(self._parameters, ppo, strict=True)):
-            rest = parameter.grad - part
-            norms[0, index], norms[1, index] = part.norm(), rest.norm()
-            product += float((part * rest).sum().double())
-        first, second = norms.norm(dim=1).tolist()
-        values = {
-            "rollout_model/ppo_grad_norm": first,
-            "rollout_model/distill_grad_norm": second,
-            "rollout_model/grad_cosine": product / (first * second) if first * second else math.nan,
-        }
-        return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
 
-    def _give(self, grads: Sequence[Tensor | None]) -> None:
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
+_SPLIT = "rollout_model/split"
+
+
+def split_numbers(sums: Sums) -> Sums:
+    """Take the sums of `GradientSplit` out of those of an optimizer step, and return the numbers that they make.
+
+    These are the norms of both parts over the denominator of the step, and the cosine between them, which is left out
+    where a part is 0. Nothing is returned where nothing was measured.
+
+    Args:
+        sums: on the CPU, over all micro-batches and ranks.
+    """
+    parts = {name: sums.pop(f"{_SPLIT}/{name}", None) for name in ("ppo", "distill", "product")}
+    if parts["ppo"] is None:
+        return {}
+    ppo, distill, product = (float(part.total) for part in parts.values())
+    first, second, count = math.sqrt(ppo), math.sqrt(distill), float(sums["rollout_model/loss"].count) or 1.0
+    values = {
+        "rollout_model/ppo_grad_norm": first / count,
+        "rollout_model/distill_grad_norm": second / count,
+        "rollout_model/grad_cosine": product / (first * second) if first * second else math.nan,
+    }
+    return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}

@@ -39,10 +39,11 @@ from jackpot.objectives.kernels.linear_head import LinearHead
 from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
 from jackpot.training.critic import Critic
+from jackpot.training.gradients import GradientSplit
 from jackpot.training.joint_optimizer import JointOptimizer
 from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
 from jackpot.training.learner import Learner, StepResult
-from jackpot.training.old_policy import MicroBatch, OldPolicySnapshot, by_rollout, holds_target
+from jackpot.training.old_policy import MicroBatch, OldPolicySnapshot, by_rollout, holds_target, rows_on_host
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.step_totals import StepTotals
@@ -186,7 +187,7 @@ class JointLearner(Learner):
         parts: list[Sums] = []
         measured: list[Sums] = []
         passes: list[PolicyPass] = []
-        traces: dict[str, dict[str, Tensor]] = {}
+        traced: list[tuple[TokenBatch, dict[str, Tensor]]] = []
         for dealt, micro in zip(micro_batches, on_device, strict=True):
             hidden = self._hidden(micro.tokens)
             norms = HiddenNorms(hidden["policy"]) if are_provisional else None
@@ -199,13 +200,14 @@ class JointLearner(Learner):
             loss = joint_loss(
                 self._objective, self._rollout_objective, micro.tokens, scores, old, totals, self._max_length
             )
-            self._optimizer.decompose(loss.rollout_model_ppo, trace)
+            splits = trace and loss.rollout_model_ppo.requires_grad
+            split = GradientSplit(loss.rollout_model_ppo, hidden["rollout_model"]) if splits else None
             (loss.policy + loss.rollout_model).backward()
             parts += [loss.metrics, self._engine_gap(micro, old), self._lag(micro.tokens)]
-            parts.append(self._critic_backward(micro.tokens))
+            parts += [self._critic_backward(micro.tokens), split.sums if split else {}]
             passes.append(PolicyPass(dealt.tokens, loss.terms, loss.correction, norms and norms.spread(micro.tokens)))
             if trace:
-                _add_columns(traces, dealt.tokens, loss.trace)
+                traced.append((dealt.tokens, loss.trace))
         own_totals = all_reduce_sums(add_sums(*measured))
         if are_provisional:
             totals = own_totals
@@ -215,13 +217,13 @@ class JointLearner(Learner):
             report = policy_report(self._objective, one.terms, one.correction, totals, self._max_length)
             parts.append(report.metrics)
             if trace:
-                _add_columns(traces, one.batch, report.trace)
+                traced.append((one.batch, report.trace))
         sums = all_reduce_sums(add_sums(*parts)) | {f"obrs/{name}": entry for name, entry in own_totals.items()}
-        step_metrics, events = self._optimizer.step(sums, steps_rollout_model)
+        metrics, events = self._optimizer.step(sums, steps_rollout_model)
         if all(event["model"] != "policy" for event in events):
             self._totals.keep(own_totals)
-        step_metrics["seconds/prepass"] = Sum.number(prepass_seconds)
-        return StepResult(metrics=sums | step_metrics, events=events, traces=traces)
+        metrics["seconds/prepass"] = Sum.number(prepass_seconds)
+        return StepResult(metrics=metrics, events=events, traces=rows_on_host(traced))
 
     @torch.no_grad()
     def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
@@ -345,9 +347,3 @@ class JointLearner(Learner):
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
-
-
-def _add_columns(traces: dict[str, dict[str, Tensor]], batch: TokenBatch, columns: Mapping[str, Tensor]) -> None:
-    """Add columns [B, T, ...] of a micro-batch to the rows of its rollouts, on the CPU."""
-    for uid, row in by_rollout(batch, {name: column.cpu() for name, column in columns.items()}).items():
-        traces.setdefault(uid, {}).update(row)

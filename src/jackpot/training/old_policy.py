@@ -1,10 +1,12 @@
 """The old policy is the policy before its first update on a rollout batch; its log-probs are stored here."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from jackpot.core.metrics import tensors_to_host
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective
 from jackpot.objectives.obrs import ZEstimate
@@ -63,3 +65,18 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
         uid: {name: tensor[row, :length] for name, tensor in columns.items()}
         for row, (uid, length) in enumerate(zip(batch.uids, lengths, strict=True))
     }
+
+
+def rows_on_host(parts: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+    """Copy columns of many micro-batches to the CPU in one transfer, and split them as `by_rollout`.
+
+    Args:
+        parts: pairs of a micro-batch, on the CPU, and columns [B, T, ...], on the device; a micro-batch may come again
+            with further columns.
+    """
+    rows: dict[str, dict[str, Tensor]] = {}
+    columns = iter(tensors_to_host([column for _, named in parts for column in named.values()]))
+    for batch, named in parts:
+        for uid, row in by_rollout(batch, {name: next(columns) for name in named}).items():
+            rows.setdefault(uid, {}).update(row)
+    return rows

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from jackpot.config.run import OptimizerConfig
 
@@ -29,11 +30,23 @@ SCHEDULES = {
 }
 
 
+_MESSAGE = 2**26  # most bytes of one message, which is a copy of its tensors, unless one tensor is larger
+
+
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Sum tensors over all ranks, in place; does nothing where torch.distributed is not initialized."""
-    if dist.is_available() and dist.is_initialized():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+    """Sum tensors over all ranks, in place, many in one message; does nothing where torch.distributed is not set up."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+    for tensor in tensors:
+        messages = by_dtype.setdefault(tensor.dtype, [[]])
+        if messages[-1] and sum(one.nbytes for one in (*messages[-1], tensor)) > _MESSAGE:
+            messages.append([])
+        messages[-1].append(tensor)
+    for message in (message for messages in by_dtype.values() for message in messages):
+        flat = _flatten_dense_tensors(message)
+        dist.all_reduce(flat)
+        torch._foreach_copy_(message, list(_unflatten_dense_tensors(flat, message)))
 
 
 class ModelOptimizer:
@@ -66,8 +79,8 @@ class ModelOptimizer:
         """Return the parameters that are trained."""
         return self._parameters
 
-    def reduce(self, denominator: float) -> None:
-        """Sum the gradients over ranks and divide them by `denominator`.
+    def reduce(self, denominator: Tensor) -> None:
+        """Sum the gradients over ranks and divide them by `denominator`, a scalar on their device.
 
         A denominator of 0 means that no token was counted, so all gradients are 0; they stay 0.
         """
@@ -76,11 +89,11 @@ class ModelOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters]
         sum_over_ranks(gradients)
-        torch._foreach_div_(gradients, denominator or 1.0)
+        torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0].dtype))
 
-    def clip(self) -> float:
-        """Clip the gradients to `max_grad_norm`, and return their norm before that."""
-        return float(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
+    def clip(self) -> Tensor:
+        """Clip the gradients to `max_grad_norm`, and return their norm before that, a scalar on their device."""
+        return nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
 
     def step(self) -> None:
         """Take one AdamW step at the scheduled learning rate, and drop the gradients."""

@@ -346,7 +346,7 @@ RULES: tuple[Rule, ...] = (
         metric="rollout_model/ppo_grad_norm",
         over="rollout_model/distill_grad_norm",
         low=both_parts(0.1),
-        high=both_parts(10.0),
+        high=both_parts(30.0),
         explanation="one of reward and distillation dominates the training of the rollout model",
         suggestion="balance rollout_model.ppo_weight and rollout_model.distill_weight",
     ),

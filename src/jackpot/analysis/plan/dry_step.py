@@ -1,6 +1,6 @@
 """Finds the peak memory of one training step by running it on fake tensors, which have shapes and no storage.
 
-The largest micro-batch goes through scoring, forward, the parts of the rollout model's gradient and backward, on the
+The largest micro-batch goes through scoring, forward, the split of the rollout model's gradient and backward, on the
 modules that the learner itself uses. Of a large model three layers and two tiles of the output layer are run; what
 stands for the others holds as many bytes for as long (`_MiddleLayers`, `_head`), and the peak is the same.
 """
@@ -44,9 +44,8 @@ from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import default_tile, split_range, tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.kernels.topk import BLOCK
-from jackpot.training.gradients import GradientDecomposition
+from jackpot.training.gradients import GradientSplit
 from jackpot.training.guards import CHECKED_TOKENS
-from jackpot.training.optimizer import ModelOptimizer
 
 RUN_TILES = 2  # of the output layer: the second one has what all later ones have
 
@@ -281,13 +280,8 @@ def _score(dry: _DryModels) -> None:
 def _train(dry: _DryModels) -> None:
     """Train on one micro-batch; where a step has several, on a later one, before which gradients exist."""
     config, shape = dry.config, dry.shape
-    rollout_model, settings = dry.models.get("rollout_model"), config.rollout_model
+    settings = config.rollout_model
     trains_both = settings is not None and settings.optimizer is not None
-    parts = (
-        GradientDecomposition(ModelOptimizer(rollout_model.parameters(), settings.optimizer, 1))
-        if trains_both
-        else None
-    )
     if dry.accumulates:
         for parameter in dry.trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -296,10 +290,9 @@ def _train(dry: _DryModels) -> None:
         waiting = _waiting_tensors(dry)
         values = _head(config, list(dry.models.values()), hidden)
         pulls = _reference_kl(dry, hidden[0])
-    if parts:
-        parts.add(values[2].sum(), True)  # of the rollout model's log-probs alone, as eq. 6
+    split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None  # the log-probs alone, as eq. 6
     sum(value.sum() for value in (*values, *pulls)).backward()
-    del hidden, values, pulls, waiting
+    del hidden, values, pulls, waiting, split
     if dry.critic is not None:
         _critic_backward(dry)
 
