@@ -29,6 +29,8 @@ from jackpot.config.corrections import (
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantized
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
+HEAD_LOGITS_MEMORY = 128  # MiB, the default of `head_logits_memory`
+
 
 class Sampling(Strict):
     """Settings of an engine's sampling. The engine's log-probs are of the distribution after all of these."""
@@ -337,6 +339,9 @@ class Config(Strict):
     """The policy's loss."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of training's forward pass (autocast); weights and optimizer states are fp32."""
+    head_logits_memory: Annotated[int, Field(ge=0), MAY_CHANGE] = HEAD_LOGITS_MEMORY
+    """MiB of logits that the forward pass of a micro-batch may keep for backward, of all models together. Where they do
+    not all fit, none is kept, and backward computes them again: a third more products in the output layer."""
     activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Keep only each layer's input for the backward pass and compute the rest again, in all trained models: much less
     memory, a third more time."""

@@ -35,6 +35,7 @@ from jackpot.models.load import (
     load_value_model,
 )
 from jackpot.models.lora import add_adapter, load_adapter
+from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.math import Math
@@ -230,6 +231,7 @@ def make_learner(
         advantage=config.objective.advantage,
         critic=critic,
         reference=make_reference(config, policy),
+        head=head_options(config),
     )
 
 
@@ -246,7 +248,13 @@ def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
     sizes = {name: output_layer(one).out_features for name, one in (("reference", model), ("policy", policy))}
     if len(set(sizes.values())) > 1:
         raise ModelError(f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary")
-    return Reference(model, policy, estimate=settings.kl_loss_type, temperature=config.sampling.temperature)
+    temperature, head = config.sampling.temperature, head_options(config)
+    return Reference(model, policy, estimate=settings.kl_loss_type, temperature=temperature, head=head)
+
+
+def head_options(config: Config) -> HeadOptions:
+    """Return how the joint head is computed."""
+    return HeadOptions(logits_memory=config.head_logits_memory * 2**20)
 
 
 def _total_steps(config: Config) -> int:

@@ -10,7 +10,7 @@ Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-bat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -73,7 +73,10 @@ class RolloutModelObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """Holds the results of one forward pass of both models on the sampled tokens. All [B, T], 0 where masked; nats."""
+    """Holds the results of one forward pass of both models on the sampled tokens. All [B, T], 0 where masked; nats.
+
+    Where the head computed log-probs only, entropies and divergences are 0.
+    """
 
     log_probs: Tensor  # of the policy, carries its gradient
     entropy: Tensor  # of the policy's distribution, carries its gradient
@@ -179,15 +182,20 @@ def token_scores(
     spread, at = batch.spread, batch.at_sampled
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
+    nothing = torch.zeros_like(joint.policy.log_probs.detach())
+
+    def found(values: Tensor | None) -> Tensor:
+        return spread(nothing if values is None else values)
+
     return TokenScores(
         log_probs=spread(joint.policy.log_probs),
-        entropy=spread(joint.policy.entropy),
-        reference_kl=spread(torch.zeros_like(joint.forward_kl) if reference_kl is None else reference_kl),
+        entropy=found(joint.policy.entropy),
+        reference_kl=found(reference_kl),
         rollout_model_log_probs=spread(joint.rollout_model.log_probs),
-        rollout_model_entropy=spread(joint.rollout_model.entropy.detach()),
-        distill_kl=spread(distill(joint) if distill else torch.zeros_like(joint.forward_kl)),
-        kl_policy_rollout=spread(joint.forward_kl.detach()),
-        kl_rollout_policy=spread(joint.reverse_kl.detach()),
+        rollout_model_entropy=found(joint.rollout_model.entropy).detach(),
+        distill_kl=found(distill(joint) if distill else None),
+        kl_policy_rollout=found(joint.forward_kl).detach(),
+        kl_rollout_policy=found(joint.reverse_kl).detach(),
         z=obrs.ZEstimate(*map(spread, z)),
         policy_top_ids=spread(joint.policy.top_ids),
         policy_top_log_probs=spread(joint.policy.top_log_probs),
@@ -197,7 +205,8 @@ def token_scores(
 def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
     """Pair one model with its detached self: every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
     nothing = torch.zeros_like(head.log_probs)
-    itself = HeadOutput(**{name: getattr(head, name).detach() for name in HeadOutput.__dataclass_fields__})
+    detached = {field.name: getattr(head, field.name) for field in fields(head)}
+    itself = HeadOutput(**{name: None if value is None else value.detach() for name, value in detached.items()})
     return JointOutput(
         policy=head,
         rollout_model=itself,

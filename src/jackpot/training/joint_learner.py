@@ -35,6 +35,7 @@ from jackpot.objectives.joint import (
     policy_report,
     token_scores,
 )
+from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import LinearHead
 from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
@@ -68,6 +69,7 @@ class JointLearner(Learner):
         advantage: key of `objectives.advantages.ADVANTAGES`; a critic takes its place.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
+        head: how the joint head is computed.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class JointLearner(Learner):
         rollout_model_each_step: bool = True,
         critic: Critic | None = None,
         reference: Reference | None = None,
+        head: HeadOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
@@ -116,6 +119,7 @@ class JointLearner(Learner):
             output_layer(rollout_model) if rollout_model else None,
             policy_soft_cap=logit_softcap(policy),
             rollout_model_soft_cap=logit_softcap(rollout_model) if rollout_model else None,
+            options=head,
         )
         for model in self._models.values():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
@@ -294,6 +298,7 @@ class JointLearner(Learner):
                 lam=lam if normalizer == "exact" else None,
                 num_top=self._top,
                 gather_ids=batch.at_sampled(batch.top_ids),
+                only_log_probs=not with_reference,
             )
             log_probs = head.policy.log_probs if self._separate else head.log_probs
             wanted = self._reference if with_reference else None

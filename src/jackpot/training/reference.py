@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from jackpot.core.digest import weights_digest
 from jackpot.core.types import TokenBatch
 from jackpot.models.forward import logit_softcap, output_layer, response_hidden
+from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import LinearHead
 from jackpot.objectives.losses import SAMPLED_KL
 
@@ -19,9 +20,18 @@ class Reference:
         policy: model whose output layer the exact estimate reads.
         estimate: `exact`, over the whole vocabulary, or a key of `SAMPLED_KL`.
         temperature: sampling temperature.
+        head: how the head is computed.
     """
 
-    def __init__(self, model: PreTrainedModel, policy: PreTrainedModel, *, estimate: str, temperature: float) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: PreTrainedModel,
+        *,
+        estimate: str,
+        temperature: float,
+        head: HeadOptions = DEFAULT_OPTIONS,
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self._estimate, self._temperature = estimate, temperature
         self.digest = weights_digest(model.named_parameters(), torch.float32)
@@ -31,6 +41,7 @@ class Reference:
             output_layer(policy) if is_exact else None,
             policy_soft_cap=logit_softcap(model),
             rollout_model_soft_cap=logit_softcap(policy) if is_exact else None,
+            options=head,
         )
 
     def kl(self, batch: TokenBatch, policy_hidden: Tensor, log_probs: Tensor) -> Tensor:
@@ -46,5 +57,5 @@ class Reference:
         if self._estimate == "exact":
             return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl
         with torch.no_grad():
-            reference = self._head(hidden, None, ids, temperature=self._temperature).log_probs
-        return SAMPLED_KL[self._estimate](log_probs, reference)
+            head = self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)
+        return SAMPLED_KL[self._estimate](log_probs, head.log_probs)

@@ -73,6 +73,14 @@ def test_the_largest_micro_batch_is_what_the_budget_allows(
     assert micro_batch(small_config(*overrides), 6) == expected
 
 
+def test_logits_that_forward_keeps_are_counted() -> None:
+    shape, vocabulary = MicroBatchShape(4, 16, 6, 24), 32
+    assert (
+        plan().training - plan("head_logits_memory=0").training
+        == 2 * shape.rows * shape.response_tokens * vocabulary * 4
+    )
+
+
 def test_a_vocabulary_of_many_tiles_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan().training
     monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 256)

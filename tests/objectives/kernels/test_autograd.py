@@ -21,6 +21,8 @@ from helpers.naive_head import (
 from jackpot.objectives.kernels import autograd
 from jackpot.objectives.kernels.linear_head import Head, LinearHead, joint_linear_head, linear_head
 
+FORMED_AGAIN = autograd.HeadOptions(logits_memory=0)
+
 
 class Recorder(TorchDispatchMode):
     """Records every operator that runs, with the shapes of its results and the dtypes of products."""
@@ -65,7 +67,9 @@ def test_only_inputs_and_single_numbers_are_kept_for_backward():
     inputs = {tensor.data_ptr() for tensor in leaves(policy, rollout_model)}
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        joint_linear_head(policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, tile=(2, 3))
+        joint_linear_head(
+            policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, tile=(2, 3), options=FORMED_AGAIN
+        )
     assert len(kept) > len(inputs)
     assert all(tensor.data_ptr() in inputs or tensor.shape == (N,) for tensor in kept)
 
@@ -73,7 +77,7 @@ def test_only_inputs_and_single_numbers_are_kept_for_backward():
 def test_logits_are_formed_once_in_each_direction_and_the_rest_only_in_forward():
     n, v, tile = 12, 15, (4, 5)
     heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
-    options = dict(temperature=1.0, num_top=2, gather_ids=random_ids(n, 3, v=v), tile=tile)
+    options = dict(temperature=1.0, num_top=2, gather_ids=random_ids(n, 3, v=v), tile=tile, options=FORMED_AGAIN)
     with Recorder() as forward:
         output = joint_linear_head(*heads, random_ids(n, v=v), **options)
     with Recorder() as backward:
@@ -87,8 +91,62 @@ def test_the_exact_z_takes_a_second_sweep_only_over_a_vocabulary_of_many_tiles(t
     n, v = 12, 15
     heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
     with Recorder() as recorder:
-        joint_linear_head(*heads, random_ids(n, v=v), temperature=1.0, lam=0.6, tile=tile)
+        joint_linear_head(*heads, random_ids(n, v=v), temperature=1.0, lam=0.6, tile=tile, options=FORMED_AGAIN)
     assert recorder.count("mm", tile) == sweeps * 2 * (n // tile[0]) * (v // tile[1])
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_that_fit_into_the_memory_are_formed_once_and_give_the_same_numbers_bit_for_bit(temperature, kind):
+    n, v, tile = 12, 150, (4, 64)
+    heads = random_head(1, kind, n, v), random_head(2, n=n, v=v)
+    given, size = dict(temperature=temperature, lam=0.8, num_top=2, tile=tile), 2 * n * v * 8
+    found = {}
+    for memory in (0, size - 1, size):
+        with Recorder() as recorder:
+            output = joint_linear_head(
+                *heads, random_ids(n, v=v), options=autograd.HeadOptions(logits_memory=memory), **given
+            )
+            loss = loss_of(output)
+            gradients = [torch.autograd.grad(loss, leaves(*heads), retain_graph=again) for again in (True, False)]
+        formed = sum(name == "mm" for name, _ in recorder.calls)
+        found[memory] = formed, [*tree_leaves(output), *gradients[0], *gradients[1]]
+    tiles = 2 * 3 * 3
+    assert [formed for formed, _ in found.values()] == [tiles * 4, tiles * 4, tiles]  # Z takes a sweep, too
+    assert all(one.equal(other) for one, other in zip(found[0][1], found[size][1], strict=True))
+
+
+def test_without_a_gradient_nothing_is_kept_and_of_a_frozen_model_only_what_a_gradient_reads():
+    trained, size = random_head(1), N * V * 8
+    frozen = Head(hidden=trained.hidden.detach(), weight=trained.weight.detach())
+
+    def keeps(memory: int, *heads: Head) -> tuple[bool, ...]:
+        return autograd.keeps_logits(heads, autograd.HeadOptions(logits_memory=memory))
+
+    assert keeps(size, trained) == (True,) and keeps(size - 1, trained) == keeps(9 * size, frozen) == (False,)
+    assert keeps(size, trained, frozen) == (True, False)
+    assert keeps(2 * size, frozen, trained) == (True, True) and keeps(size, frozen, trained) == (False, False)
+    with torch.no_grad():
+        assert keeps(size, trained) == (False,)
+
+
+def test_log_probs_alone_leave_out_entropy_and_divergences_and_are_the_same():
+    heads, ids, gather_ids = (random_head(1), random_head(2, "bias")), random_ids(N), random_ids(N, 2)
+    given = dict(temperature=0.7, lam=0.8, num_top=3, gather_ids=gather_ids, tile=(3, 4))
+    whole = joint_linear_head(*heads, ids, **given)
+    alone = joint_linear_head(*heads, ids, only_log_probs=True, **given)
+    assert alone.forward_kl is alone.reverse_kl is alone.policy.entropy is alone.rollout_model.entropy is None
+    for name in ("log_probs", "top_ids", "top_log_probs", "gathered"):
+        for role in ("policy", "rollout_model"):
+            assert getattr(getattr(alone, role), name).equal(getattr(getattr(whole, role), name))
+    assert alone.exact_z.equal(whole.exact_z) and alone.fill_ins.equal(whole.fill_ins)
+    gradients = [
+        torch.autograd.grad(output.policy.log_probs.sum() + output.rollout_model.log_probs.sum(), leaves(*heads))
+        for output in (alone, whole)
+    ]
+    assert all(one.equal(other) for one, other in zip(*gradients, strict=True))
+    one = linear_head(heads[0], ids, only_log_probs=True, **{k: v for k, v in given.items() if k != "lam"})
+    assert one.entropy is None and one.log_probs.equal(whole.policy.log_probs)
 
 
 def test_without_lam_there_is_no_exact_z():
@@ -118,7 +176,7 @@ def logits_formed(of: Tensor) -> int:
 def test_backward_forms_only_the_logits_that_the_loss_needs():
     policy, rollout_model = random_head(1), random_head(2)
     frozen = Head(hidden=rollout_model.hidden.detach(), weight=rollout_model.weight.detach())
-    options = {"temperature": 1.0, "lam": 1.0}
+    options = {"temperature": 1.0, "lam": 1.0, "options": FORMED_AGAIN}
     output = joint_linear_head(policy, rollout_model, random_ids(N), **options)
     assert logits_formed(output.policy.log_probs) == 1
     assert logits_formed(output.rollout_model.entropy) == 1

@@ -22,35 +22,40 @@ from helpers.naive_head import (
     random_head,
     random_ids,
 )
+from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.objectives.kernels.linear_head import Head, LinearHead, joint_linear_head, linear_head
 
 TILES = [(1, 1), (3, 4), (N, 6), (2, V), (N + 5, V + 5), None]
 KINDS = ["plain", "bias", "soft_cap"]
+AGAIN, KEPT = HeadOptions(logits_memory=0), HeadOptions(logits_memory=2**20)  # logits formed twice, and once
 
 
 # Values and gradients
 
 
+@pytest.mark.parametrize("options", [AGAIN, KEPT])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_head_is_the_full_softmax(kind, temperature, tile):
+def test_one_head_is_the_full_softmax(kind, temperature, tile, options):
     head, ids, gather_ids = random_head(1, kind), random_ids(N), random_ids(N, 4)
-    output = linear_head(head, ids, temperature=temperature, num_top=3, gather_ids=gather_ids, tile=tile)
+    rest = dict(num_top=3, gather_ids=gather_ids, tile=tile, options=options)
+    output = linear_head(head, ids, temperature=temperature, **rest)
     expected = naive_head(naive_log_probs(head, temperature), ids, 3, gather_ids)
     assert_same(output, expected)
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(head))
 
 
+@pytest.mark.parametrize("options", [AGAIN, KEPT])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("lam", [1.0, 0.4, 2.5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile):
+def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile, options):
     policy, rollout_model = random_head(1, kind), random_head(2, "bias", h=H - 2)
     ids, gather_ids = random_ids(N), random_ids(N, 4)
-    options = dict(num_top=3, gather_ids=gather_ids)
-    output = joint_linear_head(policy, rollout_model, ids, temperature=0.7, lam=lam, tile=tile, **options)
-    expected = naive_joint(naive_log_probs(policy, 0.7), naive_log_probs(rollout_model, 0.7), ids, lam, **options)
+    rest, how = dict(num_top=3, gather_ids=gather_ids), dict(tile=tile, options=options)
+    output = joint_linear_head(policy, rollout_model, ids, temperature=0.7, lam=lam, **how, **rest)
+    expected = naive_joint(naive_log_probs(policy, 0.7), naive_log_probs(rollout_model, 0.7), ids, lam, **rest)
     assert_same(output, expected)
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.run import Config
 from jackpot.core.types import PackedRow, Role
-from jackpot.launch.local import model_paths
+from jackpot.launch.local import head_options, model_paths
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -41,7 +41,7 @@ from jackpot.models.lora import add_adapter
 from jackpot.models.packed_row import pack_row
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
-from jackpot.objectives.kernels.autograd import default_tile, split_range, tiled_heads
+from jackpot.objectives.kernels.autograd import default_tile, keeps_logits, split_range, tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.gradients import GradientSplit
@@ -363,17 +363,22 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
     While its backward pass goes over them, the gradients of the other rows of the output layers are held.
     """
-    weights = [output_layer(model).weight for model in models]
+    weights, options = [output_layer(model).weight for model in models], head_options(config)
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]))
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
-    run = RUN_TILES * tile[1]
-    parts = [weight[:run] if run < len(weight) else weight for weight in weights]
-    heads = [
-        Head(hidden=states, weight=part, soft_cap=logit_softcap(model))
-        for model, states, part in zip(models, hidden, parts, strict=True)
+    run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
+    whole = [
+        Head(hidden=states, weight=weight, soft_cap=cap)
+        for states, weight, cap in zip(hidden, weights, soft_caps, strict=True)
     ]
-    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: it looks at values, see `_waiting_tensors`
-    values = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile)[0]
+    if any(keeps_logits(whole, options)):
+        run = len(weights[0])  # then the logits are few
+    else:
+        options = replace(options, logits_memory=0)
+    parts = [weight[:run] if run < len(weight) else weight for weight in weights]
+    heads = [replace(head, weight=part) for head, part in zip(whole, parts, strict=True)]
+    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: `_waiting_tensors` counts it
+    values = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)[0]
     for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if part is not weight and part.requires_grad:
             own = values[2 * number : 2 * number + 2]

@@ -1,12 +1,15 @@
 """The autograd function behind `linear_head`: forward and backward over tiles of logits. Torch only.
 
-As in FlashAttention, the matrix [N, V] never exists. Forward keeps running sums over its tiles and saves the logsumexp
-of each position; backward forms each tile of logits again and differentiates it in closed form:
+As in FlashAttention, the matrix [N, V] need not exist. Forward keeps running sums over its tiles and saves the
+logsumexp of each position; backward forms each tile of logits again and differentiates it in closed form:
 
     for tile of T tokens in the vocabulary:          cast the tile of the weight once
         for block of C positions:
-            forward    logits [C, T] -> update m, s, entropy, KL, top K, wanted ids      (forward.py)
+            forward    logits [C, T] -> merge m, s, entropy, KL, top K, wanted ids       (forward.py)
             backward   logits [C, T] -> d logits -> d hidden, d weight, d bias           (backward.py)
+
+Where the logits of all positions fit into `HeadOptions.logits_memory`, forward keeps them, and backward takes them in
+place of a fourth product of the head's size. What is read from a tile is in `reader.py`.
 
 The vocabulary is the outer loop, so that a tile of the weight is cast once and its gradient is written once. The exact
 Z needs the logsumexp of both heads: where the vocabulary is more than one tile it takes a second sweep, and is left out
@@ -18,19 +21,36 @@ arguments; nothing here checks them again.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from jackpot.objectives.kernels.backward import GradCoefficients, backward_tiles
+from jackpot.config.run import HEAD_LOGITS_MEMORY
+from jackpot.objectives.kernels.backward import backward_tiles, coefficients_of
 from jackpot.objectives.kernels.forward import PositionBlock
+from jackpot.objectives.kernels.reader import EAGER, TileReader
 from jackpot.objectives.kernels.tiles import Head, HeadGrads, HeadOperands, Workspace, operand_dtype
 from jackpot.objectives.kernels.topk import BLOCK
 
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """Holds how a head is computed; its numbers depend on it by rounding only."""
+
+    reader: TileReader = EAGER
+    logits_memory: int = HEAD_LOGITS_MEMORY * 2**20
+    """Most bytes of logits that forward keeps for backward, of one head or both together; 0: backward forms all logits
+    again."""
+
+
+DEFAULT_OPTIONS = HeadOptions()
+
 MAX_TILE_LOGITS = 2**24
-"""Most logits C * T of a default tile: 64 MiB in float32. In forward two such tensors are alive for one head and five
-for two; rounded operands and soft caps take more."""
+"""Most logits C * T of a default tile: 64 MiB in float32. One such tensor is alive for one head and two for two;
+operands and gradients that are rounded, or logits that are kept, take one more each."""
 
 MAX_TILE_POSITIONS = 4096
 """Most positions C of a default tile where the vocabulary is split: the more, the less often a tile of the weight and
@@ -67,19 +87,23 @@ def tiled_heads(
     lam: float | None,
     num_top: int,
     tile: tuple[int, int] | None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    moments: bool,
+    options: HeadOptions,
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """Compute the outputs of one head, or of the policy and the rollout model: those with a gradient, and the others.
 
-    With a gradient, [N]: log_probs and entropy of each head; for two heads also forward_kl and reverse_kl. Without:
-    top_ids and top_log_probs [N, K] and gathered [N, G] of each head; for two also fill_ins [N, K] and, with `lam`,
-    exact_z [N].
+    With a gradient, [N]: log_probs and entropy of each head; for two heads also forward_kl and reverse_kl; all but the
+    log-probs are None without `moments`. Without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of
+    each head; for two also fill_ins [N, K] and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
     tensors = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias)]
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    dtype = torch.float64 if is_double else torch.float32
+    dtype = _sum_dtype(heads)
     positions, tokens = default_tile(len(ids), vocabulary) if tile is None else tile
     plan = _TilePlan(
+        reader=options.reader,
+        moments=moments,
+        keeps=keeps_logits(heads, options),
         temperature=temperature,
         lam=lam,
         num_top=min(num_top, vocabulary),
@@ -92,12 +116,36 @@ def tiled_heads(
     if gather_ids is None:
         gather_ids = ids.new_empty((len(ids), 0))
     outputs = _TiledHeads.apply(plan, ids, gather_ids, *tensors)
-    return outputs[: plan.num_values], outputs[plan.num_values :]
+    values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
+    if not moments:
+        values = [*(one for log_probs in values for one in (log_probs, None)), *[None, None][: 2 * len(heads) - 2]]
+    return values, constants
+
+
+def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
+    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none."""
+    trains = [
+        torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in (head.hidden, head.weight, head.bias))
+        for head in heads
+    ]
+    keeps = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
+    size = sum(len(head.hidden) * len(head.weight) * _sum_dtype(heads).itemsize for head in compress(heads, keeps))
+    return tuple(one and size <= options.logits_memory for one in keeps)
+
+
+def _sum_dtype(heads: Sequence[Head]) -> torch.dtype:
+    """Return the dtype of logits and sums: float64 where any tensor has it, else float32."""
+    tensors = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias) if tensor is not None]
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 class _TilePlan(NamedTuple):
     """Holds the arguments of a pass that are the same for all tiles and are no tensors."""
 
+    reader: TileReader
+    moments: bool  # whether entropy and divergences are computed
+    keeps: tuple[bool, ...]  # whether forward keeps the logits, of each head
     temperature: float
     lam: float | None  # None: no exact Z
     num_top: int  # K
@@ -115,17 +163,23 @@ class _TilePlan(NamedTuple):
     @property
     def num_values(self) -> int:
         """Number of outputs with a gradient: log-probs and entropy of each head, and the two divergences of a pair."""
-        return 6 if self.is_pair else 2
+        return len(self.soft_caps) * (3 if self.is_pair else 2) if self.moments else len(self.soft_caps)
 
-    def heads(self, tensors: Sequence[Tensor | None]) -> list[HeadOperands]:
+    def heads(self, tensors: Sequence[Tensor | None], kept: Sequence[dict | None]) -> list[HeadOperands]:
         """Build the operands from hidden states, weight and bias of each head in turn, with one workspace for all."""
         workspace = Workspace(tensors[0].device)
         return [
-            HeadOperands(str(i), of_head, soft_cap, self.temperature, operand, self.dtype, workspace)
-            for i, (of_head, soft_cap, operand) in enumerate(
-                zip(_triples(tensors), self.soft_caps, self.operands, strict=True)
+            HeadOperands(str(i), of_head, soft_cap, self.temperature, operand, self.dtype, workspace, of_kept)
+            for i, (of_head, soft_cap, operand, of_kept) in enumerate(
+                zip(_triples(tensors), self.soft_caps, self.operands, kept, strict=True)
             )
         ]
+
+    def kept_tiles(self, tensors: Sequence[Tensor]) -> list[dict[tuple[int, int], Tensor] | None]:
+        """Name the tiles that forward kept, in the order in which it formed them."""
+        keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
+        rest = iter(tensors)
+        return [dict(zip(keys, rest, strict=False)) if keeps else None for keeps in self.keeps]
 
     def sweep(
         self,
@@ -136,30 +190,36 @@ class _TilePlan(NamedTuple):
         """Call `visit` with every block of positions for every tile of tokens, tile by tile."""
         for columns in self.tiles:
             for head in heads:
-                head.load_weight(columns)
+                head.select(columns)
             for block in blocks:
                 visit(block, columns)
 
 
 class _TiledHeads(torch.autograd.Function):
-    """Connects the tiled forward and backward passes to autograd; saves the operands and tensors of shape [N] only."""
+    """Connects the tiled forward and backward passes to autograd; saves the operands, tensors of shape [N] and, where
+    the plan says so, the logits."""
 
     @staticmethod
     def forward(ctx, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         wanted = torch.cat((ids[:, None], gather_ids), dim=1)
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
-            heads = plan.heads(tensors)
-            masked = [head.masked_tokens() for head in heads] if plan.is_pair else []
-            blocks = [PositionBlock(heads, masked, rows, wanted[rows], plan.num_top, plan.lam) for rows in plan.blocks]
+            kept = [{} if keeps else None for keeps in plan.keeps]
+            heads = plan.heads(tensors, kept)
+            blocks = [
+                PositionBlock(heads, plan.reader, rows, wanted[rows], plan.num_top, plan.lam, plan.moments)
+                for rows in plan.blocks
+            ]
             plan.sweep(heads, blocks, PositionBlock.update)
             if plan.lam is not None and len(plan.tiles) > 1:
                 plan.sweep(heads, blocks, PositionBlock.update_z)
         outputs = _joined(block.outputs() for block in blocks)
-        logsumexps = _joined([softmax.logsumexp for softmax in block.softmaxes] for block in blocks)
+        logsumexps = _joined(block.logsumexps for block in blocks)
         values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
         ctx.mark_non_differentiable(*constants)
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in backward
-        ctx.save_for_backward(ids, *logsumexps, *values[1::2], *tensors)  # each entropy, and the reverse KL of two
+        repeated = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of two
+        tiles = [tile for of_head in kept if of_head is not None for tile in of_head.values()]
+        ctx.save_for_backward(ids, *logsumexps, *repeated, *tensors, *tiles)
         ctx.plan = plan
         return outputs
 
@@ -167,23 +227,25 @@ class _TiledHeads(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
-        plan, (ids, *saved) = ctx.plan, ctx.saved_tensors
-        logsumexps, saved = saved[: len(plan.soft_caps)], saved[len(plan.soft_caps) :]
-        saved_values, tensors = saved[: plan.num_values // 2], saved[plan.num_values // 2 :]
+        plan, (ids, *saved), count = ctx.plan, ctx.saved_tensors, len(ctx.plan.soft_caps)
+        sizes = (count, plan.num_values // 2 if plan.moments else 0, 3 * count)
+        logsumexps, repeated, tensors = (saved[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(3))
         with torch.autocast(ids.device.type, enabled=False):
             to = [None if grad is None else grad / plan.temperature for grad in grads[: plan.num_values]]
-            coefficients = [GradCoefficients.from_output_grads(*to[:2], saved_values[0])]
-            if plan.is_pair:
-                second = GradCoefficients.from_output_grads(*to[2:4], saved_values[1], *to[4:], saved_values[2])
-                coefficients.append(second)
-            heads = plan.heads(tensors)
+            if not plan.moments:
+                coefficients = [coefficients_of(one, None, None) for one in to]
+            else:
+                coefficients = [coefficients_of(*to[:2], repeated[0])]
+                if plan.is_pair:
+                    coefficients.append(coefficients_of(*to[2:4], repeated[1], *to[4:], repeated[2]))
+            heads = plan.heads(tensors, plan.kept_tiles(saved[sum(sizes) :]))
             grads_of_heads = [
                 HeadGrads(head, tensors[3 * i : 3 * i + 3], [need and own is not None for need in needed])
                 for i, (head, own, needed) in enumerate(
                     zip(heads, coefficients, _triples(ctx.needs_input_grad[3:]), strict=True)
                 )
             ]
-            backward_tiles(plan.blocks, plan.tiles, ids, heads, logsumexps, coefficients, grads_of_heads)
+            backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, grads_of_heads)
             return None, None, None, *(gradient for one in grads_of_heads for gradient in one.gradients())
 
 

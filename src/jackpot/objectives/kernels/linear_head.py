@@ -6,9 +6,10 @@ With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the 
     raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
 
 Logits are formed in tiles of positions by tokens, so that of [N, V] only a tile ever exists; backward forms them again
-instead of keeping them, as FlashAttention does (`kernels/autograd.py`). Both models' logits of a tile are formed once,
-and every output is computed from them. The gradient is in closed form (`kernels/backward.py`); there is no second
-derivative, and create_graph=True raises RuntimeError.
+instead of keeping them, as FlashAttention does, unless all of them fit into a memory that is given for them
+(`kernels/autograd.py`). Both models' logits of a tile are formed once, and every output is computed from them. The
+gradient is in closed form (`kernels/backward.py`); there is no second derivative, and create_graph=True raises
+RuntimeError.
 
 Precision: logits, softmax, and all sums over tokens, positions and tiles are float32, or float64 if any operand is. On
 CUDA, bfloat16 and float16 operands are multiplied as they are, with products in float32; other devices have no such
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from jackpot.objectives.kernels.autograd import tiled_heads
+from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 
 
@@ -38,13 +39,13 @@ class HeadOutput:
     """Holds the outputs of one head for N positions; float32, or float64 if any operand is."""
 
     log_probs: Tensor  # [N] of the given ids; differentiable
-    entropy: Tensor  # [N] -sum_x p(x) log p(x); differentiable
+    entropy: Tensor | None  # [N] -sum_x p(x) log p(x); differentiable; None where only log-probs are computed
     top_ids: Tensor  # [N, K] int64, most probable first; no gradient
     top_log_probs: Tensor  # [N, K]; no gradient
     gathered: Tensor  # [N, G] log-probs at gather_ids; no gradient
 
     @classmethod
-    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
+    def of(cls, values: Sequence[Tensor | None], constants: Sequence[Tensor]) -> "HeadOutput":
         """Name the outputs of `autograd.tiled_heads` for one head."""
         return cls(*values, *constants)
 
@@ -55,13 +56,17 @@ class JointOutput:
 
     policy: HeadOutput
     rollout_model: HeadOutput
-    forward_kl: Tensor  # [N] KL(SG(policy) || rollout_model); gradient into the rollout model only
-    reverse_kl: Tensor  # [N] KL(rollout_model || SG(policy)); gradient into the rollout model only
+    forward_kl: (
+        Tensor | None
+    )  # [N] KL(SG(policy) || rollout_model); gradient into the rollout model only; None as above
+    reverse_kl: (
+        Tensor | None
+    )  # [N] KL(rollout_model || SG(policy)); gradient into the rollout model only; None as above
     fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
     exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
 
     @classmethod
-    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
+    def of(cls, values: Sequence[Tensor | None], constants: Sequence[Tensor]) -> "JointOutput":
         """Name the outputs of `autograd.tiled_heads` for two heads."""
         policy, rollout_model = (HeadOutput.of(values[2 * i : 2 * i + 2], constants[3 * i : 3 * i + 3]) for i in (0, 1))
         exact_z = constants[7] if len(constants) > 7 else None
@@ -79,7 +84,9 @@ def linear_head(
     temperature: float,
     num_top: int = 0,
     gather_ids: Tensor | None = None,
+    only_log_probs: bool = False,
     tile: tuple[int, int] | None = None,
+    options: HeadOptions = DEFAULT_OPTIONS,
 ) -> HeadOutput:
     """Compute log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head (equations: module
     docstring).
@@ -90,7 +97,9 @@ def linear_head(
         temperature: divides the logits, above 0.
         num_top: K; more than V gives V columns. Ties come in any order.
         gather_ids: [N, G] int64 in [0, V).
+        only_log_probs: leave out what takes sums of its own over the vocabulary: entropy, and of two heads the KLs.
         tile: the most positions and the most tokens that have logits at a time; None takes `autograd.default_tile`.
+        options: how it is computed.
 
     0 log 0 = 0, also for a probability that underflows to 0.
 
@@ -100,7 +109,9 @@ def linear_head(
     """
     _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature)
     _check_range(head, ids=ids, gather_ids=gather_ids)
-    return HeadOutput.of(*tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile))
+    return HeadOutput.of(
+        *tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile, not only_log_probs, options)
+    )
 
 
 def joint_linear_head(
@@ -112,7 +123,9 @@ def joint_linear_head(
     lam: float | None = None,
     num_top: int = 0,
     gather_ids: Tensor | None = None,
+    only_log_probs: bool = False,
     tile: tuple[int, int] | None = None,
+    options: HeadOptions = DEFAULT_OPTIONS,
 ) -> JointOutput:
     """Compute `linear_head` of both models at the same ids, the two KLs, and Z of eq. 4 over the whole vocabulary.
 
@@ -130,7 +143,9 @@ def joint_linear_head(
     heads = (("policy", policy), ("rollout_model", rollout_model))
     _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
     _check_range(policy, ids=ids, gather_ids=gather_ids)
-    return JointOutput.of(*tiled_heads([policy, rollout_model], ids, gather_ids, temperature, lam, num_top, tile))
+    heads = [policy, rollout_model]
+    moments = not only_log_probs
+    return JointOutput.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, options))
 
 
 class LinearHead(nn.Module):
@@ -147,12 +162,14 @@ class LinearHead(nn.Module):
         *,
         policy_soft_cap: float | None = None,
         rollout_model_soft_cap: float | None = None,
+        options: HeadOptions = DEFAULT_OPTIONS,
     ) -> None:
         super().__init__()
         self.policy = policy
         self.rollout_model = rollout_model
         self.policy_soft_cap = policy_soft_cap
         self.rollout_model_soft_cap = rollout_model_soft_cap
+        self.options = options
 
     def forward(
         self,
@@ -164,6 +181,7 @@ class LinearHead(nn.Module):
         lam: float | None = None,
         num_top: int = 0,
         gather_ids: Tensor | None = None,
+        only_log_probs: bool = False,
         tile: tuple[int, int] | None = None,
     ) -> HeadOutput | JointOutput:
         """Compute `joint_linear_head` of both models, or `linear_head` of the policy without `rollout_model_hidden`.
@@ -182,7 +200,8 @@ class LinearHead(nn.Module):
         named = zip(("policy", "rollout_model"), heads, strict=False)
         _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
         output, lam = (HeadOutput, None) if len(heads) == 1 else (JointOutput, lam)  # one head has no Z
-        return output.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile))
+        moments = not only_log_probs
+        return output.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options))
 
 
 def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:

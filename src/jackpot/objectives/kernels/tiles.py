@@ -8,12 +8,10 @@ tile: fresh memory costs more in page faults than the arithmetic on it. `linear_
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-LOWEST = -1e30
-"""Replaces a log-probability of -inf where it is multiplied by a probability of 0, so that the product is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +43,20 @@ class Workspace:
         return flat[:size].view(shape)
 
 
+class Tile(NamedTuple):
+    """Holds one head's logits of C positions and T tokens."""
+
+    logits: Tensor  # [C, T]: W h where `is_raw`, else soft-capped and over the temperature
+    bias: Tensor | None  # [T]
+    soft_cap: float | None
+    temperature: float
+    may_mask: bool  # whether a logit may be -inf
+    is_raw: bool  # whether bias, soft cap and temperature are still to come: then the logits have the dtype of the sums
+    is_kept: bool  # whether somebody needs these logits later
+
+
 class HeadOperands:
-    """Holds one head's operands in the dtype of its products, and forms tiles of its logits in `dtype`."""
+    """Holds one head's operands in the dtype of its products, and forms tiles of its logits."""
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class HeadOperands:
         operand: torch.dtype,
         dtype: torch.dtype,
         workspace: Workspace,
+        kept: dict[tuple[int, int], Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -64,84 +75,101 @@ class HeadOperands:
             tensors: hidden [N, H], weight [V, H] and bias [V] or None.
             operand: dtype that hidden states and weight are cast to before they are multiplied.
             dtype: of the logits and of all sums.
+            kept: tiles of logits by their first position and token, each [C, T]; every tile that is formed is added.
+                None to keep none.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand)
-        self._name, self._soft_cap, self._temperature = name, soft_cap, temperature
-        self._operand, self.dtype, self._workspace = operand, dtype, workspace
-        self._tile = self.weight[:0]
+        self._name, self._operand, self.dtype, self._workspace = name, operand, dtype, workspace
+        self._soft_cap, self._temperature = soft_cap, temperature
+        self._mixed = has_mixed_product(hidden.device)
+        self._kept = kept
+        self._columns = slice(0, 0)
+        self._loaded: Tensor | None = None
 
     @property
     def may_mask(self) -> bool:
         """True where a logit may be -inf."""
         return self.bias is not None or self._operand == torch.float16
 
-    def masked_tokens(self) -> Tensor | None:
-        """[V] bool, True for the tokens that the bias masks out; None without a bias, which masks none."""
-        if self.bias is None or self._soft_cap is not None:
-            return None
-        return (self.bias.to(self.dtype) / self._temperature).isneginf()
+    @property
+    def is_plain(self) -> bool:
+        """True where the products are the logits: no bias, no soft cap, no temperature."""
+        return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
-    def load_weight(self, columns: slice) -> None:
-        """Cast the weight's rows of these tokens, once for the tiles of all positions."""
-        self._tile = self.weight[columns]
-        if self._tile.dtype != self._operand:
-            self._tile = self.buffer("weight", tuple(self._tile.shape), self._operand).copy_(self._tile)
+    def select(self, columns: slice) -> None:
+        """Take these tokens' rows of the weight from now on."""
+        self._columns, self._loaded = columns, None
+
+    @property
+    def _rows_of_weight(self) -> Tensor:
+        """[T, H], cast once for the tiles of all positions."""
+        if self._loaded is None:
+            part = self.weight[self._columns]
+            if part.dtype != self._operand:
+                part = self.buffer("weight", tuple(part.shape), self._operand).copy_(part)
+            self._loaded = part
+        return self._loaded
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Return this head's own workspace tensor of that name, by default in the logits' dtype."""
         return self._workspace.take(f"{self._name} {name}", shape, self.dtype if dtype is None else dtype)
 
-    def logits(self, rows: slice, columns: slice) -> Tensor:
-        """Form the logits [C, T] of these positions and the loaded tokens, in this head's buffer `logits`."""
-        hidden = self.hidden[rows]
-        logits = self.buffer("logits", (len(hidden), len(self._tile)))
-        if hidden.dtype == self.dtype:
-            torch.mm(hidden, self._tile.t(), out=logits)
-        else:
-            logits.copy_(self._product(hidden, self._tile.t()))
-        if self.bias is not None:
-            logits += self.bias[columns]
-        if self._soft_cap is not None:
-            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
-        if self._temperature != 1.0:
-            logits /= self._temperature
-        return logits
+    def tile(self, rows: slice) -> Tile:
+        """Form the logits of these positions and the selected tokens, or take those that were kept."""
+        columns, key = self._columns, (rows.start, self._columns.start)
+        of_tile = (self.bias if self.bias is None else self.bias[columns], self._soft_cap, self._temperature)
+        if self._kept is not None and key in self._kept:
+            return Tile(self._kept[key], *of_tile, may_mask=self.may_mask, is_raw=False, is_kept=True)
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        product_dtype = self.dtype if self._mixed else self._operand
+        is_last = product_dtype == self.dtype or self.is_plain
+        logits = self._product(self.hidden[rows], self._rows_of_weight.t(), self._memory(shape, product_dtype, is_last))
+        if not is_last:
+            logits = self._memory(shape, self.dtype, True).copy_(logits)
+        if self._kept is not None:
+            self._kept[key] = logits
+        return Tile(logits, *of_tile, may_mask=self.may_mask, is_raw=not self.is_plain, is_kept=self._kept is not None)
 
-    def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """d capped / d raw = 1 - (capped / soft_cap)^2 at the logits of `logits`: [C, T]; None without a cap."""
-        if self._soft_cap is None:
-            return None
-        square = torch.square(logits, out=self.buffer("softcap derivative", tuple(logits.shape)))
-        return square.mul_(-((self._temperature / self._soft_cap) ** 2)).add_(1.0)
+    def _memory(self, shape: tuple[int, int], dtype: torch.dtype, is_last: bool) -> Tensor:
+        """Return memory for logits, of their own where they are kept."""
+        if is_last and self._kept is not None:
+            return self.hidden.new_empty(shape, dtype=dtype)
+        return self.buffer("logits", shape, dtype)
 
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right of operands that are not of `dtype`: in it, or rounded to theirs where the device has no mixed
-        product."""
-        if has_mixed_product(left.device):
-            return torch.mm(left, right, out_dtype=self.dtype)
-        shape = (left.shape[0], right.shape[1])
-        return torch.mm(left, right, out=self._workspace.take("rounded", shape, left.dtype))
+    def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        """Write left @ right to `out`, rounded to its dtype once."""
+        if out.dtype == left.dtype:
+            return torch.mm(left, right, out=out)
+        return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
-    def accumulate_grad(self, rows: slice, columns: slice, grad: Tensor, grads: "HeadGrads") -> None:
+    def gradient_tile(self, tile: Tile) -> Tensor:
+        """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the products: the logits' own where
+        nobody needs these any more."""
+        if tile.logits.dtype == self._operand and not tile.is_kept:
+            return tile.logits
+        return self.buffer("gradient", tuple(tile.logits.shape), self._operand)
+
+    def accumulate_grad(self, rows: slice, grad: Tensor, grads: "HeadGrads") -> None:
         """Add a tile's share to the head's gradients: d bias += sum grad, d hidden += grad W, d weight += grad^T h.
 
-        `grad` [C, T] is the gradient of W h + b, before soft cap and temperature.
+        `grad` [C, T] is the gradient of W h + b, before soft cap and temperature, in the dtype of the products.
         """
         if grads.bias is not None:
-            grads.bias[columns] += grad.sum(0)
-        if grad.dtype != self._operand:
-            grad = self._workspace.take("rounded gradient", tuple(grad.shape), self._operand).copy_(grad)
+            grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)
         if grads.hidden is not None:
-            self._add(grads.hidden[rows], grad, self._tile)
+            self._add(grads.hidden[rows], grad, self._rows_of_weight)
         if grads.weight is not None:
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add left @ right to `total`: in its dtype, or rounded to theirs where the device has no mixed product."""
         if left.dtype == total.dtype:
             total.addmm_(left, right)
+        elif self._mixed:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         else:
-            total += self._product(left, right)
+            total += torch.mm(left, right, out=self._workspace.take("rounded", tuple(total.shape), left.dtype))
 
 
 class HeadGrads:

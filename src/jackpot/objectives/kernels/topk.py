@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # numbers
-_WORTH_IT = 6  # a row needs this many blocks for each of its K before two levels are faster than one (measured on CPU)
+_WORTH_IT = 3  # a row needs this many blocks for each of its K before two levels are faster than one (measured on CPU)
 
 
 def block_max(values: Tensor) -> Tensor:
