@@ -1,7 +1,9 @@
 """What a run does and writes down."""
 
+import gc
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -299,3 +301,11 @@ def test_seeds_draw_other_problems_from_an_endless_split() -> None:
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="no problems"):
         PromptStream(Finite(0), "train", seed=0)
+
+
+def test_the_garbage_collector_does_not_search_what_was_there_before_training(tmp_path: Path) -> None:
+    frozen: list[int] = []
+    config = small_config("iterations=1", "evaluation.problems=2")
+    with closing(local.launch(config, tmp_path, lambda line: frozen.append(gc.get_freeze_count()))) as trainer:
+        trainer.train()
+    assert min(frozen) > 1000 and gc.get_freeze_count() == 0

