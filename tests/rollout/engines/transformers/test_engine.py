@@ -18,6 +18,7 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
 from jackpot.models import scoring
 from jackpot.models.load import eos_token_ids, load_model
+from jackpot.rollout.engines.transformers import decoding
 from jackpot.rollout.engines.transformers import engine as engine_module
 from jackpot.rollout.engines.transformers.decoding import ModelRunner
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -268,3 +269,25 @@ def test_the_model_is_put_in_eval_mode(folder):
     model = load_model(folder, torch.float32).train()
     TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
     assert not model.training
+
+
+@pytest.mark.parametrize(("limit", "threads"), [(decoding.ONE_THREAD_BELOW, 1), (0, 2)])
+def test_a_small_step_takes_one_thread_and_the_others_all(folder, monkeypatch, limit, threads):
+    monkeypatch.setattr(decoding, "ONE_THREAD_BELOW", limit)
+    engine, forward, seen = make(folder), torch.nn.Embedding.forward, []
+
+    def spy(layer: torch.nn.Embedding, ids: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        if len(seen) == 3:
+            raise InterruptedError
+        return forward(layer, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", spy)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(InterruptedError):  # at the third pass, after which the threads are all there again too
+            engine.generate([tiny_request("a", max_new_tokens=8, stop_token_ids=())])
+        assert seen == [threads] * 3 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

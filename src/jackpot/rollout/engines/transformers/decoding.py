@@ -4,7 +4,8 @@ Shapes: `R` rows at the start, `N` of them unfinished, `U` unique prompts of at 
 row, `H` hidden size, `V` vocabulary, `K` top log-probs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,11 @@ _PASS_MASKS_ON = frozenset(
         "smollm3",
     }
 )
+
+
+ONE_THREAD_BELOW = (
+    2**26
+)  # multiplications of a step; a smaller one, as of the quickstart's models, takes longer with more
 
 
 class ModelRunner:
@@ -179,9 +185,10 @@ class DecodingBatch:
     @torch.no_grad()
     def step(self) -> list[Rollout]:
         """Generate one token in every row; remove and return the rows that this finished."""
-        hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
-        draws = uniforms(self._keys, [self._num_generated])
-        draw = draw_tokens(head_logits(self._model, hidden), draws, **self._settings._asdict())
+        with _threads_for(len(self._rows) * self._model.num_parameters()):
+            hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
+            draws = uniforms(self._keys, [self._num_generated])
+            draw = draw_tokens(head_logits(self._model, hidden), draws, **self._settings._asdict())
         records = _pack(draw).cpu()  # the only transfer of a step to the CPU
         self._check_finite(records)
         self._records[self._rows, self._num_generated] = records
@@ -234,6 +241,20 @@ class DecodingBatch:
                 rows.tolist(), is_stop.tolist(), *(column.unbind() for column in columns), strict=True
             )
         ]
+
+
+@contextmanager
+def _threads_for(multiplications: int) -> Iterator[None]:
+    """Run the body with one thread where it is too small for the threads of torch."""
+    threads = torch.get_num_threads()
+    if threads == 1 or multiplications >= ONE_THREAD_BELOW:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _stop_table(stops: Sequence[set[int]]) -> Tensor:
