@@ -1,4 +1,4 @@
-"""What only a GPU can tell, part by part: docs/gpu.md has the results.
+"""Measures what only a GPU can tell, part by part: docs/gpu.md has the results.
 
     make gpu PART=check                    # first: the numbers of the GPU are those of the CPU
     make gpu PART="head step"              # each part in at most 8 minutes; the same command goes on where it ended

@@ -1,4 +1,4 @@
-"""Attention in training: one layer's by different kernels, and whole backbones by what they read, forward and backward.
+"""Times attention in training, forward and backward: one layer's by different kernels, and whole backbones.
 
 The layer has Qwen3's heads in bf16: 8 responses of 4,096 tokens behind 256 of prompt. "of a product" counts the pairs
 of a query and a key that it must see. The backbone is that of Qwen3 1.7B on responses of 512 to 4,096 tokens, 8 to a

@@ -1,4 +1,4 @@
-"""Are the numbers of the GPU those of the CPU? Gradients, top-k lists, log-probs of the engine, and weights sent.
+"""Compares the GPU's numbers with the CPU's: gradients, top-k lists, log-probs of the engine, and weights sent.
 
 Models are tiny here and always the same. In fp32 without TF32 a GPU may differ from the CPU by the order of its sums
 alone; in bf16 by that format's rounding. A gap of gradients is the largest over all tensors of |a - b| / |b|.

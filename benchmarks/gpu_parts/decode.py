@@ -1,4 +1,4 @@
-"""Generation of rollouts: our transformers engine, transformers' own generate, and vLLM where it is installed.
+"""Times the generation of rollouts: our transformers engine, transformers' own generate, and vLLM.
 
 The floor is the time in which the weights are read once a step and every row's keys and values once, at the bandwidth
 of the data sheet, or at that of a large copy where the GPU is not in our table. The engines give log-probs and the top

@@ -1,4 +1,4 @@
-"""The machine of the GPU benchmark: its clock, its memory, its rates, and what the profiler sees of a run."""
+"""Measures time, memory and rates on the machine of the GPU benchmark, and what the profiler sees of a run."""
 
 import gc
 import platform

@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights, rollouts for them, and a learner that trains on these."""
+"""Makes models of published shapes with random weights, rollouts for them, and a learner that trains on these."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""docs/gpu.md: benchmarks/gpu_page.md, then of each part the text at the top of its file and its rows."""
+"""Writes docs/gpu.md: benchmarks/gpu_page.md, then of each part the text at the top of its file and its rows."""
 
 import ast
 from collections.abc import Sequence

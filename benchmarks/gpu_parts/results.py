@@ -1,4 +1,4 @@
-"""The rows of the GPU benchmark and their file: a line of JSON when a row begins, and one when it ends."""
+"""Keeps the rows of the GPU benchmark in a file: a line of JSON when a row begins, and one when it ends."""
 
 import json
 from collections.abc import Callable, Sequence

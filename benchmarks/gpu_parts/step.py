@@ -1,4 +1,4 @@
-"""One optimizer step of the learner at published shapes, in bf16 with fp32 weights and AdamW: forward, backward, step.
+"""Times one optimizer step of the learner at published shapes, in bf16 with fp32 weights: forward, backward, AdamW.
 
 "of peak" and "of a product" count the FLOPs that no implementation can do without: every prompt once, the head on
 response tokens only, no padding, three times the forward pass. "backbones" and "head" are these alone, forward and

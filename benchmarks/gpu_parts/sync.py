@@ -1,4 +1,4 @@
-"""New weights on their way from the learner to the engine, in one process: update with digest, and the digest alone.
+"""Times new weights on their way to the engine, in one process: the update with its digest, and the digest alone.
 
 The floor reads every fp32 weight of the learner once and writes it once in bf16, at the rate of a large copy.
 """

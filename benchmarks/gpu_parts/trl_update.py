@@ -1,4 +1,4 @@
-"""One update by TRL's GRPOTrainer of given responses: its own loss, forward and backward, clipping, AdamW.
+"""Takes one update of given responses with TRL's GRPOTrainer: its own loss, forward and backward, clipping, AdamW.
 
 What stands around it in TRL, generating and scoring, is left out, as it is from ours.
 """

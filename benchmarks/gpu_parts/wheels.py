@@ -1,4 +1,4 @@
-"""Packages that a GPU machine without a network may lack: download them here, carry the folder, use them there.
+"""Downloads packages that a GPU machine without a network may lack, and uses them there from a folder.
 
 The machine is expected to hold torch, transformers and what these need. A wheel is a zip file: `use` unpacks those of
 packages that cannot be imported there, puts them on the path of this process, and installs nothing.
