@@ -2,12 +2,14 @@
 
 The layer has Qwen3's heads in bf16: 8 responses of 4,096 tokens behind 256 of prompt. "of a product" counts the pairs
 of a query and a key that it must see. The backbone is that of Qwen3 1.7B on responses of 512 to 4,096 tokens, 8 to a
-prompt: "as trained" is what a run does, the others read the same tokens as padded rows.
+prompt: "as trained" is what a run does, a row without padding; the others read the same tokens in other ways.
 """
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from unittest.mock import patch
 
 import torch
 from gpu_parts.machine import Machine
@@ -17,8 +19,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 
 from jackpot.core.types import TokenBatch
+from jackpot.models import packed_attention
 from jackpot.models.forward import backbone, full_sequences, response_hidden
 from jackpot.training.batching import batch_to, collate
 
@@ -26,6 +30,24 @@ NAME = "Qwen3 1.7B"
 ROWS, HEADS, KEY_HEADS, SIZE, PROMPT, RESPONSE = 8, 16, 8, 128, 256, 4096
 TINY = (2, 4, 2, 16, 8, 32)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Reader = Callable[[PreTrainedModel, TokenBatch], Tensor]
+
+
+def in_blocks(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Read the packed row with attention in padded blocks, where flash attention would serve too."""
+    with patch.object(packed_attention, "_suits_flash", return_value=False):
+        return response_hidden(network, batch)
+
+
+def padded(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    return response_hidden(network, replace(batch, packed=None))
+
+
+READERS = {
+    "as trained": response_hidden,
+    "packed row, attention in blocks": in_blocks,
+    "padded rows, every prompt once": padded,
+}
 
 
 def rows(machine: Machine) -> list[Row]:
@@ -36,8 +58,7 @@ def rows(machine: Machine) -> list[Row]:
         "flex, grouped heads": flex,
         "varlen flash": varlen,
     }
-    backbones = {
-        "as trained": response_hidden,
+    backbones = READERS | {
         "padded rows, prompts repeated": partial(padded_whole, "sdpa"),
         "padded rows, prompts repeated, flex": partial(padded_whole, "flex_attention"),
     }
@@ -113,7 +134,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return varlen_attn(*packed, *ends, *lengths, **({"is_causal": True} if is_older else {"window_size": (-1, 0)}))
 
 
-def model(machine: Machine, read: Callable[..., Tensor]) -> Result:
+def model(machine: Machine, read: Reader) -> Result:
     network = device_model(NAME, machine)
     shape = {"prompts": 2, "group": 4, "prompt_length": 9, "longest": 24, "shortest": 5}
     if not machine.tiny:
@@ -132,7 +153,7 @@ def model(machine: Machine, read: Callable[..., Tensor]) -> Result:
     return result | machine.profile(run)
 
 
-def padded_whole(implementation: str, network: torch.nn.Module, batch: TokenBatch) -> Tensor:
+def padded_whole(implementation: str, network: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Read every response behind its own copy of the prompt, as transformers does it by itself."""
     network.set_attn_implementation(implementation)
     sequences = full_sequences(

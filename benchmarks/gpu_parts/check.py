@@ -1,13 +1,15 @@
-"""Compares the GPU's numbers with the CPU's: gradients, top-k lists, log-probs of the engine, and weights sent.
+"""Compares the GPU's numbers with the CPU's: gradients, states, top-k lists, log-probs of the engine, weights sent.
 
 Models are tiny here and always the same. In fp32 without TF32 a GPU may differ from the CPU by the order of its sums
-alone; in bf16 by that format's rounding. A gap of gradients is the largest over all tensors of |a - b| / |b|.
+alone; in bf16 by that format's rounding. A gap is |a - b| / |b|: of states over all of them, of gradients the largest
+over the tensors; of log-probs it is in nats.
 """
 
 import copy
 from functools import cache, partial
 
 import torch
+from gpu_parts.attention import READERS, Reader
 from gpu_parts.machine import Machine
 from gpu_parts.models import (
     TINY_VOCABULARY,
@@ -25,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from jackpot.core.digest import weights_digest
 from jackpot.core.types import Version
 from jackpot.objectives.kernels.linear_head import Head, linear_head
-from jackpot.training.batching import micro_batches, plain_batches
+from jackpot.training.batching import batch_to, collate, micro_batches, plain_batches
 
 CPU = torch.device("cpu")
 FP32_GAP, BF16_GAP = 1e-4, 0.05  # of gradients
@@ -47,6 +49,11 @@ def rows(machine: Machine) -> list[Row]:
         for name, count, budget in updates
     ]
     found.append(Row("gradients in bf16, one model", partial(compare_gradients, device, "bf16", 1, ONE, BF16_GAP)))
+    for precision, allowed in (("fp32", FP32_GAP), ("bf16", BF16_GAP)):
+        for name, read in READERS.items():
+            found.append(
+                Row(f"states in {precision}, {name}", partial(compare_states, device, precision, read, allowed))
+            )
     found.append(Row("top-k lists of the head in fp32", partial(compare_head, device, torch.float32)))
     found.append(Row("top-k lists of the head in bf16", partial(compare_head, device, torch.bfloat16)))
     found.append(Row("log-probs of the engine in fp32", partial(compare_engine, device, "fp32")))
@@ -95,6 +102,17 @@ def compare_gradients(device: torch.device, precision: str, count: int, budget: 
         raise RuntimeError(f"the optimizers of {count} models stepped on {len(wanted)} tensors on the CPU")
     gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
     return verdict(max(gaps), allowed)
+
+
+def compare_states(device: torch.device, precision: str, read: Reader, allowed: float) -> Result:
+    """Compare the hidden states of all response tokens with those that the CPU reads as padded rows in fp32."""
+    samples = random_samples(TINY_VOCABULARY, prompts=2, group=4, prompt_length=9, longest=24, shortest=5)
+    batch = collate(samples, seed=0, epoch=0)
+    with torch.no_grad():
+        wanted = READERS["padded rows, every prompt once"](_models(1)[0], batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            found = read(_on(device, 1)[0], batch_to(batch, device)).cpu().float()
+    return verdict(((found - wanted).norm() / wanted.norm()).item(), allowed)
 
 
 def compare_head(device: torch.device, dtype: torch.dtype) -> Result:

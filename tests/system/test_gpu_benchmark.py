@@ -33,9 +33,9 @@ def lines(path: Path) -> list[dict]:
 
 def test_check_finds_the_numbers_of_the_device_right(gpu, tmp_path):
     path = tmp_path / "gpu.jsonl"
-    assert gpu.main(["check", "--tiny", "--results", str(path), "--commit", "abc"]) == 0
+    assert gpu.main(["check", "--tiny", "--results", str(path), "--commit", "abc", "--only", "in fp32"]) == 0
     ended = [line for line in lines(path) if line["result"]]
-    assert len(ended) == len({line["row"] for line in ended}) >= 9
+    assert len(ended) == len({line["row"] for line in ended}) >= 8
     assert all(line["result"]["right"] and line["commit"] == "abc" for line in ended)
 
 
@@ -58,7 +58,7 @@ def test_gradients_that_differ_are_noticed(gpu, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["head", "step", "attention", "decode", "sync"])
+@pytest.mark.parametrize("part", ["check", "head", "step", "attention", "decode", "sync"])
 def test_every_part_runs_with_tiny_shapes(gpu, part, tmp_path):
     path = tmp_path / "gpu.jsonl"
     assert gpu.main([part, "--tiny", "--results", str(path), "--commit", "abc"]) == 0
