@@ -71,6 +71,15 @@ def test_a_model_comes_in_its_dtype_and_in_eval_mode(original, dtype):
     assert load_model(str(original), dtype).device == torch.device("cpu")
 
 
+def test_weights_lie_where_torch_puts_its_own_whatever_their_place_in_the_file(tmp_path):
+    critic = load.load_value_model("starter:rollout_model", torch.float32)
+    critic.save_pretrained(tmp_path)  # its bias of 4 bytes comes first, and moves the others
+    again = load.load_value_model(tmp_path, torch.float32)
+    assert {weight.data_ptr() % 64 for one in (critic, again) for weight in one.parameters()} == {0}
+    tied = load_model("starter:rollout_model", torch.float32)
+    assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     for path in (tmp_path / "nowhere", str(tmp_path / "nowhere"), Path("relative/path")):
         with pytest.raises(ModelError, match=f"no model folder {path}"):

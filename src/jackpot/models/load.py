@@ -43,6 +43,7 @@ def starter_path(name: str) -> Path:
     return Path(__file__).parent / "starter_weights" / name
 
 
+ALIGNMENT = 64  # bytes, of the tensors that torch makes
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 STARTER_PREFIX = "starter:"
@@ -65,7 +66,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
     """
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype)
     _check_fit(path, model, info)
-    model = model.to(device).eval()
+    model = _aligned(model.to(device)).eval()
     _check_finite(path, model)
     check_head(model)
     return model
@@ -87,7 +88,7 @@ def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.d
             for name in head:
                 model.get_parameter(name).zero_()
     _check_fit(path, model, info)
-    model = model.to(device).eval()
+    model = _aligned(model.to(device)).eval()
     _check_finite(path, model)
     return model
 
@@ -112,6 +113,18 @@ def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options:
         raise ModelError(
             f"cannot load a causal language model from {_place(path, source, error)}. {_ADVICE}"
         ) from error
+
+
+def _aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """Move weights that lie in the memory of their file, at any address, to where torch puts its own.
+
+    A product of a matrix and a vector adds up in an order that depends on the address, so a run that continues from a
+    checkpoint would not be bit-equal to one that goes on.
+    """
+    for weight in model.parameters():
+        if weight.data_ptr() % ALIGNMENT:
+            weight.data = weight.data.clone()
+    return model
 
 
 def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
