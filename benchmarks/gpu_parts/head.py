@@ -13,9 +13,11 @@ from gpu_parts.machine import Machine, tf32
 from gpu_parts.results import NotInstalled, Result, Row
 from torch import Tensor
 
+from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 
 TILES = ((2048, 8192), (4096, 16_384), (8192, 8192), (8192, 32_768))  # positions, tokens; besides the default
+KEEPING = HeadOptions(logits_memory=2**40)  # of all logits, bytes: backward forms none again
 HIDDEN = (1024, 4096)
 SHAPE = {"tokens": 8192, "vocabulary": 151_936}
 TINY = {"tokens": 64, "vocabulary": 512, "hidden": 32}
@@ -31,15 +33,15 @@ def rows(machine: Machine) -> list[Row]:
         for name, loss in variants(machine, what).items():
             found.append(Row(f"{what}, H = {hidden:,}: {name}", partial(measure, machine, job, loss, name == "ours")))
         for precision in ("TF32", "fp32"):
-            run = partial(measure, machine, job, partial(ours, None), False, precision)
+            run = partial(measure, machine, job, ours, False, precision)
             found.append(Row(f"{what}, H = {hidden:,}: ours, {precision}", run))
     return found
 
 
 def variants(machine: Machine, what: str) -> dict[str, Loss]:
-    found: dict[str, Loss] = {"ours": partial(ours, None)}
+    found: dict[str, Loss] = {"ours": ours, "ours, logits kept": partial(ours, options=KEEPING)}
     if not machine.tiny:  # one tile is like another there, and compiling takes many seconds
-        found |= {f"ours, tile {rows} x {columns}": partial(ours, (rows, columns)) for rows, columns in TILES}
+        found |= {f"ours, tile {rows} x {columns}": partial(ours, tile=(rows, columns)) for rows, columns in TILES}
         found["full logits, compiled"] = compiled
     found |= {"full logits": cpu_head.naive, "TRL": cpu_head.trl, "F.linear_cross_entropy": torch_loss}
     return found | ({"Liger": cpu_head.liger} if what == "single" else {})
@@ -66,12 +68,12 @@ def measure(machine: Machine, job: dict, loss_of: Loss, profiled: bool, precisio
     return result | (machine.profile(run) if profiled else {})
 
 
-def ours(tile: tuple[int, int] | None, given: cpu_head.Inputs) -> Tensor:
+def ours(given: cpu_head.Inputs, tile: tuple[int, int] | None = None, options: HeadOptions = DEFAULT_OPTIONS) -> Tensor:
     heads = [Head(hidden=hidden, weight=weight) for hidden, weight in zip(given.hidden, given.weight, strict=True)]
-    options = {"temperature": 1.0, "num_top": given.top, "gather_ids": given.given, "tile": tile}
+    how = {"temperature": 1.0, "num_top": given.top, "gather_ids": given.given, "tile": tile, "options": options}
     if len(heads) == 1:
-        return cpu_head.loss_of([linear_head(heads[0], given.ids, **options)])
-    output = joint_linear_head(*heads, given.ids, **options)
+        return cpu_head.loss_of([linear_head(heads[0], given.ids, **how)])
+    output = joint_linear_head(*heads, given.ids, **how)
     return cpu_head.loss_of([output.policy, output.rollout_model]) + output.forward_kl.sum()
 
 
