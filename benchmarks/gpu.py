@@ -114,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if missing := wheels.use():
         print(
-            f"missing here: {', '.join(missing)}. Install them, or carry {wheels.FOLDER.name}/, which `make "
-            f"gpu-wheels` fills where there is a network",
+            f"missing here: {', '.join(missing)}. Install them; all but {' and '.join(wheels.EXPECTED)} can be carried "
+            f"in {wheels.FOLDER.name}/, which `make gpu-wheels` fills where there is a network",
             file=sys.stderr,
         )
         return 2

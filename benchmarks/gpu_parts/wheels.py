@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpu-wheels"  # ignored by git
 MOST_BYTES = 64 * 2**20
+EXPECTED = ("torch", "transformers")
 NEEDED = {"pydantic": "pydantic", "pydantic_core": "pydantic-core", "annotated_types": "annotated-types"}
 NEEDED |= {"typing_inspection": "typing-inspection", "typing_extensions": "typing-extensions"}
 COMPARED = {"trl": "trl", "datasets": "datasets", "dill": "dill", "multiprocess": "multiprocess"}
@@ -52,7 +53,8 @@ def use() -> list[str]:
                     packed.extractall(target)
             sys.path.append(str(target))
             importlib.invalidate_caches()
-    return [project for name, project in NEEDED.items() if not _is_there(name)]
+    projects = {name: name for name in EXPECTED} | NEEDED
+    return [project for name, project in projects.items() if not _is_there(name)]
 
 
 def _carried() -> Iterator[tuple[Path, set[str]]]:
