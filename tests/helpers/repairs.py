@@ -12,7 +12,7 @@ from jackpot.training.learner import StepResult
 from jackpot.training.old_policy import MicroBatch
 
 
-def micro_batches_of(items: Sequence[TrainingSample], budget: int = 40) -> list[MicroBatch]:
+def micro_batches_of(items: Sequence[TrainingSample], budget: int = 60) -> list[MicroBatch]:
     return [MicroBatch(tokens=batch, old=None) for batch in batches(items, budget=budget)[0]]
 
 

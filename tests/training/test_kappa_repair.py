@@ -110,7 +110,7 @@ def test_without_a_cap_the_rescaled_gradient_is_exact_and_nothing_is_read_again(
     assert value(result, "obrs/kappa_error") == 0.0 == value(result, "obrs/repaired_sequences")
 
 
-@pytest.mark.parametrize(("c1", "seed"), [(1.3, 0), (3.0, 0), (1.3, 1)])
+@pytest.mark.parametrize(("c1", "seed"), [(1.3, 0), (3.0, 0)])
 def test_what_is_left_unrepaired_is_below_the_reported_error_and_that_below_the_tolerance(c1, seed):
     parts = micro_batches_of(write(ROLLOUT_MODEL, num_top_log_probs=2, seed=seed))
     wanted, prepass = gradient_of_update(learner_of("prepass", c1=c1), parts)

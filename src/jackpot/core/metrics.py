@@ -283,6 +283,13 @@ def all_reduce_sums(sums: Sums) -> Sums:
     return _unpacked(_added(torch.stack(rows), layout).to(row.device), layout)
 
 
+def max_over_ranks(number: int) -> int:
+    """Return the largest of the numbers that the ranks have; `number` itself, unread, without torch.distributed."""
+    sums: Sums = {"number": Max.number(number)}
+    reduced = all_reduce_sums(sums)
+    return number if reduced is sums else int(reduced["number"].value)
+
+
 def to_host(sums: Sums) -> Sums:
     """Copy entries of one device to the CPU in one transfer, the only wait for the device in reading them."""
     layout = _layout(sums)

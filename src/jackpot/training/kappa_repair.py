@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from jackpot.core.metrics import Max, Mean, Sum, Sums, all_reduce_sums
+from jackpot.core.metrics import Mean, Sum, Sums, all_reduce_sums, max_over_ranks
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
@@ -134,7 +134,7 @@ class KappaRepair:
                 columns[one.batch.uids[row]] = self._columns(one, delta, row)
         batches = [one.batch for one in passes]
         parts = regroup(batches, rows, self._pads)
-        most = int(all_reduce_sums({"parts": Max.number(float(len(parts)))})["parts"].value)
+        most = max_over_ranks(len(parts))
         for part in parts:
             self._backward(part, [columns[uid] for uid in part.uids])
         if len(parts) < most:

@@ -8,7 +8,7 @@ import torch
 
 from jackpot.config.corrections import Kappa
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.core.metrics import Max, Mean, Sums, add_sums, all_reduce_sums
+from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, max_over_ranks
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective, TokenScores, correction_inputs
 from jackpot.training.old_policy import MicroBatch, holds_target
@@ -51,7 +51,7 @@ class StepTotals:
         if wanted == "none":
             return BeforeBackward({}, False, 0.0)
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
-        costs = _on_any_rank(len(micro_batches) > 1 and not are_held)
+        costs = bool(max_over_ranks(len(micro_batches) > 1 and not are_held))
         if not costs and not are_held:
             return BeforeBackward(None, False, 0.0)
         if costs and wanted == "auto" and not self._objective.is_regularized:
@@ -81,8 +81,3 @@ class StepTotals:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self._last = {name: Mean(*entry) for name, entry in state.items()}
-
-
-def _on_any_rank(happens: bool) -> bool:
-    """Give all ranks the same answer, since all must run the same passes."""
-    return bool(all_reduce_sums({"happens": Max.number(float(happens))})["happens"].value)
