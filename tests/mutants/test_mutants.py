@@ -38,10 +38,12 @@ KAPPA = (
 REPAIR = tuple(
     f"training/test_kappa_repair.py::test_{name}"
     for name in (
+        "weights_that_differ_by_rounding_alone_are_not_repaired",
         "the_error_is_estimated_as_the_equation_says",
         "only_sequences_with_a_gradient_at_a_cap_are_read_again",
         "what_is_left_unrepaired_is_below_the_reported_error_and_that_below_the_tolerance",
         "the_repaired_step_is_the_one_that_knows_kappa_beforehand",
+        "two_ranks_of_which_one_has_a_token_at_a_cap_take_the_step_of_one",
     )
 )
 SKIPPED = of_learner(
@@ -127,6 +129,9 @@ FORMULAS = {  # "file::function": tests
     ),
 }
 EQUIVALENT = {  # the name of a mutant: why it computes the same
+    "KappaRepair.apply: (delta / (scale * old.weights)).abs() -> delta / (scale * old.weights)": (
+        "where weights are min(kappa u, c), all differences of a step have one sign"
+    ),
     "topk_z: (1.0 / scale).clamp(max=1.0) -> (1.0 / scale).clamp(min=1.0)": "it mends rounding alone",
     "metric_values: value.detach() -> value": "only its number is read",
     "clipped_value_error: (held > free).detach() -> held > free": "a comparison carries no gradient",

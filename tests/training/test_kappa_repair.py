@@ -24,6 +24,7 @@ from helpers.repairs import gradient_of_update, micro_batches_of
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import Mean
 from jackpot.objectives.corrections.base import BaseCorrection, correction_result
+from jackpot.training.kappa_repair import _delta
 from jackpot.training.old_policy import MicroBatch
 from jackpot.training.step_totals import StepTotals
 
@@ -171,6 +172,12 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
 def _weight(trace, batch, row, t, kappa):
     rho = math.exp(trace["old_log_probs"][t].item() - batch.rollout_log_probs[row, t].item())
     return min(kappa * trace["z"][t].item() * max(0.9, rho), 1.3)
+
+
+def test_weights_that_differ_by_rounding_alone_are_not_repaired():
+    wanted = torch.tensor([1000.0, -1000.0, 1e-3, 1e-3, 0.0, 0.0])
+    held = torch.tensor([1000.001, -1000.001, 1.00001e-3, 2e-3, 0.0, 0.5])
+    assert _delta(wanted, held).tolist() == pytest.approx([0.0, 0.0, -1e-8, -1e-3, 0.0, -0.5], rel=0.1)
 
 
 def test_only_sequences_with_a_gradient_at_a_cap_are_read_again():

@@ -344,7 +344,8 @@ class JointLearner(Learner):
         with self._precision():
             hidden = response_hidden(self._models["policy"], batch)
             ids = batch.at_sampled(batch.response_ids)
-            return batch.spread(self._head(hidden, None, ids, temperature=self._temperature).log_probs)
+            head = self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)
+        return batch.spread(head.log_probs)
 
     @property
     def _device(self) -> torch.device:

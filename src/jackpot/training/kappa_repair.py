@@ -32,6 +32,7 @@ from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
 from jackpot.objectives.losses import clipped_surrogate
 from jackpot.training.batching import batch_to, regroup
+from jackpot.training.old_policy import by_rollout
 
 ROUNDING = 4e-6  # of float32 weights that are products of an exp, relative
 MARGIN = 3.0  # the factor of the estimate
@@ -123,34 +124,26 @@ class KappaRepair:
 
         All ranks run as many passes as the one with the most: a rank with nothing left reads a sequence for nothing.
         """
-        rows: list[list[int]] = []
-        columns: dict[str, list[Tensor]] = {}
-        start = 0
-        for one, delta in zip(passes, deltas, strict=True):
-            count = len(one.batch.uids)
-            rows.append([row for row, flag in enumerate(flags[start : start + count]) if flag])
-            start += count
-            for row in rows[-1]:
-                columns[one.batch.uids[row]] = self._columns(one, delta, row)
         batches = [one.batch for one in passes]
+        rows: list[list[int]] = []
+        columns: dict[str, dict[str, Tensor]] = {}
+        left = iter(flags)
+        for one, delta in zip(passes, deltas, strict=True):
+            rows.append([row for row, flag in zip(range(len(one.batch.uids)), left, strict=False) if flag])
+            inputs = one.terms.inputs
+            counted = COUNTS[self._objective.count](one.correction, inputs.response_mask)
+            of_pass = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
+            columns |= by_rollout(one.batch, of_pass)
         parts = regroup(batches, rows, self._pads)
-        most = max_over_ranks(len(parts))
         for part in parts:
             self._backward(part, [columns[uid] for uid in part.uids])
-        if len(parts) < most:
-            idle = regroup(batches[:1], [[0]], self._pads)
-            nothing = self._columns(passes[0], torch.zeros_like(deltas[0]), 0)
-            for _ in range(len(parts), most):
-                self._backward(idle[0], [nothing])
+        for _ in range(len(parts), max_over_ranks(len(parts))):
+            (idle,) = regroup(batches[:1], [[0]], self._pads)
+            row = columns[idle.uids[0]]
+            self._backward(idle, [row | {"delta": torch.zeros_like(row["delta"])}])
 
-    def _columns(self, one: PolicyPass, delta: Tensor, row: int) -> list[Tensor]:
-        """Return delta, log-probs of the proximal point and what the denominator counts of a sequence: [T_i] each."""
-        inputs, length = one.terms.inputs, int(one.batch.attention_mask[row].sum())
-        counted = COUNTS[self._objective.count](one.correction, inputs.response_mask)
-        return [column[row, :length] for column in (delta, inputs.proximal_log_probs, counted)]
-
-    def _backward(self, part: TokenBatch, columns: Sequence[Sequence[Tensor]]) -> None:
-        delta, proximal, counted = (pad_sequence(list(rows), batch_first=True) for rows in zip(*columns, strict=True))
+    def _backward(self, part: TokenBatch, rows: Sequence[dict[str, Tensor]]) -> None:
+        delta, proximal, counted = (pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0])
         part = batch_to(part, delta.device)
         clips = (self._objective.clip_low, self._objective.clip_high)
         surrogate = clipped_surrogate(self._log_probs(part), proximal, part.advantages, *clips)
@@ -161,7 +154,7 @@ class KappaRepair:
 def _delta(wanted: Tensor, held: Tensor) -> Tensor:
     """wanted - held, 0 where they differ by rounding alone: [B, T]."""
     delta = wanted - held
-    return torch.where(delta.abs() > ROUNDING * torch.maximum(wanted.abs(), held.abs()), delta, 0.0)
+    return torch.where(delta.abs() > ROUNDING * wanted.abs(), delta, 0.0)
 
 
 def _error(worth: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
