@@ -32,7 +32,6 @@ from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
 from jackpot.objectives.losses import clipped_surrogate
 from jackpot.training.batching import batch_to, regroup
-from jackpot.training.old_policy import by_rollout
 
 ROUNDING = 4e-6  # of float32 weights that are products of an exp, relative
 MARGIN = 3.0  # the factor of the estimate
@@ -133,7 +132,9 @@ class KappaRepair:
             inputs = one.terms.inputs
             counted = COUNTS[self._objective.count](one.correction, inputs.response_mask)
             of_pass = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
-            columns |= by_rollout(one.batch, of_pass)
+            for row in {0, *rows[-1]}:
+                length = int(one.batch.attention_mask[row].sum())
+                columns[one.batch.uids[row]] = {name: column[row, :length] for name, column in of_pass.items()}
         parts = regroup(batches, rows, self._pads)
         for part in parts:
             self._backward(part, [columns[uid] for uid in part.uids])
