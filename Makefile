@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak study gpu gpu-wheels lint clean
+.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak study bench gpu gpu-wheels lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -52,6 +52,9 @@ soak: $(VENV)/ready  # runs of every regime, killed 100 times in all at random m
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
 	$(BIN)/python benchmarks/study_page.py
+
+bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what docs/benchmarks/*.jsonl lacks, hours, and writes the page
+	$(BIN)/python benchmarks/all.py $(ARGS)
 
 PART ?= check
 gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync or all, on one GPU; ARGS=--tiny on a CPU

@@ -1,251 +1,200 @@
-"""The engine's decode loop beside bare `model.generate`, and how far it is from what the machine allows.
+"""The engine's decode loop beside bare `model.generate` and `generate_batch`, and how far it is from what the machine
+allows.
 
-    OMP_NUM_THREADS=1 python benchmarks/decode.py --json decode.json > decode.md
-    OMP_NUM_THREADS=1 python benchmarks/decode.py --rows 64 --new-tokens 16 --repetitions 1 --cases fixed --dtypes fp32
+    python benchmarks/decode.py --repetitions 3
+    python benchmarks/decode.py --only case=fixed --only dtype=fp32 --set rows=64 --set new_tokens=16
 
 The engine keeps the log-prob of every token and of the 20 most probable; `generate` samples and keeps nothing else.
-Both get the same prompts and weights, which are random. Every measurement is a process of its own and they take turns.
-A cell is the median and, in brackets, the smallest and the largest. Seconds are CPU seconds of all threads: where
-others work too, believe them and not the wall clock. Tokens are those of the responses, padding aside.
+`generate_batch` is transformers' continuous batching; it is ended after a few minutes of CPU. All get the same
+prompts and weights, which are random. Seconds are CPU seconds of all threads; tokens are those of the responses,
+padding aside.
+
+    fixed              the model and prompts of step.py's fixed shape, 256 rows of 64 tokens
+    ragged             the same; a token ends the response with chance 1/42: 33 of 64 tokens on average
+    large vocabulary   the same model with 151,936 words, 128 rows of 32 tokens
+    few rows           step.py's ragged shape: 49,152 words, 16 rows of up to 256 tokens
 
 The two floors: the multiplications of the model (of every prompt once, and of every token written) at the rate of a
 large matrix product, and one reading of the weights at each step and of the keys and values that each row has, at the
 rate of copying. Both rates are measured in the same process as the engine.
 """
 
-import argparse
-import json
-import math
-import platform
-import random
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import interleaved
 import torch
-import transformers
-from interleaved import MARK, Job, Result, cell
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from floor import DTYPES, cpu_seconds, forward_flops, product_rate
+from interleaved import Benchmark, Job, Result, Results, cell, main, markdown, ratios
+from step_ours import make_model, make_tokenizer
+from step_task import SHAPES, Shape, prompt_text, tokens_and_pairs
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
-from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.core.types import Prompt, Version
+from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
-EOS, NUM_TOP = 1, 20
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GROUP = 8  # responses of a prompt
+NUM_TOP = 20
+PAGE, BATCH_TOKENS = 32, 1024  # of `generate_batch`: by itself it takes most of the machine's memory for its cache
+BATCH_LIMIT = 300  # CPU seconds that it may take
 
 
 class Case(NamedTuple):
-    vocab_size: int
-    stop_rate: float  # the chance that a token ends the response
-    share: float  # of the rows, and of the tokens, that the others have
+    model: str  # a shape of step.py
+    words: int
+    stops: int  # of them end a response
+    rows: int
+    new_tokens: int
+
+    @property
+    def shape(self) -> Shape:
+        """Prompts and lengths."""
+        shape = SHAPES[self.model]
+        sizes = {"prompts": max(1, self.rows // shape.group), "new_tokens": self.new_tokens}
+        return shape._replace(words=self.words, stops=self.stops, **sizes)
 
 
 CASES = {
-    "fixed": Case(4096, 0.0, 1.0),
-    "ragged": Case(4096, 0.024, 1.0),  # 33 of 64 tokens on average
-    "large vocabulary": Case(151_936, 0.0, 0.5),
+    "fixed": Case("fixed", 4096, 0, 256, 64),
+    "ragged": Case("fixed", 4096, 98, 256, 64),
+    "large vocabulary": Case("fixed", 151_936, 0, 128, 32),
+    "few rows": Case("ragged", 49_152, 492, 16, 256),
 }
 
 
-def make_model(case: Case, dtype: torch.dtype) -> Qwen3ForCausalLM:
-    """4.2 million parameters with the small vocabulary. A bias of the head makes responses end."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=case.vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    model = Qwen3ForCausalLM(config)
-    if case.stop_rate:
-        bias = torch.zeros(case.vocab_size)
-        bias[EOS] = math.log(case.stop_rate / (1 - case.stop_rate) * case.vocab_size)
-        model.lm_head.bias = torch.nn.Parameter(bias)
-    return model.to(dtype).eval()
+def case_of(job: Job) -> Case:
+    case = CASES[job["case"]]
+    return case._replace(**{name: job[name] for name in Case._fields if name in job})
 
 
-def stop_tokens(model: Qwen3ForCausalLM) -> list[int]:
-    return [] if model.lm_head.bias is None else [EOS]
+def stop_tokens(case: Case) -> list[int]:
+    return list(range(case.words - case.stops, case.words))
 
 
-def make_prompts(case: Case, rows: int) -> list[Prompt]:
-    """A prompt for every `GROUP` rows, of 36 to 53 tokens."""
-    draw = random.Random(0)
-    lengths = [draw.randint(36, 53) for _ in range(max(1, rows // GROUP))]
+def make_prompts(shape: Shape) -> list[Prompt]:
+    tokenizer = make_tokenizer(shape.words)
+    texts = [prompt_text(shape, index) for index in range(shape.prompts)]
     return [
-        Prompt(
-            uid=str(i), text="", answer="", token_ids=tuple(draw.randrange(2, case.vocab_size) for _ in range(length))
-        )
-        for i, length in enumerate(lengths)
+        Prompt(uid=str(n), text="", answer="", token_ids=tuple(tokenizer.encode(text))) for n, text in enumerate(texts)
     ]
 
 
-def write_with_engine(model: Qwen3ForCausalLM, prompts: list[Prompt], group: int, num_new: int) -> Callable[[], Result]:
+Writer = Callable[[], list[int]]  # writes, and returns the lengths of all responses in the order of their prompts
+
+
+def write_with_engine(model: PreTrainedModel, prompts: list[Prompt], case: Case) -> Writer:
     engine = TransformersEngine(
-        model,
-        TransformersEngineConfig(max_num_seqs=4096),
-        eos_token_ids=stop_tokens(model),
-        version=Version(0, 0),
+        model, TransformersEngineConfig(max_num_seqs=4096), eos_token_ids=stop_tokens(case), version=Version(0, 0)
     )
-    sampling = Sampling(max_new_tokens=num_new, num_top_log_probs=NUM_TOP)
+    sampling = Sampling(max_new_tokens=case.new_tokens, num_top_log_probs=NUM_TOP)
     requests = [
         Request(uid=f"{prompt.uid}/{i}", prompt=prompt, seed=1000 * i + n, sampling=sampling)
         for n, prompt in enumerate(prompts)
-        for i in range(group)
+        for i in range(case.shape.group)
     ]
-
-    def write() -> Result:
-        return _lengths(engine.generate(requests))
-
-    return write
+    return lambda: [len(rollout.token_ids) for rollout in engine.generate(requests)]
 
 
-def _lengths(rollouts: list[Rollout]) -> Result:
-    """Tokens written, and read again by the tokens behind them."""
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    seen = [
-        t * (t - 1) / 2 + (t - 1) * len(rollout.prompt.token_ids) for t, rollout in zip(lengths, rollouts, strict=True)
-    ]
-    return {"tokens": float(sum(lengths)), "steps": float(max(lengths)), "seen": float(sum(seen))}
+def settings(case: Case) -> dict:
+    """What both of transformers' ways are asked for."""
+    common = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": case.new_tokens, "pad_token_id": 0}
+    return common | {"eos_token_id": stop_tokens(case) or None}
 
 
-def write_with_generate(
-    model: Qwen3ForCausalLM, prompts: list[Prompt], group: int, num_new: int
-) -> Callable[[], Result]:
+def write_with_generate(model: PreTrainedModel, prompts: list[Prompt], case: Case) -> Writer:
     width = max(len(prompt.token_ids) for prompt in prompts)
-    rows = [[0] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts for _ in range(group)]
-    ids = torch.tensor(rows)
+    rows = [[0] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]
+    ids = torch.tensor(rows).repeat_interleave(case.shape.group, dim=0)
+    stops = torch.tensor(stop_tokens(case))
 
-    def write() -> Result:
-        output = model.generate(
-            ids,
-            attention_mask=(ids != 0).long(),
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=num_new,
-            eos_token_id=stop_tokens(model) or None,
-        )
-        written = output[:, width:]
-        if not stop_tokens(model):
-            return {"tokens": float(written.numel())}
-        ended = (written == EOS).int().cumsum(dim=1)
-        return {"tokens": float(((ended == 0) | ((ended == 1) & (written == EOS))).sum())}
+    def write() -> list[int]:
+        written = model.generate(ids, attention_mask=(ids != 0).long(), **settings(case))[:, width:]
+        ended = torch.isin(written, stops).int().cumsum(dim=1)
+        return (ended - torch.isin(written, stops).int() == 0).sum(dim=1).tolist()
 
     return write
 
 
-WRITERS = {"engine": write_with_engine, "generate": write_with_generate}
+def write_with_batch(model: PreTrainedModel, prompts: list[Prompt], case: Case) -> Writer:
+    ids = [list(prompt.token_ids) for prompt in prompts for _ in range(case.shape.group)]
+    config = GenerationConfig(**settings(case) | {"eos_token_id": stop_tokens(case) or -1})
+    pages = -(-(max(map(len, ids)) + case.new_tokens) // PAGE)
+    cache = ContinuousBatchingConfig(page_size=PAGE, num_blocks=len(ids) * pages, max_batch_tokens=BATCH_TOKENS)
+
+    def write() -> list[int]:
+        answers = model.generate_batch(ids, generation_config=config, continuous_batching_config=cache)
+        return [len(answer.generated_tokens) for answer in answers.values()]
+
+    return write
 
 
-def cpu_seconds(run: Callable[[], object], repetitions: int) -> float:
-    run()
-    start = time.process_time()
-    for _ in range(repetitions):
-        run()
-    return (time.process_time() - start) / repetitions
+WRITERS = {"engine": write_with_engine, "generate": write_with_generate, "generate_batch": write_with_batch}
 
 
-def floors(model: Qwen3ForCausalLM, dtype: torch.dtype, prompts: list[Prompt], written: Result) -> Result:
+def floors(model: PreTrainedModel, prompts: list[Prompt], lengths: list[int]) -> Result:
     """Seconds that the multiplications and the reading of memory take at the rates of this process."""
-    square = torch.randn(1024, 1024).to(dtype)
-    flops_rate = 2 * 1024**3 / cpu_seconds(lambda: square @ square, 10)
     block, target = torch.ones(2**26, dtype=torch.uint8), torch.empty(2**26, dtype=torch.uint8)
-    bytes_rate = 2 * 2**26 / cpu_seconds(lambda: target.copy_(block), 10)
-    config, body = model.config, sum(p.numel() for p in model.model.layers.parameters())
-    head = config.vocab_size * config.hidden_size
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    heads = config.num_hidden_layers * config.head_dim
-    flops = 2 * (body * (prompt_tokens + written["tokens"]) + head * written["tokens"])
-    flops += 4 * heads * config.num_attention_heads * written["seen"]
-    numbers = (body + head) * written["steps"] + 2 * heads * config.num_key_value_heads * written["seen"]
+    bytes_per_second = 2 * 2**26 / cpu_seconds(lambda: target.copy_(block), 10)
+    cost, head = forward_cost(model), head_cost(model)
+    work = tokens_and_pairs([len(prompt.token_ids) for prompt in prompts], lengths)
+    numbers = cost.per_token // 2 * max(lengths) + cached_numbers(model) * work["pairs"]
     return {
-        "gflops": flops_rate / 1e9,
-        "gbytes": bytes_rate / 1e9,
-        "flop_floor": flops / flops_rate,
-        "byte_floor": numbers * dtype.itemsize / bytes_rate,
+        "flop_floor": forward_flops(cost.per_token, head, cost.per_pair, work) / product_rate(model.dtype),
+        "byte_floor": numbers * model.dtype.itemsize / bytes_per_second,
     }
 
 
 @torch.no_grad()
 def work(job: Job) -> Result:
     """One measurement, in this process."""
-    case, dtype = CASES[job["case"]], DTYPES[job["dtype"]]
-    rows, num_new = round(job["rows"] * case.share), round(job["new_tokens"] * case.share)
-    model, prompts = make_model(case, dtype), make_prompts(case, rows)
-    write = WRITERS[job["writer"]](model, prompts, rows // len(prompts), num_new)
-    WRITERS[job["writer"]](model, prompts[:1], 2, 2)()
-    start = time.process_time()
-    written = write()
-    result = {"seconds": time.process_time() - start, "tokens": written["tokens"]}
-    return result | floors(model, dtype, prompts, written) if job["writer"] == "engine" else result
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    case = case_of(job)
+    model = make_model(case.model, case.words).to(DTYPES[job["dtype"]]).eval()
+    model.generation_config.eos_token_id = None
+    prompts, write = make_prompts(case.shape), WRITERS[job["writer"]]
+    write(model, prompts[:1], case._replace(rows=case.shape.group, new_tokens=2))()
+    start, run = time.process_time(), write(model, prompts, case)
+    lengths = run()
+    result = {"seconds": time.process_time() - start, "tokens": sum(lengths)}
+    return result | floors(model, prompts, lengths) if job["writer"] == "engine" else result
 
 
-def measure(job: Job) -> Result:
-    """One measurement, in a process of its own."""
-    return interleaved.measure(Path(__file__), job, flags=["--work"])
+def jobs(quick: bool) -> list[Job]:
+    small = {"rows": 8, "new_tokens": 4} if quick else {}
+    found = [{"case": case, "dtype": dtype, "writer": w} for case in CASES for dtype in DTYPES for w in WRITERS]
+    return [job | small | ({"limit": BATCH_LIMIT} if job["writer"] == "generate_batch" else {}) for job in found]
 
 
-def line(case: str, dtype: str, results: dict[str, list[Result]]) -> str:
-    """A row of the table."""
-    speeds = {name: [one["tokens"] / one["seconds"] for one in ones] for name, ones in results.items()}
-    ratios = [a / b for a, b in zip(speeds["engine"], speeds["generate"], strict=True)]
-    engine = results["engine"]
-    shares = [cell([one[floor] / one["seconds"] for one in engine]) for floor in ("flop_floor", "byte_floor")]
-    cells = [case, dtype, cell(speeds["generate"], 0), cell(speeds["engine"], 0), cell(ratios), *shares]
-    return f"| {' | '.join(cells)} |"
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for case in CASES:
+        for dtype in DTYPES:
+            own = {writer: speeds(results, case, dtype, writer) for writer in WRITERS}
+            engine = results.of(case=case, dtype=dtype, writer="engine")
+            shares = [[one[floor] / one["seconds"] for one in engine] for floor in ("flop_floor", "byte_floor")]
+            failed = results.failure(case=case, dtype=dtype, writer="generate_batch")
+            yield (
+                f"{case}, {dtype}",
+                *(cell(own[writer], 0) for writer in ("engine", "generate")),
+                cell(ratios(own["engine"], own["generate"])),
+                failed or cell(own["generate_batch"], 0),
+                *map(cell, shares),
+            )
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--json", help="a file for every single measurement")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    return parser.parse_args()
+def speeds(results: Results, case: str, dtype: str, writer: str) -> list[float]:
+    return [one["tokens"] / one["seconds"] for one in results.of(case=case, dtype=dtype, writer=writer)]
 
 
-def main() -> None:
-    chosen = options()
-    if chosen.work:
-        print(MARK + json.dumps(work(json.loads(chosen.work))))
-        return
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {versions};")
-    print(f"{chosen.rows} rows, {chosen.new_tokens} tokens each, CPU seconds\n")
-    print("| case | weights | generate, tokens/s | engine, tokens/s | ratio | of the FLOP floor | of the byte floor |")
-    print("|---|---|---|---|---|---|---|")
-    records = []
-    for case in chosen.cases:
-        for dtype in chosen.dtypes:
-            job = {"case": case, "dtype": dtype, "rows": chosen.rows, "new_tokens": chosen.new_tokens}
-            results: dict[str, list[Result]] = {writer: [] for writer in WRITERS}
-            for _ in range(chosen.repetitions):
-                for writer, ones in results.items():
-                    ones.append(measure(job | {"writer": writer}))
-            print(line(case, dtype, results), flush=True)
-            records.append(job | {"results": results})
-    if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump(records, file, indent=1)
+def report(results: Results) -> str:
+    columns = ("tokens a CPU s", "engine", "`generate`", "ratio", "`generate_batch`", "of the FLOP floor")
+    return markdown((*columns, "of the byte floor"), rows(results))
 
+
+BENCHMARK = Benchmark("decode", jobs, report)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, __doc__, work)

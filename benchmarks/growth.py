@@ -1,96 +1,127 @@
-"""Seconds and memory for each token as one size grows: vocabulary, tokens, K, group size, response length.
+"""Seconds and memory for each token as one size grows, beside others that stay.
 
-    OMP_NUM_THREADS=1 python benchmarks/growth.py --json growth.json --picture docs/pictures/growth.png > growth.md
-    python benchmarks/growth.py --redraw growth.json --picture docs/pictures/growth.png
+    python benchmarks/growth.py --repetitions 1
+    python benchmarks/growth.py --only grows=prompts
 
-The first three are of the loss layer alone (head.py: forward and backward, float32, hidden 1024; beside ours the full
-logits), the last two of a whole GRPO step (step.py: 128 responses; micro-batches of 64 responses of 64 tokens, so that
-longer responses come in more of them). CPU seconds of one thread; memory is what a process takes at its peak above what
-it had before. Each measurement is a process of its own.
+Of the loss layer alone (head.py: forward and backward, float32, hidden 1024; beside ours the full logits): vocabulary
+V, tokens N, top K. Of a whole GRPO step (step.py's fixed shape with 16 prompts): responses of a prompt, of the same
+128 in all; prompts, in micro-batches of 64 responses; response length, in more micro-batches; the spread of lengths,
+which are 64 tokens on average and at most 64, 128, 256 or 512; and micro-batches of one step that trains two models,
+where kappa is what it is by default or exact. CPU seconds of one thread; memory is what a process takes at its peak
+above what it had before. Each measurement is a process of its own.
 """
 
-import argparse
-import json
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-from interleaved import Job, measure, table
+from interleaved import FOLDER, Benchmark, Job, Results, cell, main, markdown
+from step_task import SHAPES
 
 from jackpot.ui.charts import Chart, Series
 from jackpot.ui.png import write_png
 
-HERE = Path(__file__).parent
-HEAD = {"device": "cpu", "dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024, "top": 20}
-STEP = {"what": "on_policy", "new_tokens": 64, "steps": 4, "overrides": ("batch.micro_batch_tokens=7488",)}
-RESPONSES = 128
+HEAD = {"worker": "head.py", "device": "cpu", "dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024}
+HEAD |= {"top": 20, "what": "single", "variant": "ours"}
+STEP = {"worker": "step_ours.py", "shape": "fixed", "models": 1, "prompts": 16, "steps": 4}
+WIDTH = SHAPES["fixed"].prompt[1] + SHAPES["fixed"].new_tokens
+MICRO_BATCH = f"batch.micro_batch_tokens={64 * WIDTH}"  # whatever else there is
+STOPS = {64: 0, 128: 51, 256: 63, 512: 64}  # of 4,096 words, for 64 tokens on average where there is room for so many
 MOST_LOGITS = 2**28  # of a head that full logits are asked for: they are there several times, 1 GiB each
+QUICK = {"head": {"tokens": 64}, "step": {"prompts": 4, "steps": 3}}
+NAIVE = {"variant": "naive"}
+EXACT = {"kappa": "prepass"}
 
 
 class Range(NamedTuple):
+    """One size, its values, and what is drawn beside ours."""
+
     title: str
     label: str
     values: tuple[int, ...]
+    beside: tuple[str, Job] | None = None
 
 
-HEAD_RANGES = {
-    "vocabulary": (Range("Vocabulary, one head", "V", (4096, 16_384, 65_536, 262_144)), "single", ("ours", "naive")),
-    "tokens": (Range("Tokens, two heads", "N", (256, 1024, 4096)), "joint", ("ours", "naive")),
-    "top": (Range("Top K, two heads", "K", (5, 20, 80, 160)), "joint", ("ours",)),
+RANGES = {
+    "vocabulary": Range("Vocabulary, one head", "V", (4096, 16_384, 65_536, 262_144), ("full logits", NAIVE)),
+    "tokens": Range("Tokens, two heads", "N", (256, 1024, 4096), ("full logits", NAIVE)),
+    "top": Range("Top K, two heads", "K", (5, 20, 80, 160)),
+    "group": Range("Group size, a step", "responses of a prompt", (2, 4, 8, 16, 32)),
+    "prompts": Range("Prompts, a step", "prompts", (4, 16, 64)),
+    "new_tokens": Range("Response length, a step", "tokens", (16, 64, 256)),
+    "spread": Range("Spread of lengths, a step", "longest, of 64 on average", tuple(STOPS)),
+    "micro_batches": Range("Micro-batches, two models", "micro-batches", (1, 2, 4, 8), ("kappa: prepass", EXACT)),
 }
-STEP_RANGES = {
-    "group": Range("Group size, a whole step", "responses of a prompt", (2, 4, 8, 16, 32)),
-    "new_tokens": Range("Response length, a whole step", "tokens", (16, 64, 256)),
-}
+
+
+def job_of(name: str, value: int) -> Job:
+    """The job in which a size has a value."""
+    if name in HEAD:
+        return HEAD | {"grows": name, name: value} | ({} if name == "vocabulary" else {"what": "joint"})
+    job = STEP | {"grows": name, "at": value, "overrides": [MICRO_BATCH]}
+    match name:
+        case "group":
+            return job | {"group": value, "prompts": 128 // value}
+        case "spread":
+            stops = list(range(4096 - STOPS[value], 4096))
+            return job | {"new_tokens": value, "overrides": [MICRO_BATCH, f"sampling.stop_token_ids={stops}"]}
+        case "micro_batches":
+            tokens = -(-128 // value) * WIDTH
+            return job | {"models": 2, "overrides": [f"batch.micro_batch_tokens={tokens}"]}
+    return job | {name: value}
+
+
+def jobs(quick: bool) -> list[Job]:
+    found = []
+    for name, wanted in RANGES.items():
+        for value in wanted.values[: 1 if quick else None]:
+            job = job_of(name, value) | (QUICK["head" if name in HEAD else "step"] if quick else {})
+            found.append(job)
+            if wanted.beside and job.get("tokens", 0) * job.get("vocabulary", 0) <= MOST_LOGITS:
+                found.append(job | wanted.beside[1])
+    return found
+
+
+def is_beside(job: Job) -> bool:
+    """Tell whether a job is what is drawn beside ours."""
+    return job.get("variant") == "naive" or "kappa" in job
 
 
 class Point(NamedTuple):
+    """One measurement."""
+
     name: str
-    variant: str
+    beside: bool
     value: int
-    microseconds: float  # of CPU, for each token
-    mib: float  # at the peak
+    microseconds: list[float]  # of CPU, for each token; repetition by repetition
+    mib: list[float]  # at the peak
 
 
-def measure_head(name: str) -> list[Point]:
-    wanted, what, variants = HEAD_RANGES[name]
-    points = []
-    for value in wanted.values:
-        for variant in variants:
-            job: Job = HEAD | {name: value, "what": what, "variant": variant}
-            if variant == "naive" and job["tokens"] * job["vocabulary"] > MOST_LOGITS:
-                continue
-            found = measure(HERE / "head.py", job, flags=["--work"])
-            points.append(Point(name, variant, value, 1e6 * found["seconds"] / job["tokens"], found["extra_mb"]))
-    return points
+def points(results: Results) -> list[Point]:
+    found = []
+    for job in results.jobs():
+        own, name = results.of_job(job), job["grows"]
+        seconds = [one["seconds"] / job["tokens"] if "seconds" in one else one["step"] / one["tokens"] for one in own]
+        memory = [one["extra_mb"] if "extra_mb" in one else one["own_mib"] for one in own]
+        value = job[name] if name in HEAD else job["at"]
+        found.append(Point(name, is_beside(job), value, [1e6 * one for one in seconds], memory))
+    return found
 
 
-def measure_step(name: str, folder: str) -> list[Point]:
-    points = []
-    for value in STEP_RANGES[name].values:
-        job: Job = STEP | {"folder": folder, "group": 8, name: value}
-        found = measure(HERE / "step_ours.py", job | {"prompts": RESPONSES // job["group"]})
-        points.append(Point(name, "ours", value, 1e6 * found["step"] / found["tokens"], found["own_mib"]))
-    return points
-
-
-def charts(points: Sequence[Point]) -> list[Chart]:
+def charts(found: Sequence[Point]) -> list[Chart]:
     """Time in the first row, memory below."""
-    ranges = {name: wanted for name, (wanted, *_) in HEAD_RANGES.items()} | STEP_RANGES
     return [
         chart(wanted, of_name, column, label)
         for column, label in (("microseconds", "CPU microseconds a token"), ("mib", "extra memory, MiB"))
-        for name, wanted in ranges.items()
-        if (of_name := [point for point in points if point.name == name])
+        for name, wanted in RANGES.items()
+        if (of_name := [point for point in found if point.name == name])
     ]
 
 
-def chart(wanted: Range, points: Sequence[Point], column: str, label: str) -> Chart:
+def chart(wanted: Range, found: Sequence[Point], column: str, label: str) -> Chart:
     """From zero on, so that flat looks flat; the vocabulary grows too far for that."""
-    numbers = {variant: number for number, variant in enumerate(("ours", "naive"))}
-    lines = {variant: [point for point in points if point.variant == variant] for variant in numbers}
+    medians = {(point.beside, point.value): statistics.median(getattr(point, column)) for point in found}
+    names = {False: "ours", True: wanted.beside[0] if wanted.beside else ""}
     is_vocabulary = wanted.label == "V"
     return Chart(
         title=wanted.title,
@@ -98,44 +129,46 @@ def chart(wanted: Range, points: Sequence[Point], column: str, label: str) -> Ch
         y_label=label,
         x_names=tuple(f"{value:,}" for value in wanted.values),
         log_y=is_vocabulary,
-        y_range=None if is_vocabulary else (0.0, 1.1 * max(getattr(point, column) for point in points)),
+        y_range=None if is_vocabulary else (0.0, 1.1 * max(medians.values())),
         series=tuple(
             Series(
-                name={"ours": "ours", "naive": "full logits"}[variant],
-                x=[wanted.values.index(point.value) for point in line],
-                y=[getattr(point, column) for point in line],
-                number=numbers[variant],
+                name=names[beside],
+                x=[wanted.values.index(value) for other, value in medians if other == beside],
+                y=[median for (other, _), median in medians.items() if other == beside],
+                number=int(beside),
                 style="both",
             )
-            for variant, line in lines.items()
-            if line
+            for beside in sorted({beside for beside, _ in medians})
         ),
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*HEAD_RANGES, *STEP_RANGES], default=[*HEAD_RANGES, *STEP_RANGES])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--redraw", type=Path, help="a file that --json wrote: draw it, measure nothing")
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
-    if options.redraw:
-        points = [Point(*row) for row in json.loads(options.redraw.read_text())]
-    else:
-        torch.set_num_threads(1)
-        points = [point for name in options.only if name in HEAD_RANGES for point in measure_head(name)]
-        with tempfile.TemporaryDirectory() as folder:
-            measure(HERE / "step_ours.py", {"folder": folder, "what": "models"})
-            points += [point for name in options.only if name in STEP_RANGES for point in measure_step(name, folder)]
-    if options.json:
-        options.json.write_text(json.dumps(points))
-    rows = [(p.name, f"{p.value:,}", p.variant, f"{p.microseconds:,.0f}", f"{p.mib:,.0f}") for p in points]
-    table(("grows", "to", "variant", "CPU microseconds a token", "extra memory, MiB"), rows)
-    if options.picture:
-        drawn = charts(points)
-        write_png(options.picture, drawn, columns=len(drawn) // 2)
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """A value each; what is beside ours behind the stroke."""
+    found = points(results)
+    for name, wanted in RANGES.items():
+        for value in wanted.values:
+            here = sorted(
+                (point for point in found if (point.name, point.value) == (name, value)), key=lambda p: p.beside
+            )
+            cells = [" / ".join(cell(one[at], 0) for one in here) or "to be measured" for at in (3, 4)]
+            title = wanted.title + (f" / {wanted.beside[0]}" if wanted.beside else "")
+            yield title if value == wanted.values[0] else "", f"{value:,}", *cells
 
+
+def report(results: Results) -> str:
+    return markdown(("grows", "to", "CPU microseconds a token", "extra memory, MiB"), rows(results))
+
+
+def draw() -> None:
+    """Draw docs/pictures/growth.png from the results, if there are any."""
+    if found := charts(points(Results.read(FOLDER / "growth.jsonl"))):
+        write_png(FOLDER.parent / "pictures" / "growth.png", found, columns=len(found) // 2)
+
+
+PREPARE = {"worker": "step_ours.py", "action": "models", "shapes": ["fixed"]}
+BENCHMARK = Benchmark("growth", jobs, report, PREPARE, repetitions=1)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, __doc__)
+    draw()

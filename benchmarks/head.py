@@ -1,46 +1,53 @@
 """The head beside full logits and other people's kernels: CPU seconds and extra memory, forward and backward.
 
     make .venv-peers/ready && .venv-peers/bin/pip install --no-deps liger-kernel==0.8.5
-    OMP_NUM_THREADS=1 python benchmarks/head.py --repetitions 3 --json head.json > head.md
-    OMP_NUM_THREADS=1 python benchmarks/head.py --only single --vocabulary 16384 --hidden 256 --tokens 256
-    python benchmarks/head.py --device cuda --dtypes bf16 --tokens 16384 --repetitions 3 --peers "$(which python)"
+    python benchmarks/head.py --repetitions 3
+    python benchmarks/head.py --only what=single --set vocabulary=16384 --set hidden=256 --set tokens=256
+    python benchmarks/head.py --only dtype=bf16 --set device=cuda --set tokens=16384 --peers "$(which python)"
 
-Every measurement is a process of its own, and the variants take turns. Seconds, forward and backward, are CPU seconds
-of one thread, on a GPU wall-clock after a run that is not counted. Extra memory is the highest above that before the
-forward pass, with the gradients: resident memory, on a GPU what was allocated. bfloat16 means bfloat16 weights under
-autocast to bfloat16: products are rounded to it, sums are float32. "of matmul" is the time that three products a head
-would take at the rate of a plain one, as a part of both. A cell is the median and, in brackets, the smallest and the
-largest; (x) is the ratio of medians to ours. Not yet run on a GPU.
+Seconds, forward and backward, are CPU seconds of one thread, on a GPU wall-clock after a run that is not counted.
+Extra memory is the highest above that before the forward pass, with the gradients: resident memory, on a GPU what was
+allocated. bf16 means bfloat16 weights under autocast to bfloat16: products are rounded to it, sums are float32. "of
+products" is the time that three products a head would take at the rate of a plain one, as a part of both. Not yet run
+on a GPU.
 
-What the variants give, with the gradient of the sum of log-probs, entropies and, of two heads, the forward KL:
+    single      one head: gradient of the sum of log-probs and entropies
+    joint       two heads: of both and of the forward KL between them
+    log-probs   one head: of the sum of log-probs alone; nothing else is formed
 
-    ours      log-probs, entropy, top k and log-probs at K given ids, of two heads also both KLs and the fill-ins
-    naive     the same, by log_softmax of all logits
-    trl       TRL's chunked kernels (trl 1.16): log-probs and entropy; of two heads the KL; no top k, no given ids
-    liger     Liger's fused GRPO loss: log-probs only, and the gradient already in forward
-    compiled  naive under torch.compile; on a GPU only
+    ours            log-probs, entropy, top k and log-probs at K given ids, of two heads also both KLs and the fill-ins
+    ours, fp32 products   the same bfloat16 weights without autocast: every product is float32
+    naive           the same as ours, by log_softmax of all logits; for log-probs alone by cross_entropy
+    trl             TRL's chunked kernels: log-probs and entropy; of two heads the KL; no top k, no given ids. Off
+                    CUDA they
+                    multiply the gradient of the logits in float32, in bf16 too
+    liger           Liger's fused GRPO loss: log-probs only, and the gradient already in forward
+    torch           torch.nn.functional.linear_cross_entropy; in bf16 it takes the softmax of bfloat16 logits
+    torch, chunked  the same with LinearCrossEntropyOptions(): the gradient already in forward
+    compiled        naive under torch.compile; on a GPU only
 """
 
-import argparse
-import json
-import platform
-import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import MARK, Job, Result, measure
+from floor import DTYPES
+from interleaved import Benchmark, Job, Result, Results, cell, main, markdown, ratios
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-HEADS = {"single": 1, "joint": 2}
-VARIANTS = {"single": ("ours", "naive", "trl", "liger"), "joint": ("ours", "naive", "trl")}
-ON_GPU = ("compiled",)  # further ones
+EXACT = "ours, fp32 products"
+HEADS = {"single": 1, "joint": 2, "log-probs": 1}
+VARIANTS = {
+    "single": ("ours", EXACT, "naive", "trl"),
+    "joint": ("ours", EXACT, "naive", "trl"),
+    "log-probs": ("ours", EXACT, "naive", "torch", "torch, chunked", "trl", "liger"),
+}
+PEERS = ("trl", "liger")
+SIZES = {"vocabulary": 151_936, "hidden": 1024, "tokens": 4096, "top": 20, "device": "cpu"}
+QUICK = {"vocabulary": 4096, "hidden": 64, "tokens": 512}
 TRL_VOCABULARY_CHUNK = 32768  # trl.trainer.utils
 LIGER_LENGTH = 256  # tokens of a sequence: its loss wants [sequences, tokens]
 ENTROPY_WEIGHT = 0.01
@@ -60,7 +67,7 @@ class Inputs:
         self.weight = [torch.empty(v, h, **places).normal_(0.0, 2.0 * h**-0.5).requires_grad_() for _ in heads]
         self.ids = torch.randint(v, (n,), device=job["device"])
         self.given = torch.randint(v, (n, job["top"]), device=job["device"])
-        self.top = job["top"]
+        self.top, self.what = job["top"], job["what"]
 
     def forget_gradients(self) -> None:
         for tensor in (*self.hidden, *self.weight):
@@ -71,6 +78,8 @@ def ours(given: Inputs) -> Tensor:
     from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 
     heads = [Head(hidden=hidden, weight=weight) for hidden, weight in zip(given.hidden, given.weight, strict=True)]
+    if given.what == "log-probs":
+        return linear_head(heads[0], given.ids, temperature=1.0, num_top=0).log_probs.sum()
     options = dict(temperature=1.0, num_top=given.top, gather_ids=given.given)
     if len(heads) == 1:
         return loss_of([linear_head(heads[0], given.ids, **options)])
@@ -83,6 +92,9 @@ def loss_of(heads: Sequence[Any]) -> Tensor:
 
 
 def naive(given: Inputs) -> Tensor:
+    if given.what == "log-probs":
+        logits = (given.hidden[0] @ given.weight[0].t()).float()
+        return -torch.nn.functional.cross_entropy(logits, given.ids, reduction="sum")
     loss, top_ids, all_log_probs = given.hidden[0].new_zeros((), dtype=torch.float32), None, []
     for hidden, weight in zip(given.hidden, given.weight, strict=True):
         log_probs = torch.log_softmax((hidden @ weight.t()).float(), dim=-1)
@@ -106,6 +118,9 @@ def trl(given: Inputs) -> Tensor:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     loss = given.hidden[0].new_zeros((), dtype=torch.float32)
+    if given.what == "log-probs":
+        options = (None, given.ids, 1.0, TRL_VOCABULARY_CHUNK, None, 1.0, ("log_probs",))
+        return ChunkedLogProbFunction.apply(given.hidden[0], given.weight[0], *options)[0].sum()
     for hidden, weight in zip(given.hidden, given.weight, strict=True):
         log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
             hidden, weight, None, given.ids, 1.0, TRL_VOCABULARY_CHUNK, None, 1.0, ("entropy",)
@@ -131,13 +146,25 @@ def liger(given: Inputs) -> Tensor:
     return loss
 
 
+def of_torch(given: Inputs, **options: Any) -> Tensor:
+    loss = torch.nn.functional.linear_cross_entropy
+    return -loss(given.hidden[0], given.weight[0], given.ids, reduction="sum", **options)
+
+
+def of_torch_chunked(given: Inputs) -> Tensor:
+    return of_torch(given, options=torch.nn.LinearCrossEntropyOptions())
+
+
 def compiled(given: Inputs) -> Tensor:
     return torch.compile(naive)(given)
 
 
 FUNCTIONS: dict[str, Callable[[Inputs], Tensor]] = {
     "ours": ours,
+    EXACT: ours,
     "naive": naive,
+    "torch": of_torch,
+    "torch, chunked": of_torch_chunked,
     "trl": trl,
     "liger": liger,
     "compiled": compiled,
@@ -191,19 +218,21 @@ def matmul_rate(job: Job, meter: Processor | Gpu) -> float:
     places = {"dtype": DTYPES[job["dtype"]], "device": job["device"]}
     left, right = torch.ones(tokens, hidden, **places), torch.ones(hidden, vocabulary, **places)
     left @ right
-    rounds = 50 if job["device"] == "cuda" else 1
+    rounds = 50 if job["device"] == "cuda" else 3
     started = meter.clock()
     for _ in range(rounds):
         left @ right
     return 2.0 * rounds * tokens * vocabulary * hidden / (meter.clock() - started)
 
 
-def work(job: Job) -> None:
-    """Run one job in this process and print its result."""
+def work(job: Job) -> Result:
+    """Run one job in this process."""
+    torch.set_num_threads(1)
     function, meter = FUNCTIONS[job["variant"]], METERS[job["device"]]()
+    rounded = job["dtype"] == "bf16" and job["variant"] != EXACT
 
     def run(given: Inputs) -> float:
-        with torch.autocast(job["device"], torch.bfloat16) if job["dtype"] == "bf16" else nullcontext():
+        with torch.autocast(job["device"], torch.bfloat16) if rounded else nullcontext():
             loss = function(given)
         forward = meter.clock()
         loss.backward()
@@ -220,115 +249,45 @@ def work(job: Job) -> None:
     forward = run(given)
     seconds = meter.clock() - started
     products = 3 * HEADS[job["what"]] * 2.0 * job["tokens"] * job["vocabulary"] * job["hidden"]
-    result = {"forward": forward - started, "seconds": seconds, "of_matmul": products / rate / seconds}
-    print(MARK + json.dumps(result | {"extra_mb": meter.highest()}), flush=True)
+    result = {"forward": forward - started, "seconds": seconds, "of_products": products / rate / seconds}
+    return result | {"extra_mb": meter.highest()}
 
 
 # What starts them
 
 
-def attempt(job: Job, peers: str) -> Result | str:
-    """Run one job in a process of its own; why not, where it cannot be run."""
-    python = peers if job["variant"] in ("trl", "liger") else sys.executable
-    if not Path(python).exists():
-        return f"no {python}"
-    try:
-        return measure(Path(__file__), job, python, ["--work"])
-    except RuntimeError as error:
-        return str(error).strip().splitlines()[-1]
+def jobs(quick: bool) -> list[Job]:
+    sizes = SIZES | (QUICK if quick else {})
+    return [
+        sizes | {"what": what, "dtype": dtype, "variant": variant} | ({"peer": True} if variant in PEERS else {})
+        for what, variants in VARIANTS.items()
+        for dtype in DTYPES
+        for variant in variants
+        if not (variant == EXACT and dtype == "fp32")
+    ]
 
 
-def repeated(jobs: Sequence[Job], options: argparse.Namespace) -> list[tuple[Job, list[Result] | str]]:
-    """Every job as often, taking turns; one that failed is not tried again."""
-    results: list[list[Result] | str] = [[] for _ in jobs]
-    for _ in range(options.repetitions):
-        for number, job in enumerate(jobs):
-            if isinstance(results[number], str):
-                continue
-            result = attempt(job, options.peers)
-            if isinstance(result, str):
-                results[number] = result
-            else:
-                results[number].append(result)
-    return list(zip(jobs, results, strict=True))
+def rows(results: Results, what: str, dtype: str) -> Iterator[tuple[str, ...]]:
+    """The variants of one size and dtype; (x) is to ours."""
+    seconds, memory = (results.values(key, what=what, dtype=dtype, variant="ours") for key in ("seconds", "extra_mb"))
+    for job in results.jobs(what=what, dtype=dtype):
+        fields = {"what": what, "dtype": dtype, "variant": job["variant"]}
+        if why := results.failure(**fields):
+            yield job["variant"], f"not run: {why}", *[""] * 4
+            continue
+        own, extra = results.values("seconds", **fields), results.values("extra_mb", **fields)
+        cells = cell(own), cell(ratios(own, seconds)), cell(results.values("of_products", **fields))
+        yield job["variant"], *cells, cell(extra, 0), cell(ratios(extra, memory), 1)
 
 
-def cell(results: Sequence[Result], key: str, base: Sequence[Result] | None = None) -> str:
-    values = [result[key] for result in results]
-    digits = 0 if key == "extra_mb" else 2
-    text = f"{statistics.median(values):.{digits}f}"
-    if len(values) > 1:
-        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
-    if base:
-        text += f" (x{statistics.median(values) / statistics.median(result[key] for result in base):.2f})"
-    return text
+def report(results: Results) -> str:
+    columns = ("CPU s", "times ours", "of products", "extra memory, MB", "times ours")
+    found = [(what, dtype) for what in VARIANTS for dtype in DTYPES if results.jobs(what=what, dtype=dtype)]
+    tables = [markdown((f"{what}, {dtype}", *columns), rows(results, what, dtype)) for what, dtype in found]
+    return "\n\n".join(tables) or "to be measured"
 
 
-def report(title: str, measured: Sequence[tuple[Job, list[Result] | str]], names: Sequence[str]) -> list[Job]:
-    """A table of jobs; ratios are to ours with the same numbers. What was measured, for the file."""
-    columns = [*names, "variant", "forward, s", "both, s", "of matmul", "extra, MB"]
-    print(f"## {title}\n\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    key = lambda job: tuple(job[name] for name in names)  # noqa: E731
-    base = {key(job): results for job, results in measured if job["variant"] == "ours" and not isinstance(results, str)}
-    for job, results in measured:
-        row = [str(job[name]) for name in names] + [job["variant"]]
-        if isinstance(results, str):
-            row += [f"skipped: {results}", "", "", ""]
-        else:
-            own = base.get(key(job)) if job["variant"] != "ours" else None
-            row += [cell(results, "forward"), cell(results, "seconds", own), cell(results, "of_matmul")]
-            row.append(cell(results, "extra_mb", own))
-        print("| " + " | ".join(row) + " |")
-    print(flush=True)
-    return [job | {"results": results} for job, results in measured]
-
-
-def versus(what: str) -> Callable[[argparse.Namespace], list[Job]]:
-    """The section that compares all variants at one size."""
-
-    def section(options: argparse.Namespace) -> list[Job]:
-        sizes = {name: getattr(options, name) for name in ("vocabulary", "hidden", "tokens", "top", "device")}
-        variants = VARIANTS[what] + (ON_GPU if options.device == "cuda" else ())
-        jobs = [
-            sizes | {"what": what, "dtype": dtype, "variant": variant}
-            for dtype in options.dtypes
-            for variant in variants
-        ]
-        title = f"{what}: V = {options.vocabulary}, H = {options.hidden}, N = {options.tokens}, K = {options.top}"
-        return report(title, repeated(jobs, options), ["dtype"])
-
-    return section
-
-
-SECTIONS = {"single": versus("single"), "joint": versus("joint")}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--top", type=int, default=20)
-    parser.add_argument("--device", choices=METERS, default="cpu")
-    parser.add_argument("--repetitions", type=int, default=1)
-    parser.add_argument("--peers", default=str(ROOT / ".venv-peers/bin/python"), help="the python of TRL and Liger")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch finds no GPU")
-    torch.set_num_threads(1)
-    if options.work:
-        work(options.work)
-        return
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, one thread"
-    print(f"# The head\n\ntorch {torch.__version__}, {where}\n")
-    records = [record for name in options.only for record in SECTIONS[name](options)]
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
-
+BENCHMARK = Benchmark("head", jobs, report, repetitions=2)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, __doc__, work)

@@ -1,52 +1,53 @@
 """Compares the peak of tensors that `--dry-run` plans with what the whole process takes.
 
-    OMP_NUM_THREADS=1 python benchmarks/memory.py > memory.md
+    python benchmarks/memory.py
 
-The models and prompts of step.py. Each plan and each run is a process of its own; the run's number is the largest
-resident memory that its kernel saw, over three iterations. Responses rarely end before the limit, as the plan assumes.
+The models and prompts of step.py's fixed shape, 8 prompts, and its ragged one. Each plan and each run is a process of
+its own; the run's number is the largest resident memory that its kernel saw, over three iterations. Responses of the
+fixed shape rarely end before the limit, as the plan assumes.
 """
 
-import argparse
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 
-from interleaved import measure, table
+from interleaved import Benchmark, Job, Results, cell, main, markdown
+from step_task import SHAPES
 
-WORKER = Path(__file__).with_name("step_ours.py")
-CASES = {
-    "on policy": ("on_policy", ()),
-    "two models": ("joint", ()),
-    "on policy, micro-batches of 4 times the size": ("on_policy", ("batch.micro_batch_tokens=29952",)),
-    "two models, activations checkpointed": ("joint", ("activation_checkpointing=true",)),
-    "two models, responses of twice the length": (
-        "joint",
-        ("sampling.max_new_tokens=128", "batch.micro_batch_tokens=11584"),
-    ),
-    "on policy in bf16": ("on_policy", ("precision=bf16", "engine.dtype=bf16")),
-    "on policy, an adapter": ("on_policy", ("policy.lora.rank=8",)),
-    "two models, the writer frozen": ("joint", ("rollout_model.optimizer=null",)),
+FIXED = {"shape": "fixed", "prompts": 8}
+CASES: dict[str, Job] = {
+    "one policy": {"models": 1},
+    "two models": {"models": 2},
+    "one policy, micro-batches of 4 times the size": {"models": 1, "micro_batch": 256},
+    "two models, activations checkpointed": {"models": 2, "overrides": ["activation_checkpointing=true"]},
+    "two models, responses of twice the length": {"models": 2, "new_tokens": 128},
+    "one policy, bf16": {"models": 1, "dtype": "bf16"},
+    "one policy, an adapter": {"models": 1, "overrides": ["policy.lora.rank=8"]},
+    "two models, rollout model frozen": {"models": 2, "overrides": ["rollout_model.optimizer=null"]},
+    "one policy, ragged": {"models": 1, "shape": "ragged"},
+    "two models, ragged": {"models": 2, "shape": "ragged"},
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--only", help="cases whose name has this in it")
-    options = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {"folder": folder, "prompts": options.prompts, "new_tokens": options.new_tokens, "steps": 3}
-        measure(WORKER, shared | {"what": "models"})
-        for name, (what, overrides) in CASES.items():
-            if options.only and options.only not in name:
-                continue
-            job = shared | {"what": what, "overrides": overrides}
-            planned, ran = measure(WORKER, job | {"plan": True}), measure(WORKER, job)
-            others = ran["peak_mib"] - planned["peak_mib"]
-            rows.append((name, f"{planned['peak_mib']:,.0f}", f"{ran['peak_mib']:,.0f}", f"{others:,.0f}"))
-    table(("", "tensors as planned, MiB", "process, MiB", "beyond tensors, MiB"), rows)
+def jobs(quick: bool) -> list[Job]:
+    small = {"prompts": 2, "new_tokens": 8} if quick else {}
+    cases = [
+        FIXED | {"worker": "step_ours.py", "case": name, "steps": 3} | case | small for name, case in CASES.items()
+    ]
+    return [case | {"action": action} for case in cases for action in ("plan", "run")]
 
+
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for name in CASES:
+        planned = results.values("peak_mib", case=name, action="plan")
+        ran, own = (results.values(key, case=name, action="run") for key in ("peak_mib", "own_mib"))
+        yield name, cell(planned, 0), cell(ran, 0), cell([a - b for a, b in zip(ran, own, strict=True)], 0)
+
+
+def report(results: Results) -> str:
+    return markdown(("", "tensors as planned, MiB", "process, MiB", "of it before the first step"), rows(results))
+
+
+PREPARE = {"worker": "step_ours.py", "action": "models", "shapes": list(SHAPES)}
+BENCHMARK = Benchmark("memory", jobs, report, PREPARE, repetitions=1)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, __doc__)

@@ -1,9 +1,9 @@
 """What OBRS adds to a GRPO step at K = 20: nanoseconds a token, matrix FLOPs, and shares of the step.
 
-    OMP_NUM_THREADS=1 python benchmarks/obrs_overhead.py --repetitions 7
+    python benchmarks/obrs_overhead.py --repetitions 3
 
-The model, the prompts and the lengths of step.py, one policy that writes for itself: everything that two models cost is
-left out, what stays is the correction. Parts take turns in one process; CPU seconds, medians and their range:
+The model, the prompts and the lengths of step.py's fixed shape, one policy that writes for itself: everything that two
+models cost is left out, what stays is the correction. Parts take turns in one process; CPU seconds, medians:
 
     reweighting    dedup, Z, kappa, acceptance, weights and their metrics, on tensors that are there
     the head       top-20 and the log-probs at the engine's 20 ids, beside the loss alone
@@ -13,18 +13,16 @@ left out, what stays is the correction. Parts take turns in one process; CPU sec
 The noise of a whole update is larger than the difference; the first three lines say what it is made of.
 """
 
-import argparse
 import json
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from interleaved import cell, table
-from step_ours import Words, make_models, settings
-from step_task import GROUP
+from interleaved import Benchmark, Job, Result, Results, cell, main, markdown
+from step_ours import Words, model_folder, settings
+from step_task import SHAPES
 from torch.utils.flop_counter import FlopCounterMode
 
 from jackpot.config.build import build_config
@@ -41,7 +39,14 @@ from jackpot.rollout.engines.base import Request
 from jackpot.training.batching import micro_batches
 from jackpot.training.joint_learner import JointLearner
 
-TOP = 20
+TOP, TURNS = 20, 3
+SHAPE = SHAPES["fixed"]
+PARTS = {
+    "reweighting": "reweighting: dedup, Z, kappa, acceptance, weights",
+    "the head": "the head: top 20, and the log-probs at the engine's 20",
+    "writing": "writing: the engine's 20 log-probs",
+    "the update": "the whole update, the first two in it",
+}
 Action = Callable[[], object]
 
 
@@ -57,10 +62,8 @@ def take_turns(actions: dict[str, Action], repetitions: int) -> dict[str, list[f
     return seconds
 
 
-def config_of(folder: str, options: argparse.Namespace, correction: str, top: int) -> Config:
-    job = {"folder": folder, "what": "on_policy", "steps": 1}
-    job |= {"prompts": options.prompts, "new_tokens": options.new_tokens}
-    config = json.loads(settings(job).model_dump_json())
+def config_of(job: Job, correction: str, top: int) -> Config:
+    config = json.loads(settings(job | {"models": 1, "steps": 1}).model_dump_json())
     config["objective"]["correction"] = {"name": correction}
     config["sampling"]["num_top_log_probs"] = top
     return build_config(config)
@@ -73,12 +76,12 @@ def learner_of(config: Config) -> JointLearner:
 
 def write(config: Config) -> tuple[list[Rollout], Action]:
     """A rollout batch, and how to write another one."""
-    task = Words(load_tokenizer(config.policy.path))
+    task = Words(load_tokenizer(config.policy.path), SHAPE)
     engine = make_engine(config.engine, config.policy.path, torch.device("cpu"), Version(0, 0))
     requests = [
-        Request(uid=f"{i}/{j}", prompt=task.prompt("train", i), seed=GROUP * i + j, sampling=config.sampling)
+        Request(uid=f"{i}/{j}", prompt=task.prompt("train", i), seed=SHAPE.group * i + j, sampling=config.sampling)
         for i in range(config.batch.prompts)
-        for j in range(GROUP)
+        for j in range(SHAPE.group)
     ]
     return engine.generate(requests), lambda: engine.generate(requests)
 
@@ -151,49 +154,59 @@ def matrix_flops(action: Action) -> int:
     return counter.get_total_flops()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    options = parser.parse_args()
+def work(job: Job) -> Result:
+    """Nanoseconds a token and FLOPs a token that each part adds, and the nanoseconds a token of a step without."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        make_models({"folder": folder})
-        configs = {
-            "without": config_of(folder, options, "none", 0),
-            "with": config_of(folder, options, "obrs", TOP),
-        }
-        rollouts, write_with = write(configs["with"])
-        _, write_without = write(configs["without"])
-        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
-        learners = {name: learner_of(config) for name, config in configs.items()}
-        batches = {"without": batches_of(configs["without"], bare), "with": batches_of(configs["with"], rollouts)}
-        updates = {
-            name: lambda name=name: learners[name].train([batches[name]], trace=False) for name in ("without", "with")
-        }
-        parts = {
-            "reweighting": {"with": reweighting(configs["with"], tokens)},
-            "the head": {"without": head(tokens, 0), "with": head(tokens, TOP)},
-            "writing": {"without": write_without, "with": write_with},
-            "the update": updates,
-        }
-        found = {name: take_turns(actions, options.repetitions) for name, actions in parts.items()}
-        flops = {name: {side: matrix_flops(one) for side, one in actions.items()} for name, actions in parts.items()}
+    model_folder(job, "policy")
+    configs = {"without": config_of(job, "none", 0), "with": config_of(job, "obrs", TOP)}
+    rollouts, write_with = write(configs["with"])
+    _, write_without = write(configs["without"])
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
+    learners = {name: learner_of(config) for name, config in configs.items()}
+    batches = {"without": batches_of(configs["without"], bare), "with": batches_of(configs["with"], rollouts)}
+    updates = {
+        name: lambda name=name: learners[name].train([batches[name]], trace=False) for name in ("without", "with")
+    }
+    parts = {
+        "reweighting": {"with": reweighting(configs["with"], tokens)},
+        "the head": {"without": head(tokens, 0), "with": head(tokens, TOP)},
+        "writing": {"without": write_without, "with": write_with},
+        "the update": updates,
+    }
+    found = {name: take_turns(actions, TURNS) for name, actions in parts.items()}
     step = sum(statistics.median(found[name]["without"]) for name in ("writing", "the update"))
-    rows = []
-    for name, seconds in found.items():
-        without = seconds.get("without", [0.0] * options.repetitions)
-        extra = [1e9 * (one - other) / tokens for one, other in zip(seconds["with"], without, strict=True)]
-        share = [100 * one * tokens / 1e9 / step for one in extra]
-        more = flops[name]["with"] - flops[name].get("without", 0)
-        rows.append((name, cell(extra, 0), f"{more / tokens:,.0f}", f"{cell(share, 2)} %"))
-    print(
-        f"{tokens:,} tokens; a step without correction takes {step:.2f} CPU s, {1e9 * step / tokens:,.0f} ns a token\n"
-    )
-    table(("what OBRS adds", "ns a token", "matrix FLOPs a token", "of the step"), rows)
+    result: Result = {"step": 1e9 * step / tokens, "tokens": tokens}
+    for name, actions in parts.items():
+        without = found[name].get("without", [0.0] * TURNS)
+        extra = [one - other for one, other in zip(found[name]["with"], without, strict=True)]
+        more = matrix_flops(actions["with"]) - (matrix_flops(actions["without"]) if "without" in actions else 0)
+        result |= {name: 1e9 * statistics.median(extra) / tokens, f"{name}, FLOPs": more / tokens}
+    return result
 
+
+def jobs(quick: bool) -> list[Job]:
+    return [{"shape": "fixed"} | ({"prompts": 2, "new_tokens": 8} if quick else {})]
+
+
+def share(results: Results, part: str) -> list[float]:
+    """Percent of the step without correction that a part adds."""
+    return [100 * one[part] / one["step"] for one in results.of()]
+
+
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for part, text in PARTS.items():
+        flops = cell(results.values(f"{part}, FLOPs"), 0)
+        yield text, cell(results.values(part), 0), flops, cell(share(results, part))
+
+
+def report(results: Results) -> str:
+    step = cell((one["step"] / 1000 for one in results.of()), 0)
+    columns = ("what OBRS adds", "ns a token", "matrix FLOPs a token", "percent of the step")
+    return f"{markdown(columns, rows(results))}\n\nA step without correction takes {step} microseconds a token."
+
+
+BENCHMARK = Benchmark("obrs_overhead", jobs, report)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, __doc__, work)

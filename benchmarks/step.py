@@ -1,61 +1,127 @@
 """A whole GRPO step, ours against TRL's GRPOTrainer: prompts, writing, rewards, loss, backward, AdamW, weights sent.
 
-    OMP_NUM_THREADS=1 python benchmarks/step.py --peer .venv-peers/bin/python --repetitions 3 > step.md
+    python benchmarks/step.py --repetitions 3
+    python benchmarks/step.py --only shape=ragged --only dtype=fp32
 
-`make .venv-peers/ready` makes the peer's environment. The same model (Qwen3, hidden 256, 4 layers, 4,096 words, tied,
-4.2 M parameters, random), the same prompts of 36 to 53 tokens, 8 responses each of at most 64 tokens, the same reward,
-learning rate and micro-batches of 64 sequences, float32. `joint` is ours with a second model of the same size: the one
-writes, both are trained. Sides take turns, each in a process of its own. A step is the CPU seconds between two steps'
-ends, the first two left out; memory is the process's peak, and that above what it had before its first step.
+`make .venv-peers/ready` makes the peer's environment. Both sides have the same random model, prompts, responses a
+prompt, longest response, reward, learning rate and sequences in a micro-batch; weights and optimizer states are
+float32.
+
+    fixed    Qwen3, hidden 256, 4 layers, 4,096 words, 4.2 M parameters; 32 prompts of 36 to 53 tokens, 8
+             responses of 64
+    ragged   Llama, hidden 384, 8 layers, 49,152 words, 31 M parameters; 2 prompts of 30 to 300 tokens, 8
+             responses each,
+             which end at a token with chance 1/100, at 256 at the latest
+
+    TRL            as it is on a CPU: its head reads prompts and padding too
+    TRL, compact   its head reads response positions only, as it does on a GPU
+    one policy     ours; it writes for itself
+    two models     ours; a second model of the same size writes, both are trained: OBRS and distillation come on top
+
+bf16 is training under autocast to bfloat16, and ours also writes with bfloat16 weights. Responses differ in length
+from side to side where they are ragged, so that times are compared for each response token. A step is the CPU seconds
+between two steps' ends, the first two left out; memory is the process's peak, and "own" that above what it had before
+its first step. "of the floor" is the time that the products which no implementation can do without take at the rate
+of a large one: a prompt once and every response token, written and then forward and backward in each trained model,
+the head at response tokens only, attention over what a token sees. `count` jobs count the products that a step makes,
+by dtype.
 """
 
-import argparse
-import platform
-import statistics
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-from interleaved import Result, cell, measure, table
+import torch
+from floor import DTYPES, forward_flops
+from interleaved import Benchmark, Job, Result, Results, cell, main, markdown, ratios
+from step_ours import make_model
+from step_task import SHAPES
 
-HERE = Path(__file__).parent
-SIDES = ("TRL", "ours", "ours, joint")
+from jackpot.models.cost import forward_cost, head_cost
+
+SIDES: dict[str, Job] = {
+    "TRL": {"worker": "step_trl.py", "peer": True, "compact": False},
+    "TRL, compact": {"worker": "step_trl.py", "peer": True, "compact": True},
+    "one policy": {"worker": "step_ours.py", "models": 1},
+    "two models": {"worker": "step_ours.py", "models": 2},
+}
+OURS = ("one policy", "two models")
+STEPS = {"fixed": 5, "ragged": 6}  # of each process; the first two are not counted, nor ours' last
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True, help="the Python with TRL")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=5, help="of each process; the first two are not counted")
-    options = parser.parse_args()
-    results: dict[str, list[Result]] = {side: [] for side in SIDES}
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"folder": folder, "prompts": options.prompts, "new_tokens": options.new_tokens, "steps": options.steps}
-        measure(HERE / "step_ours.py", job | {"what": "models"})
-        for _ in range(options.repetitions):
-            results["TRL"].append(measure(HERE / "step_trl.py", job, options.peer))
-            results["ours"].append(measure(HERE / "step_ours.py", job | {"what": "on_policy"}))
-            results["ours, joint"].append(measure(HERE / "step_ours.py", job | {"what": "joint"}))
-    base = {name: statistics.median(one[name] for one in results["TRL"]) for name in ("step", "peak_mib", "own_mib")}
-    rows = [
-        (
-            side,
-            cell(one["step"] for one in of_side),
-            cell((base["step"] / one["step"] for one in of_side), 2),
-            cell((one["tokens"] / one["step"] for one in of_side), 0),
-            cell((one["peak_mib"] for one in of_side), 0),
-            cell((one["own_mib"] for one in of_side), 0),
-            f"{statistics.median(one['own_mib'] for one in of_side) / base['own_mib']:.2f}",
-        )
-        for side, of_side in results.items()
-    ]
-    columns = ("", "step, CPU s", "times faster", "tokens / CPU s", "peak RSS, MiB", "of it its own", "of TRL's")
-    table(columns, rows)
-    versions = {name: value for one in results.values() for name, value in one[0].items() if isinstance(value, str)}
-    print(", ".join(f"{name} {value}" for name, value in versions.items()), platform.machine(), file=sys.stdout)
+def jobs(quick: bool) -> list[Job]:
+    small = {"prompts": 2, "micro_batch": 16, "new_tokens": 8} if quick else {}
+    found = [{"worker": "floor.py", "dtype": dtype} for dtype in DTYPES]
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            for name, side in SIDES.items():
+                job = {"shape": shape, "dtype": dtype, "side": name, "steps": 3 if quick else STEPS[shape]}
+                found.append(job | side | small)
+    return found + [job | {"count": True, "steps": 3} for job in found if "side" in job]
 
+
+def measured(results: Results, shape: str, dtype: str, side: str) -> list[Result]:
+    return results.of(shape=shape, dtype=dtype, side=side, count=None)
+
+
+def speeds(results: Results, shape: str, dtype: str, side: str) -> list[float]:
+    """Response tokens a CPU second, turn by turn."""
+    return [one["tokens"] / one["step"] for one in measured(results, shape, dtype, side)]
+
+
+def needed_flops(shape: str, side: str, result: Result) -> float:
+    """The products that a step with these lengths cannot do without."""
+    with torch.device("meta"):
+        model = make_model(shape, SHAPES[shape].words)
+    cost = forward_cost(model)
+    forward = forward_flops(cost.per_token, head_cost(model), cost.per_pair, result)
+    return forward * (1 + 3 * (2 if side == "two models" else 1))
+
+
+def of_floor(results: Results, shape: str, dtype: str, side: str) -> list[float]:
+    rates = results.values("flops_per_second", worker="floor.py", dtype=dtype)
+    found = measured(results, shape, dtype, side)
+    return [needed_flops(shape, side, one) / rate / one["step"] for one, rate in zip(found, rates, strict=False)]
+
+
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            base = [one["own_mib"] for one in measured(results, shape, dtype, "TRL")]
+            for side in SIDES:
+                found = measured(results, shape, dtype, side)
+                own, speed = [one["own_mib"] for one in found], speeds(results, shape, dtype, side)
+                yield (
+                    f"{shape}, {dtype}",
+                    side,
+                    cell(one["step"] for one in found),
+                    cell(speed, 0),
+                    cell(ratios(speed, speeds(results, shape, dtype, "TRL"))),
+                    cell(ratios(speed, speeds(results, shape, dtype, "TRL, compact"))),
+                    cell((one["peak_mib"] for one in found), 0),
+                    cell(own, 0),
+                    cell(ratios(own, base)),
+                    cell(of_floor(results, shape, dtype, side)),
+                    products(results, shape=shape, dtype=dtype, side=side),
+                )
+
+
+def products(results: Results, **fields: Any) -> str:
+    """What a step multiplies, in units of the floor, and the share of it in bfloat16."""
+    found = results.of(count=True, **fields)
+    if not found:
+        return "to be measured"
+    done = {dtype: found[0].get(f"{dtype}_flops", 0.0) for dtype in DTYPES}
+    times = sum(done.values()) / needed_flops(fields["shape"], fields["side"], found[0])
+    return f"{times:.2f}, {100 * done['bf16'] / sum(done.values()):.0f} %"
+
+
+def report(results: Results) -> str:
+    columns = ("shape", "side", "step, CPU s", "tokens a CPU s", "of TRL's speed", "of compact TRL's")
+    columns += ("peak, MiB", "own, MiB", "own, of TRL's", "of the floor", "products, in floors; in bf16")
+    return markdown(columns, rows(results))
+
+
+BENCHMARK = Benchmark("step", jobs, report, {"worker": "step_ours.py", "action": "models", "shapes": list(SHAPES)})
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, __doc__)

@@ -1,89 +1,117 @@
 """Our side of step.py: the trainer as `jackpot train` runs it, on a task of made-up words."""
 
-import json
-import sys
 import time
-from itertools import pairwise
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from step_task import GROUP, LEARNING_RATE, MICRO_BATCH, WORDS, peak_mib, prompt_text, reward
+from floor import Products
+from interleaved import Job, Result, answer
+from step_task import LEARNING_RATE, Shape, peak_mib, prompt_text, reward, shape_of, summary, tokens_and_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sizes import model_sizes
 from jackpot.config.build import build_config
 from jackpot.config.recipes import parse_override
 from jackpot.config.run import Config
-from jackpot.core.types import Prompt, Score
+from jackpot.core.types import Prompt, Score, ScoredRollout
 from jackpot.launch import local
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.training.trainer import MetricsLine, Trainer
 
-LONGEST_PROMPT = 53
+EOS = 1
 
 
 class Words(Task):
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    """Prompts of made-up words."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shape: Shape) -> None:
+        self._tokenizer, self._shape = tokenizer, shape
 
     def size(self, split: Split) -> int | None:
         return None
 
+    def first_index(self, split: Split, seed: int) -> int:
+        return 0  # as TRL's data set
+
     def prompt(self, split: Split, index: int) -> Prompt:
-        text = prompt_text(index)
+        text = prompt_text(self._shape, index)
         return Prompt(uid=f"{split}/{index}", text=text, answer="", token_ids=tuple(self._tokenizer.encode(text)))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         return Score(reward=reward(response), correct=False)
 
 
-def make_models(job: dict) -> None:
-    """Policy and rollout model of one shape and different weights, and their tokenizer."""
-    folder = Path(job["folder"])
-    vocabulary = {"<unk>": 0, "<end>": 1} | {f"w{number}": number for number in range(2, WORDS)}
+def make_model(shape: str, words: int) -> PreTrainedModel:
+    """The random model of a shape; on the meta device where that is the current one."""
+    common = {"vocab_size": words, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": EOS}
+    common |= {"pad_token_id": 0, "max_position_embeddings": 1024, "num_key_value_heads": 2, "head_dim": 64}
+    if shape == "fixed":
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+        return Qwen3ForCausalLM(Qwen3Config(**common, **sizes))
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+    return LlamaForCausalLM(LlamaConfig(**common, **sizes))
+
+
+def make_tokenizer(words: int) -> PreTrainedTokenizerBase:
+    vocabulary = {"<unk>": 0, "<end>": EOS} | {f"w{number}": number for number in range(2, words)}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<unk>", padding_side="left"
-    )
-    for seed, name in enumerate(("policy", "rollout_model")):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=WORDS,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(folder / name)
-        fast.save_pretrained(folder / name)
+    names = {"unk_token": "<unk>", "eos_token": "<end>", "pad_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
 
 
-def settings(job: dict) -> Config:
-    folder = Path(job["folder"])
+def stop_ids(shape: Shape) -> list[int]:
+    """The tokens that end a response: <end>, and as many of the last words as the shape says."""
+    return [EOS, *range(shape.words - shape.stops, shape.words)]
+
+
+def model_folder(job: Job, role: str) -> Path:
+    """Where policy and rollout model of a shape stand: the same sizes, different weights; made where they are not."""
+    shape, folder = shape_of(job), Path(job["folder"]) / job["shape"]
+    if not folder.exists():
+        for seed, name in enumerate(("policy", "rollout_model")):
+            torch.manual_seed(seed)
+            model = make_model(job["shape"], shape.words)
+            model.generation_config.eos_token_id = stop_ids(shape)
+            model.save_pretrained(folder / name)
+            make_tokenizer(shape.words).save_pretrained(folder / name)
+    return folder / role
+
+
+def make_models(job: Job) -> None:
+    for shape in job["shapes"]:
+        model_folder(job | {"shape": shape}, "policy")
+
+
+def settings(job: Job) -> Config:
+    shape, joint = shape_of(job), job["models"] == 2
     optimizer = {"learning_rate": LEARNING_RATE}
-    joint = job["what"] == "joint"
+    rollout_model = {"path": str(model_folder(job, "rollout_model")), "optimizer": optimizer}
     return build_config(
         {
             "iterations": job["steps"] + 1,  # the last one evaluates and is not counted
-            "policy": {"path": str(folder / "policy"), "optimizer": optimizer},
-            "rollout_model": {"path": str(folder / "rollout_model"), "optimizer": optimizer} if joint else None,
-            "objective": {} if joint else {"correction": "none"},
-            "sampling": {"max_new_tokens": job["new_tokens"], "num_top_log_probs": 20 if joint else 0},
+            "policy": {"path": str(model_folder(job, "policy")), "optimizer": optimizer},
+            "rollout_model": rollout_model if joint else None,
+            "objective": {"correction": {"name": "obrs", "kappa": job.get("kappa", "auto")} if joint else "none"},
+            "sampling": {"max_new_tokens": shape.new_tokens, "num_top_log_probs": 20 if joint else 0},
             "batch": {
-                "prompts": job["prompts"],
-                "group_size": job.get("group", GROUP),
-                "micro_batch_tokens": MICRO_BATCH * (LONGEST_PROMPT + job["new_tokens"]),
+                "prompts": shape.prompts,
+                "group_size": shape.group,
+                "micro_batch_tokens": shape.micro_batch * (shape.prompt[1] + shape.new_tokens),
             },
+            "precision": job.get("dtype", "fp32"),
+            "engine": {"dtype": job.get("dtype", "fp32")},
             "evaluation": {"every": 10**6, "problems": 1},
             "device": "cpu",
             "threads": 1,
@@ -92,43 +120,49 @@ def settings(job: dict) -> Config:
     )
 
 
-def run(job: dict) -> dict:
-    config, ends, marks = settings(job), [], {}
-    local.make_task = lambda _, tokenizer: Words(tokenizer)
+def run(job: Job) -> Result:
+    """One run. Every step ends where its line of metrics is written; the first two and the last are not counted."""
+    config, ends, tokens, flops = settings(job), [], [], []
+    local.make_task = lambda _, tokenizer: Words(tokenizer, shape_of(job))
+    memory: list[float] = []
+    products = Products()
 
     def listen(line: MetricsLine) -> None:
-        marks.setdefault("before", peak_mib())
+        memory.append(peak_mib())
         ends.append(time.process_time())
-        marks["tokens"] = line.get("tokens/rollout", 0)
+        flops.append(dict(products.by_dtype))
 
-    folder = Path(job["folder"]) / f"run-{time.time_ns()}"
-    trainer: Trainer = local.launch(config, folder, listen)
-    trainer.train()
+    trainer: Trainer = local.launch(config, Path(job["folder"]) / f"run-{time.time_ns()}", listen)
+    learner = trainer._components.learner  # the one place that sees the rollouts of every step
+    compute_advantages = learner.compute_advantages
+
+    def count(scored: list[ScoredRollout]) -> list:
+        rollouts = [one.rollout for one in scored]
+        prompts = [len(one.prompt.token_ids) for one in rollouts[:: config.batch.group_size]]
+        tokens.append(tokens_and_pairs(prompts, [len(one.token_ids) for one in rollouts]))
+        return compute_advantages(scored)
+
+    learner.compute_advantages = count
+    with products if job.get("count") else nullcontext():
+        trainer.train()
     trainer.close()
-    steps = [after - before for before, after in pairwise(ends)][2:-1]
-    peak = peak_mib()
-    return {
-        "step": sum(steps) / len(steps),
-        "tokens": marks["tokens"],
-        "peak_mib": peak,
-        "own_mib": peak - marks["before"],
-        "torch": torch.__version__,
-    }
+    return summary(ends, tokens, flops, memory[0], last=-1) | {"torch": torch.__version__}
 
 
-def plan(job: dict) -> dict:
+def plan(job: Job) -> Result:
     """What `--dry-run` says of the same run, MiB."""
     config = settings(job)
-    memory = plan_memory(config, model_sizes(config), LONGEST_PROMPT)
+    memory = plan_memory(config, model_sizes(config), shape_of(job).prompt[1])
     return {"peak_mib": memory.peak / 2**20}
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
+ACTIONS = {"models": make_models, "plan": plan, "run": run}
+
+
+def work(job: Job) -> Result | None:
     torch.set_num_threads(1)
-    action = plan if job.get("plan") else {"models": make_models}.get(job["what"], run)
-    print("RESULT " + json.dumps(action(job) or {}))
+    return ACTIONS[job.get("action", "run")](job)
 
 
 if __name__ == "__main__":
-    main()
+    answer(work)

@@ -1,0 +1,147 @@
+"""Runs every benchmark and writes docs/benchmarks.md from docs/benchmarks/*.jsonl.
+
+    python benchmarks/all.py             what the files lack, then the page; hours
+    python benchmarks/all.py --quick     every script at its smallest sizes; nothing is kept
+    python benchmarks/all.py --page      the page alone
+
+What is prose stands in benchmarks/all.md; every number on the page is computed here from the results.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import decode
+import growth
+import head
+import memory
+import obrs_overhead
+import step
+from interleaved import FOLDER, HERE, ROOT, Benchmark, Results, cell, markdown, options, ratios, run
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+BENCHMARKS: dict[str, Benchmark] = {
+    module.BENCHMARK.name: module.BENCHMARK for module in (step, head, decode, obrs_overhead, growth, memory)
+}
+Values = Callable[[Results], list[float]]
+
+
+class Claim(NamedTuple):
+    """One line of the table of ratios."""
+
+    what: str
+    beside: str
+    script: str
+    times: Values  # the other side's CPU time, in ours
+    memory: Values | None  # ours, in the other side's
+    goal: str = ""
+
+
+def of_step(what: str, shape: str, dtype: str, side: str, peer: str, goal: str = "") -> Claim:
+    def times(results: Results) -> list[float]:
+        return ratios(step.speeds(results, shape, dtype, side), step.speeds(results, shape, dtype, peer))
+
+    def own(results: Results) -> list[float]:
+        sides = (step.measured(results, shape, dtype, one) for one in (side, peer))
+        return ratios(*([one["own_mib"] for one in found] for found in sides))
+
+    return Claim(f"{what}, {dtype}", peer, "step", times, own, goal)
+
+
+def of_head(what: str, dtype: str, variant: str, beside: str, goal: str = "", ours: str = "ours") -> Claim:
+    def both(results: Results, key: str) -> list[list[float]]:
+        return [results.values(key, what=what, dtype=dtype, variant=one) for one in (variant, ours)]
+
+    def less(results: Results) -> list[float]:
+        theirs, own = both(results, "extra_mb")
+        return ratios(own, theirs)
+
+    name = {"single": "head", "joint": "two heads", "log-probs": "log-probs only"}[what]
+    name += ", all products float32" if ours != "ours" else ""
+    return Claim(f"{name}, {dtype}", beside, "head", lambda results: ratios(*both(results, "seconds")), less, goal)
+
+
+def of_decode(case: str, dtype: str, beside: str = "generate", goal: str = "") -> Claim:
+    def times(results: Results) -> list[float]:
+        return ratios(*(decode.speeds(results, case, dtype, writer) for writer in ("engine", beside)))
+
+    return Claim(f"writing, {case}, {dtype}", f"`{beside}`", "decode", times, None, goal)
+
+
+TORCH = "`F.linear_cross_entropy`"
+KERNELS = (("naive", "full logits"), ("trl", "TRL"))
+CLAIMS = [
+    of_step("step, fixed", "fixed", "fp32", "one policy", "TRL", "2.3, memory 0.5"),
+    of_step("step, fixed", "fixed", "fp32", "one policy", "TRL, compact", "2.0"),
+    of_step("step, ragged", "ragged", "fp32", "one policy", "TRL", "2.8, memory 0.5"),
+    of_step("step, ragged", "ragged", "fp32", "one policy", "TRL, compact"),
+    of_step("step of two models, fixed", "fixed", "fp32", "two models", "TRL", "1.6, memory 0.9"),
+    of_step("step of two models, ragged", "ragged", "fp32", "two models", "TRL", "1.6, memory 0.9"),
+    of_step("step, fixed", "fixed", "bf16", "one policy", "TRL"),
+    of_step("step, ragged", "ragged", "bf16", "one policy", "TRL"),
+    *(of_head("single", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
+    of_head("single", "bf16", "trl", "TRL", ours=head.EXACT),
+    *(of_head("joint", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
+    of_head("joint", "bf16", "trl", "TRL", ours=head.EXACT),
+    *(
+        of_head("log-probs", dtype, variant, beside)
+        for dtype in head.DTYPES
+        for variant, beside in (
+            ("naive", "full logits"),
+            ("torch", TORCH),
+            ("torch, chunked", f"{TORCH}, chunked"),
+            ("trl", "TRL"),
+            ("liger", "Liger"),
+        )
+    ),
+    *(of_decode(case, "fp32", goal=goal) for case, goal in zip(decode.CASES, ("1.8", "2.7", "", ""), strict=True)),
+    *(of_decode(case, "bf16") for case in ("fixed", "ragged")),
+    of_decode("fixed", "fp32", "generate_batch"),
+    of_decode("ragged", "fp32", "generate_batch"),
+]
+
+
+def claims(results: dict[str, Results]) -> str:
+    rows = []
+    for claim in CLAIMS:
+        found = results[claim.script]
+        times, memory = cell(claim.times(found)), cell(claim.memory(found)) if claim.memory else ""
+        rows.append(
+            (claim.what, claim.beside, times, memory, claim.goal, f"`{claim.script}` {found.about.get('commit', '')}")
+        )
+    return markdown(("what", "beside", "its CPU time, in ours", "our memory, in its", "goal", "script, commit"), rows)
+
+
+def sources(results: dict[str, Results]) -> str:
+    """Where each script's numbers are from."""
+    rows = []
+    for name, found in results.items():
+        about, versions = found.about, ", ".join(f"{key} {value}" for key, value in found.versions().items())
+        cells = (f"`{about['command']}`", about["commit"], about["machine"], versions) if about else ("to be measured",)
+        rows.append((f"[{name}](../benchmarks/{name}.py)", *cells, *[""] * (4 - len(cells))))
+    return markdown(("script", "command", "commit", "machine", "versions"), rows)
+
+
+def page() -> str:
+    """The whole document."""
+    results = {name: Results.read(FOLDER / f"{name}.jsonl") for name in BENCHMARKS}
+    tables = {name: BENCHMARKS[name].report(found) for name, found in results.items()}
+    if results["growth"].about:
+        tables["growth"] += "\n\n![time and memory for each token as one size grows](pictures/growth.png)"
+    return (HERE / "all.md").read_text().format(claims=claims(results), sources=sources(results), **tables)
+
+
+def main() -> None:
+    if sys.argv[1:] != ["--page"]:
+        chosen: argparse.Namespace = options(__doc__)
+        for benchmark in BENCHMARKS.values():
+            print(f"# {benchmark.name}\n\n{benchmark.report(run(benchmark, chosen))}\n", flush=True)
+        if chosen.quick:
+            return
+    PAGE.write_text(page())
+    growth.draw()
+
+
+if __name__ == "__main__":
+    main()
