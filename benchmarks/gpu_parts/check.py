@@ -7,12 +7,14 @@ over the tensors; of log-probs it is in nats.
 
 import copy
 from functools import cache, partial
+from typing import Any
 
 import torch
 from gpu_parts.attention import READERS, Reader
 from gpu_parts.machine import Machine
 from gpu_parts.models import (
     TINY_VOCABULARY,
+    head_kernels,
     learner_of,
     make_config,
     make_engine,
@@ -48,6 +50,9 @@ def rows(machine: Machine) -> list[Row]:
         Row(f"gradients in fp32, {name}", partial(compare_gradients, device, "fp32", count, budget, FP32_GAP))
         for name, count, budget in updates
     ]
+    for kernel in head_kernels(machine):
+        compare = partial(compare_gradients, device, "fp32", 2, SEVERAL, FP32_GAP, kernel)
+        found.append(Row(f"gradients in fp32, two models, head_kernel: {kernel['head_kernel']}", compare))
     found.append(Row("gradients in bf16, one model", partial(compare_gradients, device, "bf16", 1, ONE, BF16_GAP)))
     for precision, allowed in (("fp32", FP32_GAP), ("bf16", BF16_GAP)):
         for name, read in READERS.items():
@@ -75,9 +80,11 @@ def _on(device: torch.device, count: int) -> list[torch.nn.Module]:
     return [copy.deepcopy(model).to(device) for model in _models(count)]
 
 
-def gradients(device: torch.device, precision: str, count: int, budget: int) -> list[Tensor]:
+def gradients(
+    device: torch.device, precision: str, count: int, budget: int, overrides: dict[str, Any] | None = None
+) -> list[Tensor]:
     """Return the gradients with which the optimizers step after one update, on the CPU."""
-    learner = learner_of(make_config(precision, count), _on(device, count))
+    learner = learner_of(make_config(precision, count, overrides), _on(device, count))
     samples = random_samples(TINY_VOCABULARY, prompts=2, group=4, prompt_length=9, longest=24, shortest=5)
     [step] = learner.compute_old_log_probs([micro_batches(samples, budget, seed=0, epoch=0)])
     found: list[Tensor] = []
@@ -96,8 +103,15 @@ def gradients(device: torch.device, precision: str, count: int, budget: int) -> 
 _of_the_cpu = cache(partial(gradients, CPU, "fp32"))
 
 
-def compare_gradients(device: torch.device, precision: str, count: int, budget: int, allowed: float) -> Result:
-    wanted, found = _of_the_cpu(count, budget), gradients(device, precision, count, budget)
+def compare_gradients(
+    device: torch.device,
+    precision: str,
+    count: int,
+    budget: int,
+    allowed: float,
+    overrides: dict[str, Any] | None = None,
+) -> Result:
+    wanted, found = _of_the_cpu(count, budget), gradients(device, precision, count, budget, overrides)
     if len(wanted) != sum(len(list(model.parameters())) for model in _models(count)):
         raise RuntimeError(f"the optimizers of {count} models stepped on {len(wanted)} tensors on the CPU")
     gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]

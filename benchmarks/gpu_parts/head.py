@@ -10,9 +10,11 @@ from functools import cache, partial
 import head as cpu_head
 import torch
 from gpu_parts.machine import Machine, tf32
+from gpu_parts.models import head_kernels, make_config
 from gpu_parts.results import NotInstalled, Result, Row
 from torch import Tensor
 
+from jackpot.launch.local import head_options
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 
@@ -40,6 +42,9 @@ def rows(machine: Machine) -> list[Row]:
 
 def variants(machine: Machine, what: str) -> dict[str, Loss]:
     found: dict[str, Loss] = {"ours": ours, "ours, logits kept": partial(ours, options=KEEPING)}
+    for kernel in head_kernels(machine):
+        options = head_options(make_config("bf16", overrides=kernel))
+        found[f"ours, head_kernel: {kernel['head_kernel']}"] = partial(ours, options=options)
     if not machine.tiny:  # one tile is like another there, and compiling takes many seconds
         found |= {f"ours, tile {rows} x {columns}": partial(ours, tile=(rows, columns)) for rows, columns in TILES}
         found["full logits, compiled"] = compiled

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from gpu_parts.machine import Machine
@@ -65,6 +65,13 @@ def make_config(precision: str, num_models: int = 2, overrides: Mapping[str, Any
         },
         overrides=[overrides or {}],
     )
+
+
+def head_kernels(machine: Machine) -> list[dict[str, Any]]:
+    """Return the settings of all kernels of the head but `auto`; none on a CPU, where some do not run."""
+    setting = Config.model_fields.get("head_kernel")
+    names = get_args(setting.annotation) if setting and machine.has_gpu else ()
+    return [{"head_kernel": name} for name in names if name != "auto"]
 
 
 def learner_of(config: Config, models: Sequence[PreTrainedModel]) -> JointLearner:
