@@ -69,53 +69,51 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         token_ids=torch.cat(parts),
         positions=torch.cat(positions),
         predicting=predicting,
-        **_blocks(sequences, place),
-        **_sequences(sequences),
+        **_blocks(sequences, torch.tensor(sequences), place),
+        **_sequences(sequences, torch.tensor(sequences)),
     )
 
 
-def _places(sequences: Sequence[_Sequence], width: int) -> Tensor:
-    """Return the places of the keys of sequences, [rows, width]; columns behind the last key repeat it."""
-    prompt, shared, start, queries = torch.tensor(sequences).T[..., None]
+def _places(table: Tensor, width: int) -> Tensor:
+    """Return the places of the keys of some sequences, [rows, width]; columns behind the last key repeat it."""
+    prompt, shared, start, queries = table.T[..., None]
     columns = torch.minimum(torch.arange(width), shared + queries - 1)
     return torch.where(columns < shared, prompt + columns, start + columns - shared)
 
 
-def _sequences(sequences: Sequence[_Sequence]) -> dict:
+def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
     """Plan attention over sequences of their own lengths, in the order of the row."""
     queries, keys = [one.queries for one in sequences], [one.keys for one in sequences]
     exists = torch.arange(max(keys)) < torch.tensor(keys)[:, None]
     return {
         "cu_queries": torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
         "cu_keys": torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
-        "sequence_keys": _places(sequences, max(keys))[exists],
+        "sequence_keys": _places(table, max(keys))[exists],
         "longest": (max(queries), max(keys)),
     }
 
 
-def _blocks(sequences: Sequence[_Sequence], size: int) -> dict:
+def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
     """Plan attention in blocks of padded rows, over a row of `size` tokens."""
-    squares = [one for one in sequences if not one.shared]
-    others = [one for one in sequences if one.shared]
     blocks, queries, keys, positions, outputs, done = [], [], [], [], torch.empty(size, dtype=torch.int64), 0
-    for group in (squares, others):
-        for part in _split(group):
-            width, depth = max(one.queries for one in part), max(one.keys for one in part)
-            table = torch.tensor(part)
-            shared, start, own = (column[:, None] for column in table.T[1:])
+    for is_square in (True, False):
+        for part in _split(sequences, [row for row, one in enumerate(sequences) if (one.shared == 0) == is_square]):
+            width, depth = max(sequences[row].queries for row in part), max(sequences[row].keys for row in part)
+            rows = table[part]
+            shared, start, own = (column[:, None] for column in rows.T[1:])
             columns = torch.arange(width)
             places, exists = start + torch.minimum(columns, own - 1), columns < own
             last = shared + torch.minimum(columns, own - 1)
-            if group is squares:
+            if is_square:
                 last = columns[None]  # as plain causal attention
             elif bool((last == last[:1]).all()):
                 last = last[:1]
             outputs[places[exists]] = done + torch.arange(len(part) * width).view(-1, width)[exists]
             done += len(part) * width
             queries.append(places.flatten())
-            keys.append(_places(part, depth).flatten())
+            keys.append(_places(rows, depth).flatten())
             positions.append(last.flatten())
-            blocks.append(AttentionBlock(len(part), width, depth, group is squares, len(last)))
+            blocks.append(AttentionBlock(len(part), width, depth, is_square, len(last)))
     return {
         "blocks": tuple(blocks),
         "block_queries": torch.cat(queries),
@@ -125,14 +123,15 @@ def _blocks(sequences: Sequence[_Sequence], size: int) -> dict:
     }
 
 
-def _split(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
-    """Split sequences into blocks of the least cost: products of queries and keys, and `BLOCK_COST` for each block.
+def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int]]:
+    """Split some of the sequences into blocks of the least cost: products of queries and keys, and `BLOCK_COST` each.
 
-    Blocks are runs of the sequences in the order of their lengths, found by a dynamic programme.
+    Blocks are runs of them in the order of their lengths, found by a dynamic programme.
     """
-    if not sequences:
+    if not rows:
         return []
-    ordered = sorted(sequences, key=lambda one: (one.queries, one.keys))
+    rows = sorted(rows, key=lambda row: (sequences[row].queries, sequences[row].keys))
+    ordered = [sequences[row] for row in rows]
     step = -(-ordered[-1].queries // MAX_LENGTHS)
     ends = [
         number + 1
@@ -151,6 +150,6 @@ def _split(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
     blocks, last = [], len(ends)
     while last:
         first = best[last][1]
-        blocks.append(ordered[starts[first] : ends[last - 1]])
+        blocks.append(rows[starts[first] : ends[last - 1]])
         last = first
     return blocks[::-1]

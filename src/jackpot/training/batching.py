@@ -4,17 +4,17 @@ Nothing is dropped and nothing is cut: every sequence of the rollout batch is in
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.models.forward import pad_tokens
 from jackpot.models.packed_row import pack_row
 from jackpot.models.packing import pack, rollout_lengths
 
@@ -105,29 +105,37 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     An empty response is allowed: its row is all mask.
     """
     rollouts = [item.rollout for item in samples]
-    rows, index = unique_rows([rollout.prompt.token_ids for rollout in rollouts])
+    prompts, index = unique_rows([rollout.prompt.token_ids for rollout in rollouts])
+    prompt_ids, prompt_mask = pad_tokens(prompts, "left", torch.device("cpu"))
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
-    response_mask = _pad([rollout.sampled_mask for rollout in rollouts])
-    rollout_log_probs = _pad([rollout.rollout_log_probs for rollout in rollouts])
+    places = attention_mask.flatten().nonzero()[:, 0]
+
+    def pad(rows: Iterable[Tensor]) -> Tensor:
+        values = torch.cat(list(rows))
+        padded = values.new_zeros((attention_mask.numel(), *values.shape[1:])).index_copy_(0, places, values)
+        return padded.unflatten(0, attention_mask.shape)
+
+    response_mask = pad(rollout.sampled_mask for rollout in rollouts)
+    rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
     return TokenBatch(
         uids=tuple(rollout.uid for rollout in rollouts),
-        prompt_ids=_pad([torch.tensor(row) for row in rows], left=True),
-        prompt_mask=_pad([torch.ones(len(row), dtype=torch.bool) for row in rows], left=True),
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
         prompt_index=torch.tensor(index),
-        response_ids=_pad([rollout.token_ids for rollout in rollouts]),
+        response_ids=pad(rollout.token_ids for rollout in rollouts),
         attention_mask=attention_mask,
         response_mask=response_mask,
         response_index=response_mask.flatten().nonzero()[:, 0],
         rollout_log_probs=torch.where(response_mask, rollout_log_probs, 0.0),
-        advantages=_pad([item.advantages for item in samples]),
+        advantages=pad(item.advantages for item in samples),
         uniforms=uniforms(key_tensor(keys)[:, None], torch.arange(width)),
-        top_ids=_pad([rollout.top_ids for rollout in rollouts]),
-        top_log_probs=_pad([rollout.top_log_probs for rollout in rollouts]),
-        versions=_pad([rollout.versions for rollout in rollouts]),
-        packed=pack_row(rows, index, [rollout.token_ids for rollout in rollouts]),
+        top_ids=pad(rollout.top_ids for rollout in rollouts),
+        top_log_probs=pad(rollout.top_log_probs for rollout in rollouts),
+        versions=pad(rollout.versions for rollout in rollouts),
+        packed=pack_row(prompts, index, [rollout.token_ids for rollout in rollouts]),
     )
 
 
@@ -183,10 +191,6 @@ def _to(batch: _Batch, device: torch.device) -> _Batch:
         elif isinstance(value, PackedRow):
             changes[field.name] = _to(value, device)
     return replace(batch, **changes)
-
-
-def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True, padding_side="left" if left else "right")
 
 
 def _length(item: TrainingSample) -> int:
