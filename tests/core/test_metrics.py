@@ -203,15 +203,17 @@ def test_means_of_many_columns_and_masks_are_those_of_each(garbage):
 
 
 def test_the_host_waits_for_nothing_until_it_reads_all_metrics_at_once():
+    values, mask = sample()
+    kinds = (Mean, ClusteredMean, Max, EffectiveSampleSize, Histogram)
     with waits() as found:
-        sums = rank_sums(0)
-        whole = add_sums(sums, rank_sums(1), {"mean": sums["mean"]})
+        sums = {kind.__name__: kind.of(values, mask) for kind in kinds} | {"Sum": Sum.of(mask)}
+        whole = add_sums(sums | means({"some": values}, {"": mask}), sums, {"Mean": sums["Mean"]})
         assert found == []
         read = to_host(whole)
         assert len(found) == 1
-        assert read["mean"].count > 0 and math.isfinite(float(read["largest"].value))
+        assert read["Mean"].count > 0 and math.isfinite(float(read["Max"].value))
     assert len(found) == 1 and to_host({}) == {}
-    assert_equal_sums(read, whole)
+    assert_equal_sums(dict(sorted(read.items())), dict(sorted(whole.items())))
 
 
 def test_many_sets_of_metrics_add_up_as_two_and_two_do():

@@ -1,7 +1,8 @@
 """Counts on a CPU where a run on a GPU would wait for the device, with the file and line of each wait.
 
 On a CPU nothing waits, and a copy from the device to the host is none. So this takes every tensor for one of the device
-but for those that `.cpu()` gave, those that `on_host` names, and what is computed from these alone.
+but for those that `.cpu()` gave or that were made without naming a device, those that `on_host` names, and what is
+computed from these alone. `.to(device)` makes a tensor of the device; it is no wait where the host's memory is pinned.
 """
 
 import traceback
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "equal"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 READING = {Tensor.cpu, Tensor.numpy, Tensor.tolist}  # which no operator shows on a CPU
+COPYING = {torch.tensor, torch.as_tensor}  # make a tensor of numbers on the host, and a device waits for its copy
 
 
 class Waits(TorchDispatchMode):
@@ -29,11 +31,11 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []  # "operator at file:line", in order
         self._host: dict[int, Tensor] = {}  # by the address of their memory, which they keep from being freed
-        self._mark(on_host)
+        self.mark(on_host)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_host = bool(inputs) and all(map(self._is_host, inputs))
+        inputs = _tensors((args, kwargs))
+        is_host = bool(inputs) and all(map(self.is_host, inputs))
         name = func.overloadpacket.__name__
         by_mask = name in INDEXING and any(one.dtype == torch.bool for one in args[1] if one is not None)
         by_repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
@@ -41,15 +43,15 @@ class Waits(TorchDispatchMode):
             self.note(name + " by a mask" * by_mask)
         result = func(*args, **(kwargs or {}))
         if is_host:
-            self._mark(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            self.mark(_tensors(result))
         return result
 
     def read(self, tensor: Tensor, name: str) -> Tensor:
         """Note that the host reads a tensor, and return a copy of it that is the host's."""
-        if not self._is_host(tensor):
+        if not self.is_host(tensor):
             self.note(name)
         copy = tensor.clone()
-        self._mark([copy])
+        self.mark([copy])
         return copy
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -63,10 +65,12 @@ class Waits(TorchDispatchMode):
         frames = [frame for frame in traceback.extract_stack() if {"jackpot", "transformers"} & set(_parts(frame))]
         self.found.append(f"{name} at " + " < ".join(f"{'/'.join(_parts(f)[-2:])}:{f.lineno}" for f in frames[:-4:-1]))
 
-    def _is_host(self, tensor: Tensor) -> bool:
+    def is_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the host's."""
         return tensor.untyped_storage().data_ptr() in self._host
 
-    def _mark(self, tensors: Iterable[Tensor]) -> None:
+    def mark(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for the host's."""
         self._host |= {one.untyped_storage().data_ptr(): one for one in tensors if one.numel()}
 
 
@@ -78,11 +82,19 @@ class _Reads(TorchFunctionMode):
         self._waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        is_host = all(map(self._waits.is_host, inputs)) and ("device" not in kwargs or bool(inputs))
         if func in READING:
-            args = (self._waits.read(args[0], func.__name__), *args[1:])
-        elif func is Tensor.to and any(isinstance(arg, torch.device) for arg in (*args[1:], *(kwargs or {}).values())):
-            args = (self._waits.send(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
+            args, is_host = (self._waits.read(args[0], func.__name__), *args[1:]), True
+        elif func is Tensor.to and any(isinstance(arg, torch.device) for arg in (*args[1:], *kwargs.values())):
+            args, is_host = (self._waits.send(args[0]), *args[1:]), False
+        elif func is Tensor.new_tensor or (func in COPYING and not inputs and "device" in kwargs):
+            self._waits.note(func.__name__)
+        result = func(*args, **kwargs)
+        if is_host:
+            self._waits.mark(_tensors(result))
+        return result
 
 
 @contextmanager
@@ -99,3 +111,7 @@ def waits(on_host: Iterable[Tensor] = ()) -> Iterator[list[str]]:
 
 def _parts(frame: traceback.FrameSummary) -> tuple[str, ...]:
     return Path(frame.filename).parts
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

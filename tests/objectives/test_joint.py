@@ -11,7 +11,14 @@ from helpers.learners import policy_objective
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss, policy_report, token_scores
+from jackpot.objectives.joint import (
+    OldLogProbs,
+    RolloutModelObjective,
+    check_exact,
+    joint_loss,
+    policy_report,
+    token_scores,
+)
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.objectives.obrs import ZEstimate
@@ -177,7 +184,9 @@ def test_the_exact_normaliser_refuses_tokens_of_other_weights_and_counts_them():
     current = torch.ones(B, T, dtype=torch.bool)
     current[0, 1] = current[1, 1] = False  # the second is masked and does not count
     with pytest.raises(ValueError, match="1 of 8 tokens were not sampled from the weights"):
-        case.scores(current=current, normalizer="exact")
+        check_exact(current, case.mask)
+    current[0, 1] = True
+    check_exact(current, case.mask)
 
 
 def test_the_exact_normaliser_refuses_a_head_that_was_not_asked_for_it():

@@ -110,7 +110,7 @@ def topk_z(
 
     rest = 1.0 - rollout_mass  # m
     target_rest = (1.0 - target_on_rollout - _masked_mass(target_top_log_probs, is_new)).clamp(min=0.0)  # t
-    scale = _scale(lam, known)
+    scale = _like(lam.squeeze(-1) if isinstance(lam, Tensor) else lam, known)
     unknown_mass = _unknown_mass(rollout_top_log_probs, target_top_log_probs, unknown, lam)
     missing = torch.minimum(rest, unknown_mass + torch.minimum(rest, target_rest / scale))
     ceiling = (1.0 / scale).clamp(max=1.0)
@@ -135,8 +135,7 @@ def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
 
 def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
     """w = Z max(lam, rho) of accepted tokens, before any cap (Algorithm 1, line 23). Any shape, kept."""
-    floor = torch.as_tensor(log_lam(lam), dtype=z.dtype, device=z.device)
-    return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, floor)).exp()
+    return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, _like(log_lam(lam), z))).exp()
 
 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
@@ -209,9 +208,6 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, log_mass.exp(), 0.0).sum(-1)
 
 
-def _scale(lam: float | Tensor, like: Tensor) -> Tensor:
-    return (
-        lam.squeeze(-1).to(like)
-        if isinstance(lam, Tensor)
-        else torch.as_tensor(lam, dtype=like.dtype, device=like.device)
-    )
+def _like(number: float | Tensor, other: Tensor) -> Tensor:
+    """Return a number as a tensor of the same dtype and device, made there: a copy would wait for the device."""
+    return number.to(other) if isinstance(number, Tensor) else other.new_full((), number)

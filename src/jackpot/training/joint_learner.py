@@ -30,6 +30,7 @@ from jackpot.objectives.joint import (
     PolicyObjective,
     RolloutModelObjective,
     TokenScores,
+    check_exact,
     correction_inputs,
     joint_loss,
     policy_report,
@@ -161,7 +162,7 @@ class JointLearner(Learner):
         with torch.no_grad():
             for batch in (batch for mini_batch in mini_batches for batch in mini_batch):
                 if not snapshot.holds(batch):
-                    snapshot.add(batch, OldLogProbs.of(self._forward(batch_to(batch, self._device))))
+                    snapshot.add(batch, OldLogProbs.of(self._forward(self._sent(batch, None))))
         return [
             [MicroBatch(tokens=batch, old=snapshot.look_up(batch)) for batch in mini_batch]
             for mini_batch in mini_batches
@@ -186,7 +187,7 @@ class JointLearner(Learner):
         """
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
-        on_device = [replace(micro, tokens=batch_to(micro.tokens, self._device)) for micro in micro_batches]
+        on_device = [replace(micro, tokens=self._sent(micro.tokens, micro.old)) for micro in micro_batches]
         totals, are_provisional, prepass_seconds = self._totals.before_backward(on_device, self._forward)
         parts: list[Sums] = []
         measured: list[Sums] = []
@@ -270,6 +271,20 @@ class JointLearner(Learner):
         self._optimizer.load_state_dict(state)
         self._totals.load_state_dict(state.get("totals", {}))  # an earlier version's checkpoint has none
 
+    def _sent(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
+        """Check a micro-batch on the CPU, where that waits for nothing, and copy it to the device.
+
+        Raises:
+            ConfigError: as `check_exact`.
+        """
+        if self._normalizer(old) == "exact":
+            check_exact(self._generated_by(self.version, batch), batch.response_mask)
+        return batch_to(batch, self._device)
+
+    def _normalizer(self, old: OldLogProbs | None) -> str:
+        """Name how Z is estimated; not exactly where `old` holds the Z in use."""
+        return "topk" if holds_target(old, self._objective) else self._objective.normalizer
+
     def _hidden(self, batch: TokenBatch) -> dict[Role, Tensor]:
         """Run the backbones over a micro-batch: the hidden states of each model that predict its N tokens, [N, H]."""
         with self._precision():
@@ -288,7 +303,7 @@ class JointLearner(Learner):
         rollouts may be gone.
         """
         lam = self._objective.correction.lam
-        normalizer = "topk" if holds_target(old, self._objective) else self._objective.normalizer
+        normalizer = self._normalizer(old)
         with self._precision():
             head = self._head(
                 hidden["policy"],
