@@ -23,6 +23,7 @@ check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
 	-$(MAKE) --no-print-directory chromium
+	-$(BIN)/pip install --quiet -c constraints.txt triton  # 190 MB; without it the tests of its kernels say that they were skipped
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm'
 	$(MAKE) --no-print-directory test-vllm
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("helpers")  # before a test imports them
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported; the machines of the tests have no GPU
+
 # A shell that starts the tests in its background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

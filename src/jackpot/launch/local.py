@@ -22,6 +22,7 @@ from jackpot.launch.checks import (
     prompt_limit,
 )
 from jackpot.launch.engines import make_engine
+from jackpot.launch.head_kernel import tile_reader
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer
@@ -74,6 +75,9 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
         components = make_components(config, found.folder if found else None, state)
         undo.callback(components.close)
         torch.set_num_threads(folder.start(config, threads(config), state["iteration"] if state else -1))
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        if (kernel := head_options(config).reader.name) != "eager":
+            folder.event(state["iteration"] if state else 0, {"event": "head_kernel", "kernel": kernel})
         for one in corrupt:
             names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
             folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
@@ -253,8 +257,13 @@ def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
 
 
 def head_options(config: Config) -> HeadOptions:
-    """Return how the joint head is computed."""
-    return HeadOptions(logits_memory=config.head_logits_memory * 2**20)
+    """Return how the joint head is computed.
+
+    Raises:
+        ConfigError: as `tile_reader` and `pick_device`.
+    """
+    reader = tile_reader(config.head_kernel, pick_device(config))
+    return HeadOptions(reader, config.head_logits_memory * 2**20)
 
 
 def _total_steps(config: Config) -> int:

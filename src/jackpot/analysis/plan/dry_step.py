@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.run import Config
 from jackpot.core.types import PackedRow, Role
-from jackpot.launch.local import head_options, model_paths
+from jackpot.launch.local import model_paths
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -41,7 +41,7 @@ from jackpot.models.lora import add_adapter
 from jackpot.models.packed_row import pack_row
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
-from jackpot.objectives.kernels.autograd import default_tile, keeps_logits, split_range, tiled_heads
+from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.gradients import GradientSplit
@@ -363,7 +363,8 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
     While its backward pass goes over them, the gradients of the other rows of the output layers are held.
     """
-    weights, options = [output_layer(model).weight for model in models], head_options(config)
+    weights = [output_layer(model).weight for model in models]
+    options = HeadOptions(logits_memory=config.head_logits_memory * 2**20)
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]))
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]

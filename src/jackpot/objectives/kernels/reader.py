@@ -2,7 +2,7 @@
 
 A `TileReader` gives the sums of a tile in forward (`read`, `common_mass`) and the gradient of its logits in backward
 (`differentiate`). What it returns is of that tile alone: `forward.py` merges tiles. The formulas are pure functions of
-one or two heads' logits [C, T]; `EagerReader` applies them to a few rows at a time, so that what they make on the way
+one or two heads' logits [C, T]; `TorchReader` applies them to a few rows at a time, so that what they make on the way
 stays in a CPU's cache.
 
 With m the largest logit of a row of the tile, at least LOWEST, and l its logits,
@@ -14,7 +14,6 @@ Shapes: `C` positions, `T` tokens of a tile. The lists have one entry for one he
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -149,13 +148,11 @@ def tile_gradients(
     logsumexps: Sequence[Tensor],
     may_mask: Sequence[bool],
     coefficients: Sequence[GradCoefficients | None],
-    add_at_ids: Callable[[Tensor, Tensor], Tensor],
     out: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Evaluate the formula of `GradCoefficients` on logits [C, T].
+    """Evaluate the formula of `GradCoefficients`, but for its first term, on logits [C, T].
 
     Args:
-        add_at_ids: takes a gradient [C, T] and what is added to it at the ids, [C].
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
     """
     log_probs, probs = [], []
@@ -168,9 +165,7 @@ def tile_gradients(
         if of_head is None:
             gradients.append(None)
             continue
-        on_id, constant, on_log, on_other_log, on_other = (
-            None if column is None else column[:, None] for column in of_head
-        )
+        _, constant, on_log, on_other_log, on_other = (None if one is None else one[:, None] for one in of_head)
         factor = constant
         if on_log is not None:
             factor = log_probs[i] * on_log + factor
@@ -179,7 +174,7 @@ def tile_gradients(
         gradient = torch.mul(probs[i], factor, out=out[i])
         if on_other is not None:
             gradient = torch.addcmul(gradient, probs[1 - i], on_other, value=-1.0, out=out[i])
-        gradients.append(gradient if on_id is None else add_at_ids(gradient, of_head.on_id))
+        gradients.append(gradient)
     return gradients
 
 
@@ -192,26 +187,31 @@ def _exp(values: Tensor) -> Tensor:
     return torch.exp2(values * LOG2_E)
 
 
-# The reader without a compiler
+# The reader of torch alone
 
 
-class EagerReader:
-    """Applies the formulas with torch's own operators."""
+class TorchReader:
+    """Applies the formulas with torch's operators.
 
-    name = "eager"
+    Args:
+        name: of the kernel, as in the settings.
+        wrap: what the formulas go through first, such as torch.compile.
+    """
+
+    def __init__(self, name: str, wrap: Callable[[Callable], Callable] = lambda formula: formula) -> None:
+        self.name = name
+        self._sums, self._mass, self._gradients = map(wrap, (tile_sums, tile_common_mass, tile_gradients))
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
         parts = []
         for rows in _chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            parts.append(tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments))
+            parts.append(self._sums(logits, [tile.may_mask for tile in tiles], tops, moments))
         return [TileSums(*map(_joined, zip(*of_head, strict=True))) for of_head in zip(*parts, strict=True)]
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         return _joined(
-            tile_common_mass(
-                [_finished(tile, rows) for tile in tiles], [logsumexp[rows] for logsumexp in logsumexps], lam
-            )
+            self._mass([_finished(tile, rows) for tile in tiles], [logsumexp[rows] for logsumexp in logsumexps], lam)
             for rows in _chunks(tiles)
         )
 
@@ -230,22 +230,26 @@ class EagerReader:
                 for own, tile, into in zip(logits, tiles, out, strict=True)
             ]
             targets = [None if into is None else into[rows] for into in out]
-            gradients = tile_gradients(
+            of_rows = [None if of_head is None else of_head.at(rows) for of_head in coefficients]
+            gradients = self._gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
                 [tile is not None and tile.may_mask for tile in tiles],
-                [None if of_head is None else of_head.at(rows) for of_head in coefficients],
-                partial(_scatter, places[rows]),
+                of_rows,
                 [own if own is not None and own.dtype == logsumexps[0].dtype else None for own in targets],
             )
-            for gradient, derivative, target in zip(gradients, derivatives, targets, strict=True):
+            for of_head, gradient, derivative, target in zip(of_rows, gradients, derivatives, targets, strict=True):
+                if gradient is None:
+                    continue
+                if of_head.on_id is not None:
+                    _scatter(gradient, places[rows], of_head.on_id)
                 if derivative is not None:
                     gradient *= derivative
-                if gradient is not None and gradient.dtype != target.dtype:
+                if gradient is not target:
                     target.copy_(gradient)
 
 
-EAGER = EagerReader()
+EAGER = TorchReader("eager")
 
 
 def _chunks(tiles: Sequence[Tile | None]) -> list[slice]:
@@ -274,7 +278,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _scatter(places: Tensor, gradient: Tensor, added: Tensor) -> Tensor:
+def _scatter(gradient: Tensor, places: Tensor, added: Tensor) -> None:
     width = gradient.shape[1]
     here = torch.where((places >= 0) & (places < width), added, 0.0)
-    return gradient.scatter_add_(1, places.clamp(0, width - 1)[:, None], here[:, None])
+    gradient.scatter_add_(1, places.clamp(0, width - 1)[:, None], here[:, None])

@@ -1,0 +1,49 @@
+"""Chooses what reads tiles of logits: `head_kernel` of the settings. Torch only, and Triton where it is chosen."""
+
+import os
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from jackpot.core.errors import ConfigError
+from jackpot.objectives.kernels.reader import EAGER, TileReader, TorchReader
+from jackpot.objectives.kernels.tiles import Tile
+from jackpot.objectives.kernels.topk import BLOCK
+
+
+def tile_reader(kernel: str, device: torch.device) -> TileReader:
+    """Return the reader that `head_kernel` names: for `auto` Triton's on CUDA where it is installed, else the eager.
+
+    Raises:
+        ConfigError: Triton is not installed or the device is no GPU, or torch.compile finds no compiler.
+    """
+    if kernel == "auto":
+        kernel = "triton" if device.type == "cuda" and find_spec("triton") else "eager"
+    if kernel == "triton":
+        return _triton_reader(device)
+    return _compiled_reader(device) if kernel == "compile" else EAGER
+
+
+def _triton_reader(device: torch.device) -> TileReader:
+    if not find_spec("triton"):
+        raise ConfigError("head_kernel is triton, but Triton is not installed; install it, or use head_kernel: auto")
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
+    return import_module(
+        "jackpot.objectives.kernels.triton_reader"
+    ).TRITON  # Triton is a package that few installs have
+
+
+@cache
+def _compiled_reader(device: torch.device) -> TileReader:
+    """Compile the formulas, of any number of positions, and try one."""
+    reader = TorchReader("compile", partial(torch.compile, dynamic=True))
+    tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
+    try:
+        reader.read([tile], False, False)
+    except Exception as error:  # whatever the compiler lacks
+        why = str(error).strip().splitlines()[0]
+        raise ConfigError(f"head_kernel is compile, but torch.compile fails: {why}; use head_kernel: auto") from error
+    return reader

@@ -1,0 +1,124 @@
+"""The other tile readers against the eager one: Triton's kernels, on a CPU in its interpreter, and torch.compile."""
+
+import os
+
+import pytest
+import torch
+
+from helpers.naive_head import assert_same, leaves, loss_of, random_head, random_ids
+from jackpot.core.errors import ConfigError
+from jackpot.launch import head_kernel
+from jackpot.objectives.kernels import reader
+from jackpot.objectives.kernels.autograd import HeadOptions
+from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
+
+N, V = 3, 150  # no multiples of a block
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def triton() -> reader.TileReader:
+    pytest.importorskip("triton", reason="Triton is not installed: make test-all installs it")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton runs without a GPU where TRITON_INTERPRET=1 was set before it was imported")
+    return head_kernel.tile_reader("triton", CPU)
+
+
+def as_float32(head: Head) -> Head:
+    tensors = {name: getattr(head, name) for name in ("hidden", "weight", "bias")}
+    return Head(
+        **{name: None if one is None else one.detach().float().requires_grad_() for name, one in tensors.items()},
+        soft_cap=head.soft_cap,
+    )
+
+
+def banned(head: Head) -> Head:
+    """A bias of -inf at some tokens."""
+    bias = torch.zeros(V).index_fill(0, torch.tensor([0, 3, 70]), -torch.inf).requires_grad_()
+    return Head(hidden=head.hidden, weight=head.weight, bias=bias)
+
+
+def heads_of(kind: str) -> list[Head]:
+    first = as_float32(random_head(1, "plain" if kind == "banned" else kind, N, V))
+    heads = [banned(first) if kind == "banned" else first]
+    return [*heads, as_float32(random_head(2, "bias", N, V, h=3))]
+
+
+def computed(heads: list[Head], tile_reader: reader.TileReader, memory: int, bf16: bool, **options):
+    """The outputs and gradients."""
+    how = dict(options, options=HeadOptions(tile_reader, memory), gather_ids=random_ids(N, 3, v=V))
+    run = joint_linear_head if len(heads) == 2 else linear_head
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        output = run(*heads, random_ids(N, v=60) + 71, **how)
+    values = [output.forward_kl, output.reverse_kl] if len(heads) == 2 else []
+    finite = all(bool(one.isfinite().all()) for one in values)
+    loss = loss_of(output) if finite else sum(one.log_probs.sum() for one in (output.policy, output.rollout_model))
+    return output, torch.autograd.grad(loss, leaves(*heads))
+
+
+@pytest.mark.slow  # the interpreter is
+@pytest.mark.parametrize(("bf16", "tile", "memory"), [(False, (2, 64), 0), (True, (3, 100), 2**20), (True, None, 0)])
+@pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap", "banned"])
+def test_triton_gives_what_the_eager_reader_gives(kind, bf16, tile, memory, triton):
+    temperature = 1.0 if kind == "plain" else 0.7
+    heads = heads_of(kind)
+    cases = [
+        (heads, dict(lam=0.8, num_top=3, tile=tile)),
+        (heads, dict(tile=tile)),
+        (heads[:1], dict(num_top=3, tile=tile)),
+    ]
+    for given, options in cases:
+        expected, slopes = computed(given, reader.EAGER, memory, bf16, temperature=temperature, **options)
+        found, own = computed(given, triton, memory, bf16, temperature=temperature, **options)
+        assert_same(found, expected, rtol=1e-5, atol=2e-5)
+        tolerance = dict(rtol=2**-6, atol=2e-2) if bf16 else dict(rtol=1e-5, atol=5e-5)
+        for one, other in zip(own, slopes, strict=True):
+            torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.slow
+def test_triton_leaves_float64_to_the_eager_reader_and_takes_no_positions(triton):
+    given = dict(bf16=False, temperature=0.7, num_top=3, lam=0.8)
+    heads = [random_head(1, n=N, v=V), random_head(2, n=N, v=V)]
+    (expected, slopes), (found, own) = (computed(heads, one, 0, **given) for one in (reader.EAGER, triton))
+    assert_same(found, expected)
+    assert all(one.equal(other) for one, other in zip(own, slopes, strict=True))
+    none = as_float32(random_head(1, n=0, v=V))
+    output = linear_head(none, random_ids(0), temperature=1.0, num_top=2, options=HeadOptions(triton))
+    output.log_probs.sum().backward()
+    assert output.top_ids.shape == (0, 2) and not none.weight.grad.any()
+
+
+@pytest.mark.slow  # it compiles
+def test_compiled_formulas_give_what_the_eager_reader_gives():
+    compiled = head_kernel.tile_reader("compile", CPU)
+    heads, given = heads_of("soft_cap")[:1], dict(bf16=False, temperature=0.7, tile=(3, 100))
+    (expected, slopes), (found, own) = (computed(heads, one, 0, **given) for one in (reader.EAGER, compiled))
+    assert_same(found, expected, rtol=1e-5, atol=2e-5)
+    for one, other in zip(own, slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)
+
+
+def test_the_kernel_is_chosen_by_the_device_and_refused_where_it_cannot_run(monkeypatch):
+    assert (
+        head_kernel.tile_reader("auto", CPU) is head_kernel.tile_reader("eager", torch.device("cuda")) is reader.EAGER
+    )
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(head_kernel, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="head_kernel is triton, but the device is cpu"):
+        head_kernel.tile_reader("triton", CPU)
+    monkeypatch.setattr(head_kernel, "find_spec", lambda name: None)
+    assert head_kernel.tile_reader("auto", torch.device("cuda")) is reader.EAGER
+    with pytest.raises(ConfigError, match="Triton is not installed"):
+        head_kernel.tile_reader("triton", torch.device("cuda"))
+
+    def broken(*_, **__):
+        def fails(*_, **__):
+            raise RuntimeError("no compiler")
+
+        return fails
+
+    head_kernel._compiled_reader.cache_clear()
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(ConfigError, match=r"torch\.compile fails: no compiler"):
+        head_kernel.tile_reader("compile", CPU)
