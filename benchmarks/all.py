@@ -58,7 +58,7 @@ def of_head(what: str, dtype: str, variant: str, beside: str, goal: str = "", ou
         return ratios(own, theirs)
 
     name = {"single": "head", "joint": "two heads", "log-probs": "log-probs only"}[what]
-    name += ", all products float32" if ours != "ours" else ""
+    name += {"ours": "", head.EXACT: ", all products float32", head.KEPT: ", logits kept"}[ours]
     return Claim(f"{name}, {dtype}", beside, "head", lambda results: ratios(*both(results, "seconds")), less, goal)
 
 
@@ -71,6 +71,7 @@ def of_decode(case: str, dtype: str, beside: str = "generate", goal: str = "") -
 
 TORCH = "`F.linear_cross_entropy`"
 KERNELS = (("naive", "full logits"), ("trl", "TRL"))
+OTHERS = (("naive", "full logits"), ("torch", TORCH), ("torch, chunked", f"{TORCH}, chunked"), ("trl", "TRL"))
 CLAIMS = [
     of_step("step, fixed", "fixed", "fp32", "one policy", "TRL", "2.3, memory 0.5"),
     of_step("step, fixed", "fixed", "fp32", "one policy", "TRL, compact", "2.0"),
@@ -84,17 +85,8 @@ CLAIMS = [
     of_head("single", "bf16", "trl", "TRL", ours=head.EXACT),
     *(of_head("joint", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
     of_head("joint", "bf16", "trl", "TRL", ours=head.EXACT),
-    *(
-        of_head("log-probs", dtype, variant, beside)
-        for dtype in head.DTYPES
-        for variant, beside in (
-            ("naive", "full logits"),
-            ("torch", TORCH),
-            ("torch, chunked", f"{TORCH}, chunked"),
-            ("trl", "TRL"),
-            ("liger", "Liger"),
-        )
-    ),
+    *(of_head("log-probs", dtype, *other) for dtype in head.DTYPES for other in (*OTHERS, ("liger", "Liger"))),
+    *(of_head("log-probs", dtype, *other, ours=head.KEPT) for dtype in head.DTYPES for other in OTHERS[:2]),
     *(of_decode(case, "fp32", goal=goal) for case, goal in zip(decode.CASES, ("1.8", "2.7", "", ""), strict=True)),
     *(of_decode(case, "bf16") for case in ("fixed", "ragged")),
     of_decode("fixed", "fp32", "generate_batch"),

@@ -16,6 +16,7 @@ on a GPU.
     log-probs   one head: of the sum of log-probs alone; nothing else is formed
 
     ours            log-probs, entropy, top k and log-probs at K given ids, of two heads also both KLs and the fill-ins
+    ours, logits kept     the same, all logits kept for backward: what it does where they fit in `head_logits_memory`
     ours, fp32 products   the same bfloat16 weights without autocast: every product is float32
     naive           the same as ours, by log_softmax of all logits; for log-probs alone by cross_entropy
     trl             TRL's chunked kernels: log-probs and entropy; of two heads the KL; no top k, no given ids. Off
@@ -30,6 +31,7 @@ on a GPU.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,12 @@ from floor import DTYPES
 from interleaved import Benchmark, Job, Result, Results, cell, main, markdown, ratios
 from torch import Tensor
 
-EXACT = "ours, fp32 products"
+KEPT, EXACT = "ours, logits kept", "ours, fp32 products"
 HEADS = {"single": 1, "joint": 2, "log-probs": 1}
 VARIANTS = {
-    "single": ("ours", EXACT, "naive", "trl"),
-    "joint": ("ours", EXACT, "naive", "trl"),
-    "log-probs": ("ours", EXACT, "naive", "torch", "torch, chunked", "trl", "liger"),
+    "single": ("ours", KEPT, EXACT, "naive", "trl"),
+    "joint": ("ours", KEPT, EXACT, "naive", "trl"),
+    "log-probs": ("ours", KEPT, EXACT, "naive", "torch", "torch, chunked", "trl", "liger"),
 }
 PEERS = ("trl", "liger")
 SIZES = {"vocabulary": 151_936, "hidden": 1024, "tokens": 4096, "top": 20, "device": "cpu"}
@@ -74,16 +76,19 @@ class Inputs:
             tensor.grad = None
 
 
-def ours(given: Inputs) -> Tensor:
+def ours(given: Inputs, kept: bool = False) -> Tensor:
+    """`kept`: logits stay for backward, whatever they take, as where they fit in `head_logits_memory`."""
+    from jackpot.objectives.kernels.autograd import HeadOptions
     from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 
     heads = [Head(hidden=hidden, weight=weight) for hidden, weight in zip(given.hidden, given.weight, strict=True)]
+    how = {"temperature": 1.0, "options": HeadOptions(logits_memory=2**40 if kept else 0)}
     if given.what == "log-probs":
-        return linear_head(heads[0], given.ids, temperature=1.0, num_top=0).log_probs.sum()
-    options = dict(temperature=1.0, num_top=given.top, gather_ids=given.given)
+        return linear_head(heads[0], given.ids, only_log_probs=True, **how).log_probs.sum()
+    how |= {"num_top": given.top, "gather_ids": given.given}
     if len(heads) == 1:
-        return loss_of([linear_head(heads[0], given.ids, **options)])
-    output = joint_linear_head(*heads, given.ids, **options)
+        return loss_of([linear_head(heads[0], given.ids, **how)])
+    output = joint_linear_head(*heads, given.ids, **how)
     return loss_of([output.policy, output.rollout_model]) + output.forward_kl.sum()
 
 
@@ -161,6 +166,7 @@ def compiled(given: Inputs) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[[Inputs], Tensor]] = {
     "ours": ours,
+    KEPT: partial(ours, kept=True),
     EXACT: ours,
     "naive": naive,
     "torch": of_torch,
