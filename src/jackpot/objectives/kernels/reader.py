@@ -203,17 +203,23 @@ class TorchReader:
         self._sums, self._mass, self._gradients = map(wrap, (tile_sums, tile_common_mass, tile_gradients))
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
-        parts = []
+        whole: list[list[Tensor | None]] = []
         for rows in _chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            parts.append(self._sums(logits, [tile.may_mask for tile in tiles], tops, moments))
-        return [TileSums(*map(_joined, zip(*of_head, strict=True))) for of_head in zip(*parts, strict=True)]
+            part = self._sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            whole = whole or [[_like(one, tiles[0]) for one in of_head] for of_head in part]
+            for into, of_head in zip(whole, part, strict=True):
+                for target, one in zip(into, of_head, strict=True):
+                    if one is not None:
+                        target[rows] = one
+        return [TileSums(*of_head) for of_head in whole]
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-        return _joined(
-            self._mass([_finished(tile, rows) for tile in tiles], [logsumexp[rows] for logsumexp in logsumexps], lam)
-            for rows in _chunks(tiles)
-        )
+        mass = torch.empty_like(logsumexps[0])
+        for rows in _chunks(tiles):
+            logits = [_finished(tile, rows) for tile in tiles]
+            mass[rows] = self._mass(logits, [logsumexp[rows] for logsumexp in logsumexps], lam)
+        return mass
 
     def differentiate(
         self,
@@ -273,9 +279,13 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    parts = list(parts)
-    return None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)
+def _like(part: Tensor | None, tile: Tile) -> Tensor | None:
+    """Return memory for the rows of all chunks.
+
+    It is taken once: small tensors that are made between a chunk's large ones and outlive them would split the memory
+    that these leave, and the next chunk would take more.
+    """
+    return None if part is None else part.new_empty((len(tile.logits), *part.shape[1:]))
 
 
 def _scatter(gradient: Tensor, places: Tensor, added: Tensor) -> None:
