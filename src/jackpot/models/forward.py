@@ -90,7 +90,7 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
     """
     if batch.packed is None or not can_pack(model):
         return predicting_hidden(model, *_parts(batch)).flatten(0, 1).index_select(0, index)
-    states = read_row(backbone(model), batch.packed).last_hidden_state[0]
+    states = read_row(backbone(model), batch.packed).last_hidden_state.squeeze(0)
     return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
 
 

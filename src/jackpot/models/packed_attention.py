@@ -101,7 +101,7 @@ def packed_attention(
         what = f"takes {', '.join(unknown)}" if unknown else "is not causal, or is not given the arguments of the model"
         raise ModelError(f"the attention of {type(module).__name__} {what}, so it cannot read rows without padding")
     window = packed.window(module.layer_idx, sliding_window)
-    states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [S, heads, D]
+    states = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [S, heads, D]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = _by_sequence if _varlen_kernel() and _suits_flash(*states) else _by_block
     return attend(packed, *states, scaling, window)[None], None
