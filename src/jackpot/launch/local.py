@@ -26,6 +26,7 @@ from jackpot.launch.head_kernel import tile_reader
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer
+from jackpot.models.fused import fuse
 from jackpot.models.load import (
     DTYPES,
     check_same_tokenizer,
@@ -176,6 +177,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     settings = getattr(config, role)
     with _role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
+    fuse(model)
     if settings.lora is not None:
         add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
         if resumes:
@@ -200,6 +202,7 @@ def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -
     path = str(checkpoint / "critic") if checkpoint else settings.path or config.policy.path
     with _role_named("critic"):
         model = load_value_model(path, torch.float32, device)
+    fuse(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     optimizer = _optimizer(model, settings.optimizer, _total_steps(config))

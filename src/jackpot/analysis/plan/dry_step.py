@@ -36,6 +36,7 @@ from jackpot.models.forward import (
     predicting_hidden,
     read_row,
 )
+from jackpot.models.fused import fuse
 from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
 from jackpot.models.packed_row import pack_row
@@ -227,6 +228,7 @@ def _shorten(model: PreTrainedModel, tracker: MemoryTracker) -> None:
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
     settings, model = getattr(config, role), load_meta_model(path).eval()
+    _fuse(config, model)
     if settings.optimizer is None:
         return model.requires_grad_(False)
     if settings.lora is not None:
@@ -234,6 +236,12 @@ def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     if config.activation_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def _fuse(config: Config, model: PreTrainedModel) -> None:
+    """Let a model keep as little as in training where that is sure to be on a CPU; on a GPU it keeps more."""
+    if config.device == "cpu":
+        fuse(model)
 
 
 def _reference(config: Config) -> PreTrainedModel | None:
@@ -247,6 +255,7 @@ def _critic(config: Config) -> PreTrainedModel | None:
     if config.critic is None:
         return None
     critic = critic_outline(config).eval()
+    _fuse(config, critic)
     if config.activation_checkpointing:
         checkpoint_activations(critic)
     return critic

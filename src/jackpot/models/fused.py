@@ -1,0 +1,278 @@
+"""Runs the element-wise parts of a language model in fewer passes over memory, for training on a CPU.
+
+Between its matrix products a layer normalizes, rotates and gates. Written with one operator for each arithmetic step,
+as in transformers, each step reads and writes all tokens, and backward twice as many. Here each part is one
+`torch.autograd.Function` with its gradient in closed form. It goes over the tokens in runs that stay in the cache, and
+keeps for backward little more than what the products around it keep: of an RMSNorm its input, of a gated MLP the two
+products before the gate.
+
+`fuse` lets the modules of a loaded model compute so. They keep their classes, parameters and names, and compute as
+before where they get what these parts do not know, such as a layer with an adapter. There is no second derivative.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial, wraps
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+
+Forward = Callable[..., Any]
+
+CHUNK = 2**18  # numbers of a tensor that are read at a time: 1 MiB in float32
+PRODUCT_ROWS = 2048  # most rows that are gated and multiplied at a time; products of few rows are slower
+_WIDE = torch.float32
+TOLERANCES = {_WIDE: 1e-5, torch.bfloat16: 0.02}
+"""The most by which outputs and gradients may differ from what a module computed before, as a share of the largest
+number of a tensor, by the dtype of its inputs."""
+
+_ROTATE = "apply_rotary_pos_emb"  # transformers' function, of the same name in the modules of most models
+
+
+def _without_autocast(function: Forward) -> Forward:
+    """Let dtypes be those of the arguments."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return function(*args)
+
+    return run
+
+
+class RMSNorm(torch.autograd.Function):
+    """Computes w x / sqrt(mean x^2 + eps) over the last dimension in float32; what w multiplies is rounded to the dtype
+    of x, as in transformers."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = _rows(x)
+        width = rows.shape[1]
+        out = torch.empty_like(rows, dtype=torch.promote_types(x.dtype, weight.dtype))
+        scale = rows.new_empty((len(rows), 1), dtype=_WIDE)  # 1 / sqrt(mean x^2 + eps)
+        for part in _runs(len(rows), CHUNK // width):
+            own = rows[part].to(_WIDE)
+            norm = torch.linalg.vector_norm(own, dim=1, keepdim=True)
+            torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[part])
+            normed = torch.mul(own, scale[part], out=out[part] if x.dtype == out.dtype == _WIDE else None)
+            torch.mul(normed.to(x.dtype), weight, out=out[part])
+        ctx.save_for_backward(x, weight, scale)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With r = 1 / sqrt(mean x^2 + eps) and n = x r: d w = sum g n, d x = r (g w - n mean(g w n))."""
+        x, weight, scale = ctx.saved_tensors
+        rows, grads, wide = _rows(x), _rows(grad), weight.to(_WIDE)
+        to_x, to_weight = torch.empty_like(rows), torch.zeros_like(wide)
+        for part in _runs(len(rows), CHUNK // rows.shape[1]):
+            normed, given = rows[part] * scale[part], grads[part].to(_WIDE)
+            products = given * normed
+            to_weight += products.sum(0)
+            means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
+            found = torch.mul(given, wide, out=to_x[part] if to_x.dtype == _WIDE else None)
+            _put(found.addcmul_(normed, means).mul_(scale[part]), to_x[part])
+        return to_x.view(x.shape), to_weight.to(weight.dtype), None
+
+
+class GatedProduct(torch.autograd.Function):
+    """Computes (silu(gate) * up) W^T, [..., I] and W [H, I] -> [..., H], in the dtype of the first two. Backward forms
+    the first factor again; the gradient of W is summed in float32."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        gates, ups, transposed = _rows(gate), _rows(up), weight.to(gate.dtype).t()
+        out = gates.new_empty((len(gates), len(weight)))
+        for part in _runs(len(gates), PRODUCT_ROWS):
+            torch.mm(silu(gates[part]).mul_(ups[part]), transposed, out=out[part])
+        ctx.save_for_backward(gate, up, weight)
+        return out.view(*gate.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        gates, ups, grads, own = _rows(gate), _rows(up), _rows(grad), weight.to(gate.dtype)
+        to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
+        to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
+        for part in _runs(len(gates), PRODUCT_ROWS):
+            active = silu(gates[part])
+            if to_weight is not None:
+                _add_product(to_weight, grads[part].t(), active * ups[part])
+            products = torch.mm(grads[part], own)
+            torch.mul(products, active, out=to_up[part])
+            torch.ops.aten.silu_backward(products.mul_(ups[part]), gates[part], grad_input=to_gate[part])
+        return to_gate.view(gate.shape), to_up.view(up.shape), None if to_weight is None else to_weight.to(weight.dtype)
+
+
+class Rotation(torch.autograd.Function):
+    """Computes x cos + (-x_2, x_1) sin with x_1 and x_2 the halves of the last dimension: x [B, heads, S, D], cos and
+    sin [B or 1, 1, S, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        return _rotated(x, cos, -sin[..., :half], sin[..., half:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        return _rotated(grad, cos, sin[..., half:], -sin[..., :half]), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return x cos + (x_2 first, x_1 second), laid out as x."""
+    out, half = torch.empty_like(x), x.shape[-1] // 2
+    for part in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
+        own, into = x[:, :, part], out[:, :, part]
+        torch.mul(own, cos[:, :, part], out=into)
+        into[..., :half].addcmul_(own[..., half:], first[:, :, part])
+        into[..., half:].addcmul_(own[..., :half], second[:, :, part])
+    return out
+
+
+def _runs(count: int, most: int) -> Iterator[slice]:
+    """Cut range(count) into the fewest near-equal runs of at most `most`, or of one."""
+    size = -(-count // max(1, -(-count // max(1, most)))) or 1
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _put(found: Tensor, place: Tensor) -> None:
+    if found.dtype != place.dtype:
+        place.copy_(found)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def fuse(model: PreTrainedModel) -> int:
+    """Let the parts of a model on a CPU that are known compute in fewer passes, in place, and return how many do; on a
+    GPU nothing changes.
+
+    A part is known by its attributes, if on a few numbers its output and all gradients stay the same up to rounding; on
+    the meta device, where there are no numbers, by its attributes.
+    """
+    if model.device.type not in ("cpu", "meta"):
+        return 0
+    count = 0
+    for module in model.modules():
+        if "forward" in vars(module):  # it does not run what its class says
+            continue
+        forward = _norm(module) or _mlp(module) or _attention(module)
+        if forward is not None:
+            module.forward = forward
+            count += 1
+    return count
+
+
+def _norm(module: nn.Module) -> Forward | None:
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or not isinstance(getattr(module, "variance_epsilon", None), float):
+        return None
+    forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.weight))
+    agrees = all(_agree(module.forward, forward, [numbers.to(dtype)], module) for dtype in TOLERANCES)
+    return forward if agrees else None
+
+
+def _run_norm(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
+    if module.weight.dtype != _WIDE or x.dtype not in TOLERANCES:
+        return own(x)
+    return RMSNorm.apply(x, module.weight, module.variance_epsilon)
+
+
+def _mlp(module: nn.Module) -> Forward | None:
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and all(
+        type(part) is nn.Linear for part in parts
+    )
+    if not is_known or len(list(module.parameters())) != 3:
+        return None
+    forward = partial(_run_mlp, module, module.forward)
+    return forward if _agree(module.forward, forward, [_numbers(4, parts[0].in_features)], module) else None
+
+
+def _run_mlp(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
+    last = module.down_proj
+    if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
+        return own(x)
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    return last(module.act_fn(gate) * up) if gate.dtype != up.dtype else GatedProduct.apply(gate, up, last.weight)
+
+
+def _attention(module: nn.Module) -> Forward | None:
+    """Return the forward of an attention module with `_rotate` in the place of its model's own function."""
+    function = type(module).forward
+    own = getattr(function, "__globals__", {}).get(_ROTATE)
+    if own is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own):
+        return None
+    names = function.__globals__ | {_ROTATE: partial(_rotate, own)}
+    changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(changed, module)
+
+
+@cache
+def _rotates_alike(own: Forward) -> bool:
+    if list(inspect.signature(own).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return False
+    queries, keys = _numbers(2, 3, 4, 6), _numbers(2, 1, 4, 6)
+    angles = [_numbers(2, 4, 6), _numbers(2, 4, 6) + 1.0]
+    return _agree(lambda q, k: own(q, k, *angles), lambda q, k: _rotate(own, q, k, *angles), [queries, keys])
+
+
+def _rotate(own: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    is_known = all(one.dtype == _WIDE and one.shape[-1] == cos.shape[-1] for one in (q, k, cos))
+    if options or not is_known:
+        return own(q, k, cos, sin, **options)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
+
+
+def _numbers(*shape: int) -> Tensor:
+    """Return rows of random numbers of two sizes: a sum of squares is far above an epsilon, or of its size."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    numbers[::2] *= 1e-3
+    return numbers
+
+
+@torch.enable_grad()
+def _agree(own: Forward, other: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
+    """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
+    if any(weight.is_meta for weight in weights):
+        return True
+    given = [one.detach().requires_grad_() for one in inputs]
+    results = []
+    for run in (own, other):
+        outputs = run(*given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        factors = [_numbers(*one.shape).to(one.dtype) for one in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, [*given, *weights], factors)])
+    tolerance = TOLERANCES[inputs[0].dtype]
+    return all(
+        (one.dtype, one.shape) == (two.dtype, two.shape)
+        and bool((one - two).detach().abs().max() <= tolerance * one.detach().abs().max())
+        for one, two in zip(*results, strict=True)
+    )

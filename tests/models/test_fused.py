@@ -1,0 +1,188 @@
+"""Parts of a model in fewer passes against the modules that they replace: outputs, gradients, and what stays alone."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from helpers.runs import small_config
+from helpers.token_batches import PROMPTS, RESPONSES, token_batch
+from jackpot.config.run import LoraConfig
+from jackpot.core.types import TokenBatch
+from jackpot.launch.local import load_trained, model_paths
+from jackpot.models import fused
+from jackpot.models.forward import checkpoint_activations, response_hidden
+from jackpot.models.fused import RMSNorm, fuse
+from jackpot.models.lora import add_adapter
+from jackpot.models.packed_row import pack_row
+
+SHAPE = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, dict, int]] = {  # the last: parts that are replaced
+    "Qwen3": ("qwen3", {"head_dim": 16}, 2 * 6 + 1),
+    "Llama": ("llama", {"attention_bias": True}, 2 * 4 + 1),
+    "Mistral, sliding window": ("mistral", {"sliding_window": 4}, 2 * 4 + 1),
+    "Qwen2": ("qwen2", {}, 2 * 4 + 1),
+    "OLMo 2, other rounding": ("olmo2", {}, 2 * 2),
+    "Gemma, 1 + weight and GELU": ("gemma", {"head_dim": 16}, 2 * 1),
+    "GLM 4, other halves, one product before the gate": ("glm4", {"head_dim": 8}, 2 * 4 + 1),
+    "Cohere, LayerNorm": ("cohere", {}, 2 * 1),
+    "GPT-2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, 0),
+}
+
+
+TOLERANCE = 2e-6  # float32 rounds by 6e-8, and its errors grow over two layers
+
+
+def model_of(kind: str, options: dict) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 30} if kind == "gpt2" else SHAPE
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(shape | {"initializer_range": 0.2} | options)))
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(weight, 1.0, 0.2)
+    return model.eval()
+
+
+def batch() -> TokenBatch:
+    ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in RESPONSES]
+    return replace(token_batch(), packed=pack_row(PROMPTS, [prompt for prompt, _ in RESPONSES], ids))
+
+
+def states_and_gradients(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, read: TokenBatch | None = None
+) -> list[Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype) if dtype else nullcontext():
+        states = response_hidden(model, read or batch()).float()
+    (states.sin() * torch.arange(1, states.numel() + 1).view_as(states)).sum().backward()
+    gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+    return [states.detach().double(), torch.cat(gradients).double()]
+
+
+def distances(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(params=[2**18, 64], ids=["one run", "several"])
+def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "CHUNK", request.param)
+    monkeypatch.setattr(fused, "PRODUCT_ROWS", request.param)
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_stay_as_they_were(name: str) -> None:
+    kind, options, parts = MODELS[name]
+    model = model_of(kind, options)
+    names, before = list(model.state_dict()), states_and_gradients(model)
+    random = torch.random.get_rng_state()
+    assert fuse(model) == parts
+    assert distances(states_and_gradients(model), before) < TOLERANCE
+    assert fuse(model) == 0 and list(model.state_dict()) == names
+    assert torch.equal(torch.random.get_rng_state(), random)
+    with torch.no_grad():
+        assert torch.allclose(response_hidden(model, batch()).double(), before[0], atol=1e-5)
+
+
+def test_padded_rows_are_read_as_before() -> None:
+    model = model_of(*MODELS["Qwen3"][:2])
+    before = states_and_gradients(model, read=token_batch(padding=2))
+    fuse(model)
+    assert distances(states_and_gradients(model, read=token_batch(padding=2)), before) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Llama"])
+def test_autocast_rounds_as_before(name: str) -> None:
+    """The gradient of the last product is no longer rounded before it is summed, so it comes closer to float32."""
+    model = model_of(*MODELS[name][:2])
+    exact, before = states_and_gradients(model), states_and_gradients(model, torch.bfloat16)
+    fuse(model)
+    after = states_and_gradients(model, torch.bfloat16)
+    assert distances(after, before) < 0.3 * distances(before, exact)
+    assert distances(after, exact) < 1.1 * distances(before, exact)
+
+
+def test_checkpointed_layers_compute_so_again_in_backward() -> None:
+    model = model_of(*MODELS["Qwen3"][:2])
+    before = states_and_gradients(model)
+    fuse(model)
+    plain = states_and_gradients(model)
+    checkpoint_activations(model)
+    assert all(map(torch.equal, states_and_gradients(model), plain)) and distances(plain, before) < TOLERANCE
+
+
+def test_an_adapter_on_every_product_is_trained_as_before() -> None:
+    own, model = model_of(*MODELS["Qwen3"][:2]), model_of(*MODELS["Qwen3"][:2])
+    fuse(model)
+    for one in (own, model):
+        add_adapter(one, LoraConfig(rank=2, alpha=4), 0)
+        for name, weight in one.named_parameters():
+            if "lora_B" in name:
+                nn.init.constant_(weight, 0.1)
+    assert distances(states_and_gradients(model), states_and_gradients(own)) < TOLERANCE
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = model_of(*MODELS["Qwen3"][:2])
+    fuse(model)
+    other, before = copy.deepcopy(model), states_and_gradients(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    assert distances(states_and_gradients(model), before) == 0.0
+    assert not response_hidden(other, batch()).any()
+
+
+class OtherEpsilon(nn.Module):
+    """Has the attributes of an RMSNorm and reads one of them differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.variance_epsilon)
+
+
+def test_a_module_that_computes_otherwise_stays_as_it_is() -> None:
+    model = model_of(*MODELS["Llama"][:2])
+    model.model.norm = OtherEpsilon()
+    assert fuse(model) == MODELS["Llama"][2] - 1 and "forward" not in vars(model.model.norm)
+
+
+def test_fewer_activations_wait_for_backward() -> None:
+    def kept(model: PreTrainedModel) -> int:
+        found: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            states = response_hidden(model, batch())
+        assert states.requires_grad
+        weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        return sum(size for place, size in found.items() if place not in weights)
+
+    model = model_of("qwen3", {"hidden_size": 64, "head_dim": 16, "intermediate_size": 192})
+    before = kept(model)
+    fuse(model)
+    assert kept(model) < 0.7 * before
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(RMSNorm.apply(x, torch.ones(4), 1e-6).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_models_in_training_are_fused() -> None:
+    config = small_config()
+    model = load_trained(config, "policy", model_paths(config, None)["policy"], torch.device("cpu"), False)
+    assert fuse(model) == 0 and "forward" in vars(model.model.norm)
