@@ -61,8 +61,10 @@ def rows(machine: Machine) -> list[Row]:
             )
     found.append(Row("top-k lists of the head in fp32", partial(compare_head, device, torch.float32)))
     found.append(Row("top-k lists of the head in bf16", partial(compare_head, device, torch.bfloat16)))
-    found.append(Row("log-probs of the engine in fp32", partial(compare_engine, device, "fp32")))
-    found.append(Row("log-probs of the engine in bf16", partial(compare_engine, device, "bf16")))
+    for precision in ("fp32", "bf16"):
+        for name, is_eager in (("", False), (", enforce_eager", True)):
+            compare = partial(compare_engine, device, precision, is_eager)
+            found.append(Row(f"log-probs of the engine in {precision}{name}", compare))
     found.append(Row("weights sent to the engine", partial(compare_weights, device)))
     return found
 
@@ -142,12 +144,12 @@ def compare_head(device: torch.device, dtype: torch.dtype) -> Result:
     return verdict(gap, LOG_PROB_GAP) | {"lists that differ": int(swapped.any(dim=1).sum())}
 
 
-def compare_engine(device: torch.device, precision: str) -> Result:
+def compare_engine(device: torch.device, precision: str, enforce_eager: bool) -> Result:
     """Compare log-probs that the engine samples with, and those of its lists, with those of a training forward pass."""
     [model] = _on(device, 1)
     learner = learner_of(make_config(precision, 1), [model])
     engine_model = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    engine = make_engine(engine_model, rows=8, dtype=precision)
+    engine = make_engine(engine_model, rows=8, dtype=precision, enforce_eager=enforce_eager)
     requests = make_requests(16, 12, 9, TINY_VOCABULARY)
     rollouts = engine.generate(requests)
     scores = learner.score("policy", plain_batches(rollouts, ONE, seed=0), requests[0].sampling)

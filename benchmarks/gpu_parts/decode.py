@@ -2,7 +2,8 @@
 
 The floor is the time in which the weights are read once a step and every row's keys and values once, at the bandwidth
 of the data sheet, or at that of a large copy where the GPU is not in our table. The engines give log-probs and the top
-20 of every token, `generate` gives tokens alone.
+20 of every token, `generate` gives tokens alone. With `enforce_eager` ours launches every kernel by itself, else it
+replays CUDA graphs, whose capture counts.
 """
 
 import tempfile
@@ -42,15 +43,16 @@ def rows(machine: Machine) -> list[Row]:
     for case in CASES[:1] if machine.tiny else CASES:
         title = f"{case.rows} rows of {case.prompt} + {case.new} tokens"
         case = TINY if machine.tiny else case
-        for name, measure in (("transformers engine", ours), ("generate", generate), ("vLLM engine", vllm)):
+        for name, measure in WRITERS.items():
             found.append(Row(f"{name}, {title}", partial(measure, machine, case)))
     return found
 
 
-def ours(machine: Machine, case: Case) -> Result:
+def ours(machine: Machine, case: Case, enforce_eager: bool = False) -> Result:
     model = device_model(NAME, machine, torch.bfloat16)
-    engine = make_engine(model, case.rows, dtype="bf16")
-    return of_engine(machine, case, model, engine)
+    engine = make_engine(model, case.rows, dtype="bf16", enforce_eager=enforce_eager)
+    result = of_engine(machine, case, model, engine)
+    return result | {"CUDA graphs": bool(events := engine.take_events()) and events[-1]["cuda_graphs"]}
 
 
 def of_engine(machine: Machine, case: Case, model: PreTrainedModel, engine: Engine) -> Result:
@@ -99,3 +101,11 @@ def vllm(machine: Machine, case: Case) -> Result:
         return of_engine(machine, case, model, engine)
     finally:
         engine.close()
+
+
+WRITERS = {
+    "transformers engine": ours,
+    "transformers engine, enforce_eager": partial(ours, enforce_eager=True),
+    "generate": generate,
+    "vLLM engine": vllm,
+}

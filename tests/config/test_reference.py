@@ -28,7 +28,12 @@ ALL = "jackpot train, jackpot eval, jackpot mismatch"
         ("policy.lora.target_modules", "list of strings (at least one)", "[all-linear]", "jackpot train"),
         ("engine.name", "transformers, vllm or vllm_server", "transformers", "jackpot train, jackpot eval"),
         ("engine.dtype", "fp32 or bf16", "fp32", "jackpot train, jackpot eval"),
-        ("engine.enforce_eager", "true, false or auto", "auto", "jackpot train, jackpot eval, with engine=vllm"),
+        (
+            "engine.enforce_eager",
+            "true, false or auto",
+            "auto",
+            "jackpot train, jackpot eval, with engine=transformers or vllm",
+        ),
         (
             "task.train.limit",
             "integer >= 1 or null",

@@ -51,6 +51,8 @@ class TransformersEngineConfig(_Engine):
     name: Literal["transformers"] = "transformers"
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention kernel: torch's fused one where the model supports it, or plain matrix products."""
+    enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
+    """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
 
 class VLLMEngineConfig(_Engine):

@@ -26,15 +26,18 @@ PACKED = "jackpot_packed"  # value of `config._attn_implementation`; it has no m
 _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 
 
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Return the number of tokens that each layer attends to, the query's own included; None for all before it."""
+    layers = DynamicCache(config=config).layers
+    return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
+
+
 class AttentionPlan:
     """Holds what the attention of all layers of one forward pass shares: the plan of the row, windows and masks."""
 
     def __init__(self, row: PackedRow, config: PreTrainedConfig) -> None:
         self.row = row
-        layers = DynamicCache(config=config).layers
-        self._windows = [
-            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers
-        ]
+        self._windows = layer_windows(config)
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
 
     def window(self, layer: int, given: int | None) -> int | None:

@@ -6,116 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import Sampling
-from jackpot.core.types import Prompt, Rollout, Version
-from jackpot.rollout.engines.base import Request
+from helpers.engines.architectures import (
+    CHANGES,
+    WINDOW,
+    check_log_probs,
+    make_config,
+    make_engine,
+    make_model,
+    make_requests,
+)
 from jackpot.rollout.engines.transformers import kv_cache as cache_module
 from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_attention
 from jackpot.rollout.engines.transformers.decoding import _PASS_MASKS_ON
-from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, BatchKVLayer, make_cache
-
-VOCAB_SIZE, EOS, CONTEXT, WINDOW = 40, 1, 128, 12
-MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-PLAIN = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3", {}),
-    "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
-    "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "qwen2": ("qwen2", {}),
-    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
-    "llama": ("llama", {}),
-    "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "mistral without windows": ("mistral", {"sliding_window": None}),
-    "mixtral": ("mixtral", EXPERTS | {"sliding_window": None}),
-    "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
-    "gemma3_text": ("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
-    "phi3": ("phi3", {"sliding_window": None}),
-    "olmo2": ("olmo2", {}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
-    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
-    "gpt2": ("gpt2", {}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 96}),
-    "bloom": ("bloom", {}),
-}
-
-
-def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    kind, special = CHANGES[name]
-    return CONFIG_MAPPING[kind](**PLAIN | special | changes)
-
-
-def make_model(name: str, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation=attention)
-    for parameter in model.parameters():  # biases and norms too, which start at 0 or 1
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    return model.float().eval()
-
-
-def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
-    eos_token_ids = settings.pop("eos_token_ids", [EOS])
-    config = TransformersEngineConfig(**{"max_num_seqs": 64} | settings)
-    return TransformersEngine(model, config, eos_token_ids=eos_token_ids, version=Version(0, 0))
-
-
-def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list[Request]:
-    """Return `group` requests per prompt length, of four response lengths: rows end alone and together."""
-    draw = torch.Generator().manual_seed(len(lengths))
-    prompts = [
-        Prompt(uid=f"{i}", text="", answer="", token_ids=tuple(ids.tolist()))
-        for i, ids in enumerate(torch.randint(2, VOCAB_SIZE, (n,), generator=draw) for n in lengths)
-    ]
-    return [
-        Request(
-            uid=f"{prompt.uid}/{i}",
-            prompt=prompt,
-            seed=100 * i + n,
-            sampling=Sampling(max_new_tokens=num_new - (7 * i + 3 * n) % 20 // 5 * 5, num_top_log_probs=5),
-        )
-        for n, prompt in enumerate(prompts)
-        for i in range(group)
-    ]
-
-
-@torch.no_grad()
-def check_log_probs(reference: PreTrainedModel, rollouts: list[Rollout]) -> None:
-    """Compare log-probs with one pass over the whole sequence, without cache, padding or other rows."""
-    for rollout in rollouts:
-        prompt, tokens = rollout.prompt.token_ids, rollout.token_ids
-        logits = reference(input_ids=torch.tensor([[*prompt, *tokens.tolist()]]), use_cache=False).logits[0]
-        log_probs = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
-        chosen = log_probs.gather(1, tokens[:, None])[:, 0]
-        assert (rollout.rollout_log_probs - chosen).abs().max() < 2e-4
-        assert (rollout.top_log_probs - log_probs.topk(5).values).abs().max() < 2e-4
-        assert (rollout.top_log_probs - log_probs.gather(1, rollout.top_ids)).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,13 @@ class TestTransformersEngineInBfloat16(EngineConformance):
         return make(folder, torch.bfloat16, version)
 
 
+@pytest.mark.slow
+class TestTransformersEngineInFixedShapes(EngineConformance):
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> TransformersEngine:
+        return make(folder, torch.float32, version, max_num_seqs=32, enforce_eager=False)
+
+
 @pytest.fixture
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record the shape of the token ids of every forward pass."""

@@ -62,8 +62,8 @@ class ModelRunner:
             max_new_tokens: largest number of tokens that any row reads after its prompt.
         """
         self._model, self._prompts = model, prompts
-        self._max_length = max(map(len, prompts)) + max_new_tokens
-        self._cache = make_cache(model.config, self._max_length)
+        self.max_length = max(map(len, prompts)) + max_new_tokens  # tokens of a row of the cache
+        self.cache = make_cache(model.config, self.max_length)
 
     def prefill(self) -> Tensor:
         """Run the prompts; return the hidden states that predict the first tokens, [R, H]. Called first, once."""
@@ -72,20 +72,20 @@ class ModelRunner:
         ids, mask = pad_tokens(list(unique), "left", device)  # [U, P]
         hidden = self._forward(ids, mask, position_ids(mask))[:, -1]
         index = torch.tensor([unique[prompt] for prompt in self._prompts], device=device)
-        self._cache.reorder_cache(index)
-        self._length = ids.shape[1]
-        self._positions = mask.sum(dim=1)[index]  # [N], position of the next token
-        self._is_token = torch.ones(len(index), self._max_length, dtype=torch.bool, device=device)  # False: padding
-        self._is_token[:, : self._length] = mask[index]
+        self.cache.reorder_cache(index)
+        self.length = ids.shape[1]  # cached tokens of a row, padding included
+        self.positions = mask.sum(dim=1)[index]  # [N], position of the next token
+        self._is_token = torch.ones(len(index), self.max_length, dtype=torch.bool, device=device)  # False: padding
+        self._is_token[:, : self.length] = mask[index]
         self._is_padded = not mask.all()
         self._bias = self._additive_mask() if self._is_padded else None
         return hidden[index]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
         """Run one more token of every row, [N]; return the hidden states that predict the next token, [N, H]."""
-        self._length += 1
-        hidden = self._forward(tokens[:, None], self._mask(), self._positions[:, None])
-        self._positions = self._positions + 1
+        self.length += 1
+        hidden = self._forward(tokens[:, None], self._mask(), self.positions[:, None])
+        self.positions = self.positions + 1
         return hidden[:, -1]
 
     def reorder(self, order: Tensor) -> None:
@@ -94,13 +94,13 @@ class ModelRunner:
         Args:
             order: [N] int64, on the device of the model.
         """
-        self._cache.reorder_cache(order)
-        self._positions, self._is_token = self._positions[order], self._is_token[order]
+        self.cache.reorder_cache(order)
+        self.positions, self._is_token = self.positions[order], self._is_token[order]
         self._bias = None if self._bias is None else self._bias[order]
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         return backbone(self._model)(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self._cache, use_cache=True
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
 
     def _mask(self) -> Tensor | None:
@@ -109,14 +109,14 @@ class ModelRunner:
         From a mask [N, S] transformers makes its own at every step, with sliding windows. A mask [N, 1, 1, S] is used
         as it is.
         """
-        if not isinstance(self._cache, BatchKVCache):
-            return self._is_token[:, : self._length]
+        if not isinstance(self.cache, BatchKVCache):
+            return self._is_token[:, : self.length]
         if not self._is_padded:
             return None
-        window = self._cache.sliding_window
-        if self._bias is None or (window is not None and self._length > window):
-            return self._is_token[:, : self._length]
-        return self._bias[..., : self._length]
+        window = self.cache.sliding_window
+        if self._bias is None or (window is not None and self.length > window):
+            return self._is_token[:, : self.length]
+        return self._bias[..., : self.length]
 
     def _additive_mask(self) -> Tensor | None:
         """Return what attention adds to its scores, [N, 1, 1, S]: 0, or the lowest number for padding.
@@ -164,6 +164,7 @@ class DecodingBatch:
         self._settings = batch_settings(samplings[0])
         self._rows = torch.arange(len(requests))  # [N], request index of each unfinished row, in the model's row order
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
+        self._max_position = max_model_len - 1
         self._limits = torch.tensor(
             [
                 min(sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
@@ -174,7 +175,7 @@ class DecodingBatch:
         self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
         self._keys = key_tensor([fold_in("token", request.seed) for request in requests]).to(model.device)  # [N]
         self._num_generated = 0  # tokens of every unfinished row
-        # Packed draws (`_pack`), on the CPU; rows of `empty` take no memory before they are written.
+        # Packed draws (`pack_draw`), on the CPU; rows of `empty` take no memory before they are written.
         self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
 
     @property
@@ -185,25 +186,31 @@ class DecodingBatch:
     @torch.no_grad()
     def step(self) -> list[Rollout]:
         """Generate one token in every row; remove and return the rows that this finished."""
-        with _threads_for(len(self._rows) * self._model.num_parameters()):
+        with threads_for(len(self._rows) * self._model.num_parameters()):
             hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
             draws = uniforms(self._keys, [self._num_generated])
             draw = draw_tokens(head_logits(self._model, hidden), draws, **self._settings._asdict())
-        records = _pack(draw).cpu()  # the only transfer of a step to the CPU
-        self._check_finite(records)
-        self._records[self._rows, self._num_generated] = records
+        records = pack_draw(draw).cpu()  # the only transfer of a step to the CPU
+        self._check_finite(records[None])
         self._last_tokens = draw.tokens  # [N]
-        self._num_generated += 1
-        return self._remove_finished(records[:, 0])
+        return self._take(records)
 
     def _check_finite(self, records: Tensor) -> None:
-        is_finite = records[:, 1].view(torch.float32).isfinite()
+        """Check the draws of some steps, [steps, N, 2 + 2K]."""
+        is_finite = records[..., 1].view(torch.float32).isfinite()
         if not is_finite.all():
-            row = int(self._rows[~is_finite].min())
+            step = int(is_finite.all(dim=1).int().argmin())
+            row = int(self._rows[~is_finite[step]].min())
             raise EngineError(
-                f"the model gave no finite distribution for token {self._num_generated} of "
+                f"the model gave no finite distribution for token {self._num_generated + step} of "
                 f"{self._all_requests[row].uid} at {self._version}; look for NaN in the weights that were sent last"
             )
+
+    def _take(self, records: Tensor) -> list[Rollout]:
+        """Keep the draws [N, 2 + 2K] of a step; remove and return the rows that this finished."""
+        self._records[self._rows, self._num_generated] = records
+        self._num_generated += 1
+        return self._remove_finished(records[:, 0])
 
     def _remove_finished(self, tokens: Tensor) -> list[Rollout]:
         """Remove the rows that end with `tokens` [N] from the batch and from the cache; return their rollouts."""
@@ -213,12 +220,16 @@ class DecodingBatch:
             return []
         finished = self._rollouts(self._rows[is_finished], is_stop[is_finished])
         order = _compaction(~is_finished)
+        self._reorder(order)
+        self._rows = self._rows[order]  # last: after an error before this line `requests` has the finished ones too
+        return finished
+
+    def _reorder(self, order: Tensor) -> None:
+        """Replace row i of the model's rows by the old row `order[i]`; the others leave."""
         if len(order):
             on_device = order.to(self._last_tokens.device)
             self._runner.reorder(on_device)
             self._last_tokens, self._keys = self._last_tokens[on_device], self._keys[on_device]
-        self._rows = self._rows[order]  # last: after an error before this line `requests` has the finished ones too
-        return finished
 
     def _rollouts(self, rows: Tensor, is_stop: Tensor) -> list[Rollout]:
         """Return the rollouts of rows [F] that end now, with all tokens so far; True in `is_stop` [F]: a stop token."""
@@ -244,7 +255,7 @@ class DecodingBatch:
 
 
 @contextmanager
-def _threads_for(multiplications: int) -> Iterator[None]:
+def threads_for(multiplications: int) -> Iterator[None]:
     """Run the body with one thread where it is too small for the threads of torch."""
     threads = torch.get_num_threads()
     if threads == 1 or multiplications >= ONE_THREAD_BELOW:
@@ -278,7 +289,7 @@ def _compaction(kept: Tensor) -> Tensor:
     return order
 
 
-def _pack(draw: Draw) -> Tensor:
+def pack_draw(draw: Draw) -> Tensor:
     """Pack a draw into one tensor, [N, 2 + 2K] int32: ids as they are, log-probs by their bits."""
     columns = [
         draw.tokens[:, None].int(),
@@ -290,7 +301,7 @@ def _pack(draw: Draw) -> Tensor:
 
 
 def _unpack(records: Tensor) -> Draw:
-    """Undo `_pack` for records [..., 2 + 2K], into memory that does not alias them."""
+    """Undo `pack_draw` for records [..., 2 + 2K], into memory that does not alias them."""
     num_top = (records.shape[-1] - 2) // 2
     tokens, log_probs, top_ids, top_log_probs = records.split([1, 1, num_top, num_top], dim=-1)
     return Draw(

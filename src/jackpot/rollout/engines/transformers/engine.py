@@ -9,6 +9,7 @@ in a million tokens in float32, far more often in bfloat16.
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
@@ -27,6 +28,12 @@ from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.in_flight import InFlightRequests
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
+from jackpot.rollout.engines.transformers.static_decoding import (
+    GraphCapture,
+    StaticBatch,
+    decodes_statically,
+    decoding_event,
+)
 from jackpot.rollout.engines.transformers.weights import ModelWeights
 
 _SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
@@ -78,6 +85,13 @@ class TransformersEngine(Engine):
             device=model.device.type,
         )
         self._events = self._weights.events
+        self._capture: GraphCapture | None = None  # None: `DecodingBatch` decodes
+        is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
+        if not is_eager and decodes_statically(model):
+            self._capture = GraphCapture(model.device.type)
+        elif not is_eager:
+            why = f"{type(model).__name__} with these settings has no attention for it"
+            self._events.append(decoding_event("growing", False, why))
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._in_flight = InFlightRequests()
@@ -138,8 +152,12 @@ class TransformersEngine(Engine):
         return digest
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the event `quantized` at the first call, where the settings quantize."""
-        events, self._events = self._events, []
+        """Return the event `quantized` at the first call, where the settings quantize, and `decoding` where
+        `enforce_eager` is off, and once more where a step could not be captured."""
+        sources = [self._events] if self._capture is None else [self._events, self._capture.events]
+        events = [event for source in sources for event in source]
+        for source in sources:
+            source.clear()
         return events
 
     def close(self) -> None:
@@ -172,7 +190,8 @@ class TransformersEngine(Engine):
         alike = takewhile(lambda request: batch_settings(request.sampling) == shared, self._queue)
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
-        batch = DecodingBatch(self._check_open(), requests, self._eos_token_ids, max_model_len, self._version)
+        make = DecodingBatch if self._capture is None else partial(StaticBatch, capture=self._capture)
+        batch = make(self._check_open(), requests, self._eos_token_ids, max_model_len, self._version)
         for _ in requests:
             self._queue.popleft()
         return batch

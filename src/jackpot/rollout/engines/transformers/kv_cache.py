@@ -9,11 +9,17 @@ Shapes: `N` rows, `S` cached tokens of each row, `D` size of a head.
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from jackpot.models.forward import keeps_plain_keys
+from jackpot.models.packed_attention import layer_windows
 
 _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
+
+
+def grown_length(length: int, max_length: int) -> int:
+    """Return the tokens of a row for which a cache of `length` tokens gets room when it is full."""
+    return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
 class BatchKVLayer(DynamicLayer):
@@ -64,7 +70,7 @@ class BatchKVLayer(DynamicLayer):
 
     def _grown(self, states: Tensor) -> Tensor:
         rows, heads, length, size = states.shape
-        buffer = states.new_empty(rows, heads, min(self._max_length, length + max(_MIN_GROWTH, length // 2)), size)
+        buffer = states.new_empty(rows, heads, grown_length(length, self._max_length), size)
         buffer[:, :, :length] = states
         return buffer
 
@@ -93,11 +99,10 @@ def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | Dyna
     It is a `BatchKVCache` where every layer keeps keys and values of full or sliding-window attention. For other models
     (linear attention, chunked attention, layers that share keys) it is transformers' own cache.
     """
-    cache = DynamicCache(config=config)
     if not keeps_plain_keys(config):
-        return cache
-    windows = [layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-    return BatchKVCache(len(cache.layers), max_length, min(windows, default=None))
+        return DynamicCache(config=config)
+    windows = layer_windows(config)
+    return BatchKVCache(len(windows), max_length, min(filter(None, windows), default=None))
 
 
 def _moved_rows(order: Tensor) -> Tensor:

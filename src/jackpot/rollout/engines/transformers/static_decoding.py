@@ -1,0 +1,205 @@
+"""Decode a batch with fixed shapes, so that a GPU replays a step as a CUDA graph and is waited for once in several.
+
+All that a step reads and writes stays at its address: tokens, the column of the cache, the keys and values, the last
+draws. Attention reads all columns that there is room for, and a mask hides those that are not written yet. A row that
+ends computes on, unread, until half of the rows have ended; then, or when the cache is full, the rest moves to memory
+of its own and the step is captured anew. On a CPU the same step runs as it is.
+
+Shapes: `N` rows, `n` of them unfinished, `S` columns of the cache, `D` size of a head, `K` top log-probs.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from jackpot.core.prng import uniforms
+from jackpot.core.types import Rollout
+from jackpot.models.forward import backbone, can_pack, head_logits
+from jackpot.models.packed_attention import AttentionSet, layer_windows
+from jackpot.models.sampling import draw_tokens
+from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_attention
+from jackpot.rollout.engines.transformers.decoding import DecodingBatch, pack_draw, threads_for
+from jackpot.rollout.engines.transformers.kv_cache import grown_length
+
+STEPS = 8  # tokens of a row between two waits
+_FEW_ROWS = 8  # no row leaves a batch of so few: reading the weights takes most of their step
+_STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
+
+Step = Callable[[], None]
+
+
+def static_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    static_masks: list[Tensor],
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute `grouped_attention` with the mask of the layer, out of `static_masks`: [N, 1, 1, S] for each."""
+    options.pop("sliding_window", None)  # the mask has it
+    return grouped_attention(module, query, key, value, static_masks[module.layer_idx], **options)
+
+
+AttentionInterface.register(_STATIC, static_attention)
+
+
+def decodes_statically(model: PreTrainedModel) -> bool:
+    """Tell whether `StaticBatch` decodes a model: every layer keeps plain keys and attends by `grouped_attention`."""
+    return model.config._attn_implementation == GROUPED and can_pack(model)
+
+
+def decoding_event(shapes: Literal["static", "growing"], cuda_graphs: bool, why: str | None = None) -> dict[str, Any]:
+    """Return the event that says how an engine decodes, and why not otherwise."""
+    return {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs} | ({"why": why} if why else {})
+
+
+class GraphCapture:
+    """Captures steps as CUDA graphs on a GPU; elsewhere, and after a failed capture, they run as they are."""
+
+    def __init__(self, device_type: str) -> None:
+        self._captures = device_type == "cuda"
+        self.events = [decoding_event("static", self._captures)]
+
+    def __call__(self, step: Step) -> Step:
+        """Return what does the same as `step`, which has run once before, at the same addresses."""
+        if not self._captures:
+            return step
+        try:
+            graph = torch.cuda.CUDAGraph()
+            own = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves another stream behind
+            with own, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError as error:
+            self._captures = False
+            self.events.append(decoding_event("static", False, str(error).split("\n")[0]))
+            return step
+        return graph.replay
+
+
+class StaticKVLayer(DynamicLayer):
+    """Holds the keys and values of one layer, [N, heads, S, D], of which a step writes one column."""
+
+    def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._column, self.is_initialized = keys, values, column, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, [N, heads, 1, D] each; return all columns."""
+        self.keys.index_copy_(2, self._column, key_states)
+        self.values.index_copy_(2, self._column, value_states)
+        return self.keys, self.values
+
+
+class StaticBatch(DecodingBatch):
+    """Decodes as `DecodingBatch`, up to `STEPS` tokens a call; the prompts and the first token it leaves to that."""
+
+    def __init__(self, *arguments: Any, capture: GraphCapture) -> None:
+        """Take the arguments of a `DecodingBatch`, for a model that `decodes_statically`."""
+        super().__init__(*arguments)
+        self._capture = capture
+        self._windows = layer_windows(self._model.config)
+        self._column: Tensor | None = None  # [1] int64, the next column of the cache; None before the first token
+        self._run: Step | None = None  # one step of the shapes that are; None before it has run once
+
+    @torch.no_grad()
+    def step(self) -> list[Rollout]:
+        """Generate up to `STEPS` tokens in every row; remove and return the rows that this finished."""
+        if not self._num_generated:
+            return super().step()
+        unfinished = len(self._rows)
+        if self._column is None:
+            self._start()
+        elif self._length == self._room or _FEW_ROWS < len(self._last_tokens) >= 2 * unfinished:
+            self._move()
+        count = int(self._limits[self._rows].max()) - self._num_generated
+        count = min(STEPS, count, self._room - self._length)
+        with threads_for(len(self._last_tokens) * self._model.num_parameters()):
+            for _ in range(count):
+                if self._run is None:
+                    self._advance()
+                    self._run = self._capture(self._advance)
+                else:
+                    self._run()
+        self._length += count
+        records = self._draws[-count:].cpu()  # the only wait for the device
+        rows, finished = self._rows, []
+        self._check_finite(records[:, self._slots])
+        try:
+            for drawn in records:
+                finished += self._take(drawn[self._slots]) if len(self._rows) else []
+        except BaseException:
+            self._rows = rows  # they are generated once more
+            raise
+        return finished
+
+    def _reorder(self, order: Tensor) -> None:
+        if self._column is None:
+            super()._reorder(order)
+        else:
+            self._slots = self._slots[order]
+
+    def _start(self) -> None:
+        """Take over the cache of the prompts."""
+        runner = self._runner
+        self._cache, self._max_length = runner.cache, runner.max_length
+        self._prompt_length = self._length = self._room = runner.length  # columns: prompts, written, all
+        self._padding = runner.length - runner.positions  # [N]
+        self._column = torch.full_like(runner.positions[:1], runner.length)
+        self._slots = torch.arange(len(self._rows))  # [n], on the CPU: the row of the model of each unfinished row
+        del self._runner
+        self._move()
+
+    def _move(self) -> None:
+        """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""
+        device, order, room = self._column.device, self._slots.to(self._column.device), self._room
+        if self._length == room:
+            room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in such pieces
+        self._run = None  # frees the memory of the last graph
+        for number, layer in enumerate(self._cache.layers):
+            states = [self._moved(one, order, room) for one in (layer.keys, layer.values)]
+            self._cache.layers[number] = StaticKVLayer(*states, self._column)
+        self._last_tokens, self._keys = self._last_tokens[order], self._keys[order]
+        self._padding, self._room = self._padding[order], room
+        self._slots = torch.arange(len(order))
+        size = 2 + 2 * self._settings.num_top_log_probs
+        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)  # the last ones
+
+    def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
+        buffer = states.new_zeros(len(order), states.shape[1], room, states.shape[3])  # unwritten ones must be finite
+        buffer[:, :, : self._length] = states[:, :, : self._length].index_select(0, order)
+        return buffer
+
+    def _advance(self) -> None:
+        """Generate one token in every row; all is read and written in place, and nothing waits for the device."""
+        column, model = self._column, self._model
+        positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the end
+        with AttentionSet(model.config.get_text_config(), _STATIC):
+            states = backbone(model)(
+                input_ids=self._last_tokens[:, None],
+                position_ids=positions[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                static_masks=self._masks(),
+            ).last_hidden_state
+        draws = uniforms(self._keys, column + (1 - self._prompt_length))
+        draw = draw_tokens(head_logits(model, states[:, -1]), draws, **self._settings._asdict())
+        self._last_tokens.copy_(draw.tokens)
+        self._draws.copy_(torch.cat([self._draws[1:], pack_draw(draw)[None]]))
+        column.add_(1)
+
+    def _masks(self) -> list[Tensor]:
+        """Return what each layer's attention adds to its scores, [N, 1, 1, S], one tensor for each window."""
+        columns = torch.arange(self._room, device=self._column.device)
+        hidden = (columns < self._padding[:, None]) | (columns > self._column)
+        made: dict[int | None, Tensor] = {}
+        for window in set(self._windows):
+            far = hidden if window is None else hidden | (columns <= self._column - window)
+            mask = torch.zeros(far.shape, dtype=self._model.dtype, device=far.device)
+            made[window] = mask.masked_fill_(far, -torch.inf)[:, None, None]
+        return [made[window] for window in self._windows]

@@ -1,0 +1,206 @@
+"""Decoding in fixed shapes against decoding in those of the batch, and what a CUDA graph needs of a step.
+
+The graphs themselves need a GPU. Here a recording of the step's operators takes their place: it too knows nothing but
+the tensors that it was recorded with.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.engines.architectures import CHANGES, CONTEXT, make_engine, make_model, make_requests
+from helpers.waits import waits
+from jackpot.core.types import Rollout
+from jackpot.rollout.engines.transformers import static_decoding
+from jackpot.rollout.engines.transformers.static_decoding import STEPS, GraphCapture, StaticBatch, Step
+
+LENGTHS = [5, 9, 2, 9, 30]  # of prompts
+STATIC, GROWING = "static", "growing"
+
+
+def generate(name: str, num_new: int = 40, lengths: list[int] = LENGTHS, **settings: Any) -> list[Rollout]:
+    return make_engine(make_model(name).double(), **settings).generate(make_requests(lengths, num_new=num_new))
+
+
+def check_equal(found: list[Rollout], expected: list[Rollout]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.uid, one.finish) == (other.uid, other.finish)
+        assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.top_ids, other.top_ids)
+        assert torch.allclose(one.rollout_log_probs, other.rollout_log_probs, rtol=0.0, atol=1e-6)
+        assert torch.allclose(one.top_log_probs, other.top_log_probs, rtol=0.0, atol=1e-6)
+
+
+# Gemma 3 and Qwen 3 mix windows with full attention, GPT-2 has as many positions as the context.
+@pytest.mark.parametrize("name", ["qwen3 with windows", "llama", "mistral", "gemma3_text", "gpt2"])
+def test_fixed_shapes_write_what_growing_ones_write(name: str) -> None:
+    stops = {"eos_token_ids": [1, 8, 9]}
+    expected = generate(name, **stops)
+    assert "stop" in {rollout.finish for rollout in expected}
+    assert len({len(rollout.token_ids) for rollout in expected}) > 5
+    check_equal(generate(name, **stops, enforce_eager=False), expected)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}], ids=str)
+def test_fixed_shapes_draw_from_the_same_distribution(sampling: dict[str, float]) -> None:
+    requests = [
+        replace(request, sampling=request.sampling.model_copy(update=sampling)) for request in make_requests([5, 9])
+    ]
+    engines = [make_engine(make_model("qwen3").double(), enforce_eager=eager) for eager in (True, False)]
+    expected, found = (engine.generate(requests) for engine in engines)
+    check_equal(found, expected)
+
+
+def test_rows_may_write_to_the_end_of_the_context() -> None:
+    """The others, which ended there, compute on behind it."""
+    lengths, settings = [CONTEXT - 10, 3], {"eos_token_ids": [], "num_new": 40}
+    expected = generate("gpt2", lengths=lengths, **settings)
+    assert {len(rollout.token_ids) for rollout in expected} >= {10, 40}
+    check_equal(generate("gpt2", lengths=lengths, **settings, enforce_eager=False), expected)
+
+
+class Recording(TorchDispatchMode):
+    """Keeps the operators of a step with their tensors, and runs them again on these, as a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self._calls:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Recordings(GraphCapture):
+    """Records steps in place of capturing them."""
+
+    made = replayed = 0
+
+    def __call__(self, step: Step) -> Step:
+        batch: StaticBatch = step.__self__
+        caches = [states for layer in batch._cache.layers for states in (layer.keys, layer.values)]
+        written = [batch._column, batch._last_tokens, batch._draws, *caches]
+        before, recording = [one.clone() for one in written], Recording()
+        with recording:
+            step()
+        for one, old in zip(written, before, strict=True):  # a capture runs nothing
+            one.copy_(old)
+        self.made += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            recording.replay()
+
+        return replay
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_a_step_is_the_same_operators_on_the_same_memory_until_rows_move(name: str) -> None:
+    expected = generate(name, eos_token_ids=[])
+    engine = make_engine(make_model(name).double(), enforce_eager=False, eos_token_ids=[])
+    engine._capture = recordings = Recordings("cpu")
+    check_equal(engine.generate(make_requests(LENGTHS, num_new=40)), expected)
+    assert recordings.made < 5 and recordings.replayed > 30
+
+
+def test_the_host_waits_once_in_several_tokens() -> None:
+    model = make_model("llama")
+    engine = make_engine(model, enforce_eager=False, eos_token_ids=[])
+    engine.submit(make_requests([5, 9], num_new=60))
+    engine.collect(0)
+    for _ in range(2):
+        engine._step()
+    with waits(
+        on_host=[engine._batch._rows, engine._batch._slots, engine._batch._stops, engine._batch._limits]
+    ) as found:
+        before = engine._batch._num_generated
+        engine._step()
+    assert engine._batch._num_generated == before + STEPS and len(found) == 1
+    engine.collect(100)
+
+
+def test_memory_shrinks_to_the_rows_that_are_left_and_grows_with_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_decoding, "_FEW_ROWS", 2)
+    shapes, original = [], StaticBatch._move
+
+    def spy(batch: StaticBatch) -> None:
+        original(batch)
+        shapes.append((batch._cache.layers[0].keys.shape[0], batch._cache.layers[0].keys.shape[2]))
+
+    monkeypatch.setattr(StaticBatch, "_move", spy)
+    check_equal(generate("llama", 80, [5, 9, 30], enforce_eager=False), generate("llama", 80, [5, 9, 30]))
+    rows, lengths = zip(*shapes, strict=True)
+    assert list(rows) == sorted(rows, reverse=True) and list(lengths) == sorted(lengths)
+    assert len(set(rows)) > 2 and lengths[0] == 96 and lengths[-1] > 96
+
+
+def test_an_error_in_a_step_loses_no_request() -> None:
+    engine = make_engine(make_model("llama").double(), enforce_eager=False)
+    engine.submit(make_requests(LENGTHS))
+    engine.collect(0, timeout=0)
+    while not (finished := engine.collect(1, timeout=0)):
+        pass
+    take, calls = StaticBatch._take, []
+
+    def fail(batch: StaticBatch, records: Tensor) -> list[Rollout]:
+        calls.append(take(batch, records))
+        if calls[-1]:
+            raise InterruptedError
+        return calls[-1]
+
+    StaticBatch._take = fail
+    try:
+        with pytest.raises(InterruptedError):
+            engine.collect(100)
+    finally:
+        StaticBatch._take = take
+    found = {rollout.uid: rollout for rollout in [*finished, *engine.collect(100)]}
+    expected = generate("llama", num_new=30)
+    check_equal([found[rollout.uid] for rollout in expected], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "event"),
+    [
+        ("llama", {}, None),
+        ("llama", {"enforce_eager": True}, None),
+        ("llama", {"enforce_eager": False}, (STATIC, None)),
+        ("llama", {"enforce_eager": False, "attn_implementation": "eager"}, (GROWING, "LlamaForCausalLM")),
+        ("llama", {"enforce_eager": False, "kv_cache_dtype": "fp8"}, (GROWING, "LlamaForCausalLM")),
+        ("gemma2", {"enforce_eager": False}, (GROWING, "Gemma2ForCausalLM")),
+        ("lfm2", {"enforce_eager": False}, (GROWING, "Lfm2ForCausalLM")),
+    ],
+)
+def test_an_event_says_how_the_engine_decodes(name: str, settings: dict, event: tuple | None) -> None:
+    assert name in CHANGES
+    engine = make_engine(make_model(name), **settings)
+    found = engine.take_events()
+    assert [(one["event"], one["shapes"], one["cuda_graphs"]) for one in found] == (
+        [] if event is None else [("decoding", event[0], False)]
+    )
+    if event:
+        assert (event[1] or "") in found[0].get("why", "")
+    assert engine.take_events() == []
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is() -> None:
+    capture, calls = GraphCapture("cuda"), []
+
+    def step() -> None:
+        calls.append(1)
+        raise RuntimeError("it waits\nfor the device")
+
+    assert capture(step) is step and capture(step) is step
+    first, second = capture.events
+    assert first["cuda_graphs"] and not second["cuda_graphs"] and second["why"] and "\n" not in second["why"]
