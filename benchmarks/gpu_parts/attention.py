@@ -33,10 +33,16 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Reader = Callable[[PreTrainedModel, TokenBatch], Tensor]
 
 
-def in_blocks(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Read the packed row with attention in padded blocks, where flash attention would serve too."""
+def by_flex(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Read the packed row with flex attention, where flash attention would serve too; on a CPU in blocks."""
     with patch.object(packed_attention, "_suits_flash", return_value=False):
         return response_hidden(network, batch)
+
+
+def in_blocks(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Read the packed row with attention in padded blocks."""
+    with patch.object(packed_attention, "_flex_kernel", return_value=None):
+        return by_flex(network, batch)
 
 
 def padded(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -45,6 +51,7 @@ def padded(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 READERS = {
     "as trained": response_hidden,
+    "packed row, flex attention": by_flex,
     "packed row, attention in blocks": in_blocks,
     "padded rows, every prompt once": padded,
 }
@@ -64,6 +71,7 @@ def rows(machine: Machine) -> list[Row]:
     }
     if not machine.has_gpu:  # compiling takes many seconds
         del layers["flex, grouped heads"], backbones["padded rows, prompts repeated, flex"]
+        del backbones["packed row, flex attention"]
     found = [Row(f"one layer: {name}", partial(layer, machine, run)) for name, run in layers.items()]
     return found + [Row(f"backbone: {name}", partial(model, machine, run)) for name, run in backbones.items()]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -17,7 +18,7 @@ from helpers.token_batches import PROMPTS, RESPONSES, token_batch
 from jackpot.config.run import LoraConfig
 from jackpot.core.errors import ModelError
 from jackpot.core.types import TokenBatch
-from jackpot.models import packed_attention
+from jackpot.models import packed_attention, packed_flex
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -192,6 +193,69 @@ def test_sequences_of_their_own_lengths_give_what_blocks_give(name: str, monkeyp
     monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: by_loop)
     monkeypatch.setattr(packed_attention, "_suits_flash", lambda *_: True)
     assert distance(gradient(model, batch), blocks) < 1e-6
+
+
+def by_pairs(
+    query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float, enable_gqa: bool
+) -> Tensor:
+    """What flex attention computes: it looks at the blocks that are listed, and asks for pairs in the partial ones."""
+    size = query.shape[2]
+    columns = torch.arange(size)
+    pairs = block_mask.mask_mod(None, None, columns[:, None], columns)
+    partial, every = (
+        spread_blocks(*listed, size)
+        for listed in (
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        )
+    )
+    assert not (every & ~pairs).any() and not (every & partial).any()
+    mask = every | (partial & pairs)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def spread_blocks(counts: Tensor, columns: Tensor, size: int) -> Tensor:
+    """Return which pairs of tokens lie in listed blocks, [size, size]."""
+    blocks = torch.zeros(columns.shape[-2:], dtype=torch.bool)
+    for row, (count, order) in enumerate(zip(counts[0, 0].tolist(), columns[0, 0].tolist(), strict=True)):
+        blocks[row, order[:count]] = True
+    return blocks.repeat_interleave(packed_flex.BLOCK, 0).repeat_interleave(packed_flex.BLOCK, 1)[:size, :size]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 8, 128])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2, full then sliding", "Mistral, sliding window"])
+def test_blocks_that_flex_attention_skips_hold_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward of the kernel itself needs a GPU; here one over all pairs takes its place."""
+    model, batch = model_of(*MODELS[name]), packed(token_batch())
+    blocks = gradient(model, batch)
+    monkeypatch.setattr(packed_flex, "BLOCK", block)
+    monkeypatch.setattr(packed_attention, "_flex_kernel", lambda *_: by_pairs)
+    assert distance(gradient(model, batch), blocks) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gives_what_blocks_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = model_of(*MODELS["Qwen2, full then sliding"]), packed(token_batch())
+    with torch.no_grad():
+        blocks = response_hidden(model, batch)
+        monkeypatch.setattr(packed_attention, "_flex_kernel", lambda *_: flex_attention)
+        assert torch.allclose(response_hidden(model, batch), blocks, atol=1e-5)
+
+
+def test_whole_blocks_are_listed_as_such_and_those_of_others_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_flex, "BLOCK", 4)
+    row = pack_row([[3] * 8, [4] * 4], [0, 0, 1], [torch.arange(9), torch.arange(5), torch.arange(5)])
+    mask = packed_flex.block_mask(row, None)  # places 0 to 7, 8 to 15 and 16 to 19 behind them; 20 to 27
+    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 2, 0, 1]
+    assert mask.kv_num_blocks[0, 0].tolist() == [1] * 7
+    assert packed_flex.block_mask(row, 8).full_kv_num_blocks[0, 0].tolist() == [0, 1, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it compiles there")
+def test_blocks_serve_where_flex_attention_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_flex.importlib.util, "find_spec", lambda _: True)
+    with pytest.warns(UserWarning, match="flex attention cannot be compiled here, attention in blocks serves"):
+        assert packed_flex.flex_kernel(torch.float32, 16, 16, 2) is None
 
 
 REFUSED: dict[str, tuple[str, dict]] = {

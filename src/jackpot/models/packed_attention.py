@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -21,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from jackpot.core.errors import ModelError
 from jackpot.core.types import PackedRow
+from jackpot.models.packed_flex import Flex, block_mask, flex_kernel
 
 PACKED = "jackpot_packed"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
 _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
@@ -39,6 +41,7 @@ class AttentionPlan:
         self.row = row
         self._windows = layer_windows(config)
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
 
     def window(self, layer: int, given: int | None) -> int | None:
         """Return the number of tokens that a layer attends to, its own included; None for all before it.
@@ -63,6 +66,12 @@ class AttentionPlan:
                 for block, last in zip(self.row.blocks, positions, strict=True)
             ]
         return self._masks[window, dtype]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return the mask of the whole row for flex attention, made once for all layers."""
+        if window not in self._block_masks:
+            self._block_masks[window] = block_mask(self.row, window)
+        return self._block_masks[window]
 
 
 def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -106,8 +115,13 @@ def packed_attention(
     window = packed.window(module.layer_idx, sliding_window)
     states = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [S, heads, D]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = _by_sequence if _varlen_kernel() and _suits_flash(*states) else _by_block
-    return attend(packed, *states, scaling, window)[None], None
+    if _varlen_kernel() and _suits_flash(*states):
+        return _by_sequence(packed, *states, scaling, window)[None], None
+    if flex := _flex_kernel(query, key, value):
+        mask, shares = packed.block_mask(window), query.shape[1] > key.shape[1]
+        output = flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=shares)
+        return output.transpose(1, 2), None
+    return _by_block(packed, *states, scaling, window)[None], None
 
 
 def _by_block(
@@ -185,6 +199,13 @@ def _suits_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and size % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
+
+
+def _flex_kernel(query: Tensor, key: Tensor, value: Tensor) -> Flex | None:
+    """Return flex attention where it serves states [1, heads, S, D], else None: on a GPU, with one dtype."""
+    if not (query.is_cuda and query.dtype == key.dtype == value.dtype):
+        return None
+    return flex_kernel(query.dtype, query.shape[-1], value.shape[-1], query.shape[1] // key.shape[1])
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,84 @@
+"""Attention over a packed row by torch's flex attention, which skips blocks of 128 x 128 tokens that see nothing of
+each other. It serves on GPUs where flash attention of several lengths does not: in fp32 above all.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from jackpot.core.types import PackedRow
+
+BLOCK = 128  # tokens
+_VARIANTS = 64  # compiled kernels: by window, number of heads, with gradient or not
+
+Flex = Callable[..., Tensor]  # with the arguments of `flex_attention`
+
+
+def block_mask(row: PackedRow, window: int | None) -> BlockMask:
+    """Return which tokens of the row each one attends to: those up to it of its own sequence and of its prompt.
+
+    Made of the places where sequences begin, without a mask of all pairs of tokens.
+
+    Args:
+        window: number of tokens that one attends to, its own included; None for all before it.
+    """
+    size, positions = len(row.positions), row.positions
+    starts, numbers = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
+    sequence = torch.repeat_interleave(numbers, row.cu_queries.diff(), output_size=size)  # [S]
+    is_prompt = positions.index_select(0, starts) == 0
+    prompts = torch.where(is_prompt, numbers, 0).cummax(0).values  # [sequences], each one's last prompt before it
+    prompt = prompts.index_select(0, sequence)  # [S]
+
+    def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
+        seen = seen & (positions[key] <= positions[query])
+        return seen if window is None else seen & (positions[key] > positions[query] - window)
+
+    first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], place of the first token
+    last = (first + BLOCK - 1).clamp(max=size - 1)
+    begin, end, shared = (one.index_select(0, at) for one, at in ((sequence, first), (sequence, last), (prompt, first)))
+    # A row of blocks are queries, a column keys. A prompt that begins inside a block is no key of blocks before it.
+    has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
+    some = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
+    alone = begin == end  # blocks of one sequence
+    every = alone & alone[:, None] & ((begin == begin[:, None]) | (begin == shared[:, None])) & (first < first[:, None])
+    if window is not None:
+        every = every & (positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window)
+    listed = [part for blocks in (some & ~every, every) for part in _listed(blocks)]
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of True entries of each row, [1, 1, rows], and its columns, those first, [1, 1, rows, rows]."""
+    columns = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
+
+
+@cache
+def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> Flex | None:
+    """Return the compiled kernel; None, with a warning, where it cannot be compiled for heads like these.
+
+    Args:
+        size, value_size: numbers in a head of the keys and of the values.
+        groups: query heads that share a key head.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    kernel = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    kernel = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(kernel)  # beyond it, all pairs would be formed
+    try:
+        with torch.enable_grad():  # backward is compiled too
+            query, key, value = (
+                torch.zeros(1, heads, 2 * BLOCK, width, dtype=dtype, device="cuda", requires_grad=True)
+                for heads, width in ((2 * groups, size), (2, size), (2, value_size))
+            )
+            kernel(query, key, value, enable_gqa=groups > 1).sum().backward()
+    except Exception as error:
+        warnings.warn(f"flex attention cannot be compiled here, attention in blocks serves: {error}", stacklevel=2)
+        return None
+    return kernel
