@@ -31,9 +31,8 @@ def _triton_reader(device: torch.device) -> TileReader:
         raise ConfigError("head_kernel is triton, but Triton is not installed; install it, or use head_kernel: auto")
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
-    return import_module(
-        "jackpot.objectives.kernels.triton_reader"
-    ).TRITON  # Triton is a package that few installs have
+    # imported here: few installs have Triton
+    return import_module("jackpot.objectives.kernels.triton_reader").TRITON
 
 
 @cache

@@ -44,9 +44,7 @@ class PolicyObjective:
     count: str  # key of `COUNTS`: which tokens the denominator counts
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
-    kappa_tolerance: (
-        float  # relative error of the policy's gradient above which the weights of `kappa: auto` are repaired
-    )
+    kappa_tolerance: float  # relative error of the gradient above which the weights of `kappa: auto` are repaired
 
     @property
     def is_regularized(self) -> bool:

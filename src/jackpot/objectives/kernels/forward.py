@@ -27,9 +27,9 @@ from jackpot.objectives.kernels.topk import RunningTopK
 def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSums]:
     """Add the sums of a further tile to those of the tiles before, of each head; [C] each."""
     maxima = [torch.maximum(one.row_max, other.row_max) for one, other in zip(before, added, strict=True)]
-    sides = [
+    sides = [  # -d of each head
         [one.row_max - row_max for one, row_max in zip(sums, maxima, strict=True)] for sums in (before, added)
-    ]  # -d of each head
+    ]
     found = []
     for i, row_max in enumerate(maxima):
         sum_exp, moment, gap = 0.0, None, None

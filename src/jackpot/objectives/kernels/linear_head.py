@@ -56,12 +56,9 @@ class JointOutput:
 
     policy: HeadOutput
     rollout_model: HeadOutput
-    forward_kl: (
-        Tensor | None
-    )  # [N] KL(SG(policy) || rollout_model); gradient into the rollout model only; None as above
-    reverse_kl: (
-        Tensor | None
-    )  # [N] KL(rollout_model || SG(policy)); gradient into the rollout model only; None as above
+    # Both KLs [N] have a gradient into the rollout model only, and are None where only log-probs are computed.
+    forward_kl: Tensor | None  # KL(SG(policy) || rollout_model)
+    reverse_kl: Tensor | None  # KL(rollout_model || SG(policy))
     fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
     exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
 

@@ -43,9 +43,8 @@ _PASS_MASKS_ON = frozenset(
 )
 
 
-ONE_THREAD_BELOW = (
-    2**26
-)  # multiplications of a step; a smaller one, as of the quickstart's models, takes longer with more
+# Multiplications of a step; a smaller one, as of the quickstart's models, takes longer with more threads.
+ONE_THREAD_BELOW = 2**26
 
 
 class ModelRunner:
@@ -165,13 +164,11 @@ class DecodingBatch:
         self._rows = torch.arange(len(requests))  # [N], request index of each unfinished row, in the model's row order
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
         self._max_position = max_model_len - 1
-        self._limits = torch.tensor(
-            [
-                min(sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
-                for sampling, prompt in zip(samplings, prompts, strict=True)
-            ]
-        )  # [R], largest length of each response, tokens
-        limit = int(self._limits.max())
+        limits = [
+            min(sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
+            for sampling, prompt in zip(samplings, prompts, strict=True)
+        ]
+        self._limits, limit = torch.tensor(limits), max(limits)  # [R], largest length of each response, tokens
         self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
         self._keys = key_tensor([fold_in("token", request.seed) for request in requests]).to(model.device)  # [N]
         self._num_generated = 0  # tokens of every unfinished row

@@ -69,9 +69,8 @@ _POWER = re.compile(r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)")
 _ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?(?![\d.]*[\^!])|[A-Za-z](?![A-Za-z_^]))|(?=[\\{]))")  # not √2^3
 _SUPERSCRIPT = re.compile("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _E_NOTATION = re.compile(r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)")  # but 1E5_{16} has a base
-_BEGINS = re.compile(
-    r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))[\s$]*[-+]?$"
-)  # what a number that stands alone is between
+# What a number that stands alone is between:
+_BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))[\s$]*[-+]?$")
 _ENDS = re.compile(r"[\s$]*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,},? [A-Za-z]{2,}")
