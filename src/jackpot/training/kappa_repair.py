@@ -21,6 +21,7 @@ hidden states. Without the factor 3 the error came to lie up to 2.4 times above 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,7 @@ class KappaRepair:
         columns: dict[str, dict[str, Tensor]] = {}
         left = iter(flags)
         for one, delta in zip(passes, deltas, strict=True):
-            rows.append([row for row, flag in zip(range(len(one.batch.uids)), left, strict=False) if flag])
+            rows.append([row for row, flag in enumerate(islice(left, len(one.batch.uids))) if flag])
             inputs = one.terms.inputs
             counted = COUNTS[self._objective.count](one.correction, inputs.response_mask)
             of_pass = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
