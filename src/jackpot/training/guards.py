@@ -39,7 +39,7 @@ class EngineCheck:
     all tokens: its lists, and how often it draws what (`SamplingEvidence`). Training scores some of the tokens again:
     many in the first two batches after a start, then few. `guard.check_engine` turns these checks off.
 
-    The evidence begins anew with every start of a run: the engine is another process then, perhaps another one.
+    The evidence begins anew with every start of a run, since the engine is a new process, perhaps of another version.
 
     Args:
         learner: holds the weights that the engine should hold.
