@@ -69,18 +69,13 @@ class GradientSplit:
 
     def __init__(self, ppo: Tensor, hidden: Tensor) -> None:
         (self._ppo,) = torch.autograd.grad(ppo, hidden, retain_graph=True)
-        self._sums: Sums = {}
+        self.sums: Sums = {}  # over the tokens, for `split_numbers`; known after the backward pass of both losses
         hidden.register_hook(self._measure)
-
-    @property
-    def sums(self) -> Sums:
-        """Return the sums over the tokens, which `split_numbers` reads, after the backward pass of both losses."""
-        return self._sums
 
     def _measure(self, whole: Tensor) -> None:
         ppo, distill = self._ppo.float(), whole.float() - self._ppo
         products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}
-        self._sums = {f"{_SPLIT}/{name}": Sum(one.sum(dtype=torch.float64)) for name, one in products.items()}
+        self.sums = {f"{_SPLIT}/{name}": Sum(one.sum(dtype=torch.float64)) for name, one in products.items()}
 
 
 _SPLIT = "rollout_model/split"
