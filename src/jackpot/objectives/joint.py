@@ -202,8 +202,8 @@ def token_scores(
 def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
     """Pair one model with its detached self: every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
     nothing = torch.zeros_like(head.log_probs)
-    detached = {field.name: getattr(head, field.name) for field in fields(head)}
-    itself = HeadOutput(**{name: None if value is None else value.detach() for name, value in detached.items()})
+    outputs = {field.name: getattr(head, field.name) for field in fields(head)}
+    itself = HeadOutput(**{name: None if output is None else output.detach() for name, output in outputs.items()})
     return JointOutput(
         policy=head,
         rollout_model=itself,
