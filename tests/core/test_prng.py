@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from jackpot.core.prng import fold_in, key_tensor, uniform_row, uniforms
+from jackpot.core.prng import fold_in, key_tensor, uniforms
 
 MASK = 2**64 - 1
 KEYS = [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
@@ -29,13 +29,13 @@ def test_the_reference_is_the_published_generator():
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_row_is_splitmix64_from_the_key(key):
-    row = uniform_row(key, 500)
+    row = uniforms([key], range(500))
     assert row.dtype == torch.float64
     assert row.tolist() == [(output >> 11) / 2**53 for output in splitmix64(key, 500)]
 
 
 def test_a_number_depends_on_key_and_position_only():
-    rows = torch.stack([uniform_row(key, 40) for key in KEYS])
+    rows = torch.stack([uniforms([key], range(40)) for key in KEYS])
     positions = torch.tensor([3, 0, 39, 7, 7, 1, 20])
     assert torch.equal(uniforms(KEYS, positions), rows[torch.arange(len(KEYS)), positions])
     assert torch.equal(uniforms(key_tensor(KEYS)[:, None], torch.arange(40)), rows)
@@ -43,7 +43,7 @@ def test_a_number_depends_on_key_and_position_only():
 
 
 def test_numbers_are_uniform_over_positions_and_over_keys():
-    over_positions = uniform_row(fold_in(0, "test"), 100_000)
+    over_positions = uniforms([fold_in(0, "test")], torch.arange(100_000))
     over_keys = uniforms([fold_in(0, "test", index) for index in range(20_000)], [5])
     for numbers in (over_positions, over_keys):
         assert (numbers >= 0).all() and (numbers < 1).all()
@@ -60,7 +60,7 @@ def test_the_largest_number_is_below_one():
     gamma = 0x9E3779B97F4A7C15
     key = (_unmix(MASK) - gamma) & MASK
     assert splitmix64(key, 1) == [MASK]
-    assert uniform_row(key, 1).item() == 1 - 2**-53
+    assert uniforms([key], [0]).item() == 1 - 2**-53
 
 
 def _unmix(z: int) -> int:

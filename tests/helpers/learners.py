@@ -14,6 +14,7 @@ from helpers.engines.reference import EOS, tiny_model
 from helpers.turns import Numbers, Tool
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import OptimizerConfig, Sampling
+from jackpot.core.prng import fold_in, uniforms
 from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.objectives.corrections import make_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
@@ -197,8 +198,8 @@ def reference_losses(
     now: dict[str, PreTrainedModel],
     old: dict[str, PreTrainedModel],
     items: Sequence[TrainingSample],
-    uniforms: dict[str, Tensor],
     *,
+    epoch=0,
     target="old",
     proximal="old",
     mask="sampled",
@@ -210,7 +211,8 @@ def reference_losses(
     """Eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`, over the tokens that were sampled; `now`
     carries the gradients.
 
-    `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary.
+    `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary. The uniforms are those of
+    seed 0.
     """
     lam, c1, c2 = numbers["lam"], numbers["c1"], numbers["c2"]
     tokens = []  # (row, acceptance, Z, everything else) of each token
@@ -218,6 +220,7 @@ def reference_losses(
         policy, rollout_model = (vocabulary_log_probs(now[role], item.rollout, temperature) for role in now)
         with torch.no_grad():
             before, writer = (vocabulary_log_probs(old[role], item.rollout, temperature) for role in now)
+        draws = uniforms([fold_in(0, "accept", item.rollout.uid, epoch)], torch.arange(len(item.rollout.token_ids)))
         for t, token in enumerate(item.rollout.token_ids.tolist()):
             if not item.rollout.sampled_mask[t]:
                 continue
@@ -229,7 +232,7 @@ def reference_losses(
             start = {"old": before[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
             kl = (policy[t].detach().exp() * (policy[t].detach() - rollout_model[t])).sum()
             others = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
-            tokens.append((row, item.advantages[t].item(), a, z, uniforms[item.rollout.uid][t].item(), *others))
+            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), *others))
     kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)
     policy_rows, omega_rows = [[] for _ in items], [[] for _ in items]
     for row, advantage, a, z, u, p_inf, aim, start, wrote, kl, new, omega in tokens:

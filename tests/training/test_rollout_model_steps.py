@@ -23,7 +23,6 @@ from helpers.learners import (
     write,
 )
 from jackpot.config.run import OptimizerConfig
-from jackpot.core.prng import fold_in, uniform_row
 from jackpot.training.gradients import GradientAccumulator
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -37,10 +36,6 @@ def value(result, name):
     return result.metrics[name].value.item()
 
 
-def coins_of(items, epoch=0):
-    return {item.rollout.uid: uniform_row(fold_in(0, "accept", item.rollout.uid, epoch), 99) for item in items}
-
-
 def parts_of(items, aggregate="token-mean", of_states=False):
     """Float64 gradients of eq. 6 and of eq. 7 alone, at the models as they begin: of all parameters, or of the hidden
     states that the head reads."""
@@ -51,7 +46,7 @@ def parts_of(items, aggregate="token-mean", of_states=False):
 
     def part(items):
         states.clear()
-        _, loss = reference_losses(now, old, items, coins_of(items), aggregate=aggregate)
+        _, loss = reference_losses(now, old, items, aggregate=aggregate)
         if of_states:
             return torch.cat([part.flatten() for part in torch.autograd.grad(loss, states)])
         return gradient(loss, now["rollout_model"])

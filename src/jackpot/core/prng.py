@@ -64,11 +64,6 @@ def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) ->
     return _shift_right(mixed, 11).double() * 2.0**-53
 
 
-def uniform_row(key: int, length: int) -> Tensor:
-    """Return the first `length` numbers of the stream `key`: [T] float64 in [0, 1)."""
-    return uniforms([key], torch.arange(length))
-
-
 def key_tensor(keys: Sequence[int]) -> Tensor:
     """Convert unsigned 64-bit keys to an int64 tensor with the same bits, [B].
 
