@@ -25,6 +25,7 @@ from jackpot.core.types import PackedRow
 from jackpot.models.packed_flex import Flex, block_mask, flex_kernel
 
 PACKED = "jackpot_packed"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
+SHORT = 64  # most keys of a block that a CPU attends to by plain products, which are then faster than its fused kernel
 _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 
 
@@ -127,7 +128,7 @@ def packed_attention(
 def _by_block(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """Return the output [S, heads, D'] of `scaled_dot_product_attention` over the blocks of the plan."""
+    """Return the output [S, heads, D'], one block of the plan after the other."""
     row, outputs = plan.row, []
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # the kernels there take grouped heads without a mask only
@@ -135,16 +136,36 @@ def _by_block(
     queries = _rows(query, row.block_queries, [(block.rows, block.queries) for block in row.blocks])
     shapes = [(block.rows, block.keys) for block in row.blocks]
     keys, values = (_rows(states, row.block_keys, shapes) for states in (key, value))
+    suits_products = (
+        query.device.type == "cpu" and query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    )
     for parts, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
-        output = scaled_dot_product_attention(
-            *parts,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=parts[0].shape[1] != parts[1].shape[1],
-        )
+        if suits_products and parts[1].shape[2] <= SHORT:
+            output = _by_products(*parts, mask, scaling)
+        else:
+            output = scaled_dot_product_attention(
+                *parts,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=parts[0].shape[1] != parts[1].shape[1],
+            )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, row.block_outputs)
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Return softmax(scaling query key^T + mask) value, [rows, heads, queries, D'], as `scaled_dot_product_attention`.
+
+    The query heads that share a key head stand in the dimension of queries. The weights are kept for backward.
+    """
+    rows, heads, queries, _ = query.shape
+    key_heads, length = key.shape[1:3]
+    if mask is None:  # plain causal attention
+        mask = query.new_full((queries, length), -torch.inf).triu_(1)
+    scores = query.reshape(rows, key_heads, -1, query.shape[-1]) @ key.mT
+    weights = torch.add(mask, scores.view(rows, heads, queries, length), alpha=scaling).softmax(-1)
+    return (weights.view(rows, key_heads, -1, length) @ value).view(rows, heads, queries, -1)
 
 
 def _rows(states: Tensor, places: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
