@@ -222,6 +222,7 @@ def make_learner(
     trains = rollout_model is not None and settings.optimizer is not None
     each_step = settings is None or settings.update == "step"
     rollout_steps = _total_steps(config) if each_step else config.iterations
+    head = head_options(config)
     return JointLearner(
         policy=policy,
         policy_optimizer=_optimizer(policy, config.policy.optimizer, _total_steps(config)),
@@ -237,12 +238,12 @@ def make_learner(
         rollout_model_each_step=each_step,
         advantage=config.objective.advantage,
         critic=critic,
-        reference=make_reference(config, policy),
-        head=head_options(config),
+        reference=make_reference(config, policy, head),
+        head=head,
     )
 
 
-def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
+def make_reference(config: Config, policy: PreTrainedModel, head: HeadOptions) -> Reference | None:
     """Load the frozen model of `objective.reference`; never from a checkpoint, where the policy has moved on.
 
     Raises:
@@ -255,8 +256,7 @@ def make_reference(config: Config, policy: PreTrainedModel) -> Reference | None:
     sizes = {name: output_layer(one).out_features for name, one in (("reference", model), ("policy", policy))}
     if len(set(sizes.values())) > 1:
         raise ModelError(f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary")
-    temperature, head = config.sampling.temperature, head_options(config)
-    return Reference(model, policy, estimate=settings.kl_loss_type, temperature=temperature, head=head)
+    return Reference(model, policy, estimate=settings.kl_loss_type, temperature=config.sampling.temperature, head=head)
 
 
 def head_options(config: Config) -> HeadOptions:
