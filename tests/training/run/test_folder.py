@@ -251,7 +251,7 @@ def test_the_first_and_the_newest_rollouts_are_kept_and_an_even_spread_between_t
 
 
 def test_saved_rollouts_hold_every_number_in_columns_whose_types_do_not_depend_on_them(tmp_path: Path) -> None:
-    prompt, schemas = Prompt(uid="p", text="1+", answer="3", token_ids=(1, 2)), []
+    prompt, schemas = Prompt(uid="p", text="2 √ 1", answer="3", token_ids=(1, 2)), []
     for top in (0, 2):
         samples = [
             TrainingSample(
@@ -259,14 +259,14 @@ def test_saved_rollouts_hold_every_number_in_columns_whose_types_do_not_depend_o
                     uid=f"{length}",
                     prompt=prompt,
                     finish="stop",
-                    token_ids=torch.arange(length) % 2,
+                    token_ids=torch.arange(length),
                     rollout_log_probs=-torch.rand(length),
                     sampled_mask=torch.arange(length) != 1,
                     top_ids=torch.randint(2, (length, top)),
                     top_log_probs=-torch.rand(length, top).log(),
                     versions=torch.arange(2 * length).view(length, 2),
                 ),
-                score=Score(reward=0.5 * length),
+                score=Score(reward=0.5 * length, correct=length > 1 if top else None),
                 advantages=torch.rand(length),
             )
             for length in (3, 0, 1)
@@ -281,13 +281,14 @@ def test_saved_rollouts_hold_every_number_in_columns_whose_types_do_not_depend_o
             for name in ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions"):
                 assert row[names.get(name, name)] == getattr(rollout, name).tolist(), name
             assert row["z"] == traces[rollout.uid]["z"].tolist() and row["advantages"] == one.advantages.tolist()
-            assert row["tokens"] == ["<unk>", "b", "<unk>"][: len(rollout.token_ids)] and row["prompt_ids"] == [1, 2]
+            assert row["tokens"] == ["<unk>", "b", None][: len(rollout.token_ids)] and row["prompt_ids"] == [1, 2]
             assert (row["uid"], row["iteration"], row["reward"], row["correct"]) == (
                 rollout.uid,
                 7,
                 one.score.reward,
-                None,
+                one.score.correct,
             )
+            assert (row["prompt"], row["answer"], row["finish"]) == (prompt.text, "3", "stop")
     assert schemas[0] == schemas[1]
 
 
