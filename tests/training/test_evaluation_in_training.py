@@ -11,6 +11,7 @@ from jackpot.analysis.compare.arms import differing_arms
 from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
 from jackpot.core.errors import DataError
+from jackpot.rollout.tasks.arithmetic import Arithmetic
 from jackpot.training.run.folder import RunFolder
 
 SETS = ("evaluation.benchmarks=[arithmetic, tool_arithmetic]", "task.max_operand=30")
@@ -56,6 +57,13 @@ def test_the_first_of_k_answers_is_the_only_one_of_one(trained, tmp_path: Path) 
         assert [row["response"] for row in alone] == [row["response"] for row in first]
         assert f"eval/{role}_pass_at_k" not in line
     assert not [name for name in line if name.startswith("eval/") and "_at_k" in name]
+
+
+def test_the_problems_of_a_set_are_made_once_for_all_models_and_evaluations(tmp_path: Path, monkeypatch) -> None:
+    made, prompt = [], Arithmetic.prompt
+    monkeypatch.setattr(Arithmetic, "prompt", lambda task, *which: (made.append(which), prompt(task, *which))[1])
+    run(small_config("iterations=2", "batch.prompts=1", "evaluation.benchmarks=arithmetic"), tmp_path)
+    assert made.count(("test", 7)) == 2  # of the task, and of the benchmark; checks before the run make problem 0
 
 
 def test_the_tokens_of_every_set_count_as_evaluation(trained) -> None:

@@ -1,6 +1,6 @@
 """The evaluator measures both models of a run while it trains them."""
 
-from jackpot.core.types import Role
+from jackpot.core.types import Prompt, Role
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
 from jackpot.training.components import RunComponents
@@ -18,6 +18,7 @@ class Evaluator:
 
     def __init__(self, components: RunComponents, folder: RunFolder, engine_check: EngineCheck) -> None:
         self._components, self._folder, self._engine_check = components, folder, engine_check
+        self._prompts: dict[str, list[Prompt]] = {}  # of each set that was evaluated
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Return the metrics `eval/*` and `tokens/evaluate` of the weights after `iteration`.
@@ -53,8 +54,9 @@ class Evaluator:
         """Evaluate on a set: `evaluation.problems` of the task's own held-out problems, or all of a benchmark's."""
         config, parts = self._components.config, self._components
         task = parts.task if name == OWN_SET else parts.benchmarks[name]
-        size, wanted = task.size("test"), config.evaluation.problems
-        count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
-        prompts = [task.prompt("test", index) for index in range(count)]
-        k = config.evaluation.k
+        if name not in self._prompts:
+            size, wanted = task.size("test"), config.evaluation.problems
+            count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
+            self._prompts[name] = [task.prompt("test", index) for index in range(count)]
+        prompts, k = self._prompts[name], config.evaluation.k
         return evaluate(engine, task, parts.tokenizer, prompts, config.sampling, config.seed, k=k, name=name)
