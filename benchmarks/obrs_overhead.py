@@ -126,6 +126,7 @@ def reweighting(config: Config, tokens: int) -> Action:
             proximal_log_probs=target_top[None, :, 0],
             response_mask=mask,
             uniforms=uniforms,
+            advantages=torch.ones_like(uniforms),
             z=obrs.ZEstimate(*(part[None] for part in z)),
         )
         correction.apply(inputs, correction.measure(inputs))

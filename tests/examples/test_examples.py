@@ -123,6 +123,7 @@ def test_the_correction_is_smooth_and_never_above_its_cap() -> None:
         proximal_log_probs=ratio.log(),
         response_mask=mask,
         uniforms=zeros.double(),
+        advantages=zeros,
         z=known_z(torch.ones_like(ratio)),
     )
     found = correction.apply(inputs, correction.measure(inputs))

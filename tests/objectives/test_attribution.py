@@ -44,6 +44,7 @@ def inputs_of(p_inf, p_target, p_proximal, lam, uniforms=0.5):
         proximal_log_probs=torch.from_numpy(np.log(p_proximal)),
         response_mask=torch.ones(STATES, VOCAB, dtype=torch.bool),
         uniforms=torch.full((STATES, VOCAB), uniforms, dtype=torch.float64),
+        advantages=torch.ones(STATES, VOCAB, dtype=torch.float64),
         z=known_z(torch.from_numpy(z)),
     )
 
@@ -232,6 +233,7 @@ def test_log_ratios_of_400_stay_finite_under_the_caps(name):
         proximal_log_probs=proximal,
         response_mask=torch.ones(1, 4, dtype=torch.bool),
         uniforms=torch.zeros(1, 4, dtype=torch.float64),
+        advantages=torch.ones(1, 4),
         z=known_z(torch.full((1, 4), 0.5)),
     )
     more = {"obrs": dict(mask="sampled", kappa="none"), "reweight_only": dict(kappa="none")}.get(name, {})

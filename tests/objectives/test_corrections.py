@@ -50,12 +50,14 @@ def random_inputs(seed=0, shape=(4, 6), spread=1.0):
 
     rollout = -2.0 + normal()
     z, width = 0.2 + 0.6 * uniform(), 0.2 * uniform()
+    advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]], dtype=torch.float64)
     return CorrectionInputs(
         rollout_log_probs=rollout,
         target_log_probs=rollout + spread * normal(),
         proximal_log_probs=rollout + spread * normal(),
         response_mask=uniform() < 0.75,
         uniforms=uniform(),
+        advantages=advantages[: shape[0]].expand(shape),
         z=ZEstimate(z, z, z + width, 0.5 + 0.5 * z, 0.4 + 0.5 * z),
     )
 
@@ -278,7 +280,7 @@ def test_other_corrections_measure_the_same_overlap_at_lam_one():
 @pytest.mark.parametrize(("name", "numbers"), EVERY)
 def test_measure_adds_up_over_micro_batches(name, numbers):
     inputs, correction = random_inputs(), make_correction(name, **numbers)
-    fields = ["rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms"]
+    fields = [field.name for field in fields_of(inputs) if field.name != "z"]
 
     def part(rows):
         z = ZEstimate(*(x[rows] for x in inputs.z))
@@ -312,7 +314,7 @@ def test_what_stands_outside_the_mask_changes_nothing(name, numbers, garbage):
     def dirty(values):
         return torch.where(clean.response_mask, values, garbage)
 
-    fields = ["rollout_log_probs", "target_log_probs", "proximal_log_probs", "uniforms"]
+    fields = [field.name for field in fields_of(clean) if field.name not in ("response_mask", "z")]
     soiled = replace(
         clean, **{field: dirty(getattr(clean, field)) for field in fields}, z=ZEstimate(*map(dirty, clean.z))
     )

@@ -36,6 +36,7 @@ def scene(rows=6, width=70, seed=0):
         proximal_log_probs=torch.where(mask, rollout + ratio, dirty),
         response_mask=mask,
         uniforms=torch.rand(rows, width, generator=draw, dtype=torch.float64),
+        advantages=torch.where(mask, advantages, dirty),
         z=known_z(torch.where(mask, z, dirty)),
     )
     return inputs, torch.where(mask, advantages, dirty), torch.rand(rows, width, generator=draw) < 0.3

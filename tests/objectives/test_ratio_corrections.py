@@ -29,6 +29,7 @@ def inputs_of(log_ratios, mask, dtype=torch.float64):
         proximal_log_probs=target,
         response_mask=mask,
         uniforms=torch.full(mask.shape, 0.5, dtype=torch.float64),
+        advantages=torch.ones_like(log_ratios),
         z=known_z(torch.full_like(log_ratios, 0.7)),
     )
 

@@ -143,6 +143,7 @@ def correct(name, numbers, dtype=torch.float64):
         proximal_log_probs=target,
         response_mask=MASK,
         uniforms=nothing.double(),
+        advantages=nothing,
         z=ZEstimate(*[nothing] * 5),
     )
     return make_correction(name, **numbers).apply(inputs, {})

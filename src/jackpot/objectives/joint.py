@@ -277,6 +277,7 @@ def correction_inputs(
         proximal_log_probs=named[objective.proximal],
         response_mask=batch.response_mask,
         uniforms=batch.uniforms,
+        advantages=batch.advantages,
         z=old.z if objective.target == "old" else z,
     )
 
@@ -379,6 +380,7 @@ def _rollout_model_loss(
         proximal_log_probs=proximal,
         response_mask=mask,
         uniforms=batch.uniforms,
+        advantages=batch.advantages,
         z=old.z,
     )
     correction = objective.correction.apply(inputs, {})

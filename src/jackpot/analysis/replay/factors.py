@@ -40,7 +40,10 @@ class GradientFactors:
 def inputs_of(
     setting: CorrectionSetting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """Build the correction's inputs for tokens [B, T]; `factors` sets the uniforms, as it averages over the mask."""
+    """Build the correction's inputs for tokens [B, T].
+
+    `factors` sets uniforms and advantages, as it averages over the mask and over both signs.
+    """
     named = references(old, new, rollout)
     return CorrectionInputs(
         rollout_log_probs=rollout,
@@ -48,6 +51,7 @@ def inputs_of(
         proximal_log_probs=named[setting.objective.proximal],
         response_mask=mask,
         uniforms=torch.zeros_like(rollout),
+        advantages=torch.zeros_like(rollout),
         z=z,
     )
 
@@ -58,24 +62,38 @@ def factors(
     """Compute the correction's factors on tokens [B, T].
 
     Args:
-        advantages: [B, T]; their sign decides which side PPO clips; None averages over both sides.
+        advantages: [B, T]; their sign decides which side PPO clips, and which tokens some corrections reject; None
+            averages over both signs.
         totals: the step's sums, for kappa.
     """
-    objective = setting.objective
-    found = _averaged_over_mask(setting, inputs, totals)
-    ratio = torch.where(inputs.response_mask, new - inputs.proximal_log_probs, 0.0).exp()
-    clips = (objective.clip_low, objective.clip_high)
-    ones = torch.ones_like(ratio)
-    sides = [clip_share(new, inputs.proximal_log_probs, sign * ones, *clips) for sign in (1.0, -1.0)]
-    either = torch.where(inputs.response_mask, (sides[0].double() + sides[1].double()) / 2.0, 0.0)
-    clipped = either
+    ones = torch.ones_like(inputs.rollout_log_probs)
+    up, down = (_of_sign(setting, replace(inputs, advantages=sign * ones), new, totals) for sign in (1.0, -1.0))
+    either = (up.mean + down.mean) / 2.0
     if advantages is not None:
-        of_sign = clip_share(new, inputs.proximal_log_probs, advantages, *clips).double()
-        clipped = torch.where(inputs.response_mask, of_sign, 0.0)
+        return replace(_of_sign(setting, replace(inputs, advantages=advantages), new, totals), either=either)
+    return GradientFactors(
+        mean=either,
+        either=either,
+        square=(up.square + down.square) / 2.0,
+        weight=(up.weight + down.weight) / 2.0,
+        accepted=(up.accepted + down.accepted) / 2.0,
+        capped=up.capped | down.capped,
+        clipped=(up.clipped + down.clipped) / 2.0,
+        scale=up.scale,
+    )
+
+
+def _of_sign(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, totals: Sums) -> GradientFactors:
+    """Compute the factors at the inputs' advantages; `either` is that of these alone."""
+    objective, mask = setting.objective, inputs.response_mask
+    found = _averaged_over_mask(setting, inputs, totals)
+    ratio = torch.where(mask, new - inputs.proximal_log_probs, 0.0).exp()
+    clips = (objective.clip_low, objective.clip_high)
+    clipped = torch.where(mask, clip_share(new, inputs.proximal_log_probs, inputs.advantages, *clips).double(), 0.0)
     kept = found.value * ratio * (1.0 - clipped)
     return GradientFactors(
         mean=found.chance * kept,
-        either=found.chance * found.value * ratio * (1.0 - either),
+        either=found.chance * kept,
         square=found.chance * kept * found.value * ratio,
         weight=found.chance * found.value,
         accepted=found.accepted,

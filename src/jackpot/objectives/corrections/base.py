@@ -32,6 +32,7 @@ class CorrectionInputs:
     proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
     response_mask: Tensor  # bool, True where the rollout model sampled the token
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
+    advantages: Tensor  # of the policy; only corrections in `signed` read them, and those read their sign alone
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
 
     @property
