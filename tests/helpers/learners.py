@@ -17,7 +17,15 @@ from jackpot.config.run import OptimizerConfig, Sampling
 from jackpot.core.prng import fold_in, uniforms
 from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
+from jackpot.objectives.joint import (
+    JointLoss,
+    OldLogProbs,
+    PolicyObjective,
+    RolloutModelObjective,
+    TokenScores,
+    joint_loss,
+    measured_inputs,
+)
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -192,6 +200,19 @@ def sampled_log_probs(model: PreTrainedModel, rollout: Rollout, temperature: flo
 
 def double(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model).double()
+
+
+def loss_of(
+    policy: PolicyObjective,
+    rollout_model: RolloutModelObjective | None,
+    batch: TokenBatch,
+    scores: TokenScores,
+    old: OldLogProbs,
+    max_length: int,
+) -> JointLoss:
+    """The joint loss on a micro-batch, without sums over a step."""
+    inputs, _ = measured_inputs(policy, batch, old, scores.log_probs, scores.z)
+    return joint_loss(policy, rollout_model, batch, scores, old, inputs, {}, max_length)
 
 
 def reference_losses(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.learners import policy_objective
+from helpers.learners import loss_of, policy_objective
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import make_correction
@@ -15,7 +15,6 @@ from jackpot.objectives.joint import (
     OldLogProbs,
     RolloutModelObjective,
     check_exact,
-    joint_loss,
     policy_report,
     token_scores,
 )
@@ -238,7 +237,7 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
     scores, anchor, lam, c1, c2 = case.scores(), case.anchor(), case.lam, 1.1, 1.2
     scores.log_probs.retain_grad()
     settings = objective(target=target, proximal=proximal, mask=mask)
-    loss = joint_loss(settings, None, case.batch, scores, anchor, {}, MAX_LENGTH)
+    loss = loss_of(settings, None, case.batch, scores, anchor, MAX_LENGTH)
     loss.policy.backward()
     total, slopes = 0.0, torch.zeros(B, T, dtype=torch.float64)
     for row, t in case.mask.nonzero().tolist():
@@ -268,7 +267,7 @@ def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
     case = Case(seed=4)
     scores, anchor = case.scores(), case.anchor()
     settings = objective(aggregate=aggregate, count=count, mask=mask)
-    loss = joint_loss(settings, None, case.batch, scores, anchor, {}, MAX_LENGTH)
+    loss = loss_of(settings, None, case.batch, scores, anchor, MAX_LENGTH)
     metrics, trace = reported(settings, loss)
     ratio = (scores.log_probs - anchor.old_log_probs).exp().tolist()
     accepted, weights = trace["accept_mask"].tolist(), trace["weights"].tolist()
@@ -294,7 +293,7 @@ def test_only_log_probs_carry_the_policys_gradient():
     for name in ("old", "new"):
         scores = case.scores()
         settings = objective(target=name, proximal="new", kappa="prepass")
-        loss = joint_loss(settings, None, case.batch, scores, case.anchor(), {}, 9)
+        loss = loss_of(settings, None, case.batch, scores, case.anchor(), MAX_LENGTH)
         loss.policy.backward()
         assert case.weight["rollout_model"].grad is None
         metrics, trace = reported(settings, loss)
@@ -323,7 +322,7 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7_over_all_response_
     scores.rollout_model_log_probs.retain_grad()
     scores.distill_kl.retain_grad()
     strict = objective(lam=1e6)  # rejects every token of the policy's: the rollout model's loss must not see it
-    loss = joint_loss(strict, rollout_objective(proximal=proximal), case.batch, scores, anchor, {}, MAX_LENGTH)
+    loss = loss_of(strict, rollout_objective(proximal=proximal), case.batch, scores, anchor, MAX_LENGTH)
     assert loss.correction.accept_mask.sum() == 0 and loss.policy.item() == 0.0
     loss.rollout_model.backward()
     total, kl_sum, weight_sum, clipped, slopes = 0.0, 0.0, 0.0, 0, torch.zeros(B, T, dtype=torch.float64)
@@ -356,8 +355,8 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7_over_all_response_
 @pytest.mark.parametrize("distill", ["forward", "reverse"])
 def test_distillation_never_reaches_the_policy(distill):
     case = Case()
-    loss = joint_loss(
-        objective(), rollout_objective(), case.batch, case.scores(distill=distill), case.anchor(), {}, MAX_LENGTH
+    loss = loss_of(
+        objective(), rollout_objective(), case.batch, case.scores(distill=distill), case.anchor(), MAX_LENGTH
     )
     loss.rollout_model.backward()
     assert case.weight["policy"].grad is None or (case.weight["policy"].grad == 0).all()
@@ -367,13 +366,12 @@ def test_distillation_never_reaches_the_policy(distill):
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_rollout_model_divides_by_proposed_tokens_whatever_the_policy_counts(aggregate):
     case = Case()
-    loss = joint_loss(
+    loss = loss_of(
         objective(count="accepted"),
         rollout_objective(aggregate=LOSS_AGG_MODES[aggregate]),
         case.batch,
         case.scores(),
         case.anchor(),
-        {},
         MAX_LENGTH,
     )
     expected = {"token-mean": 8, "seq-mean-token-mean": 3, "seq-mean-token-sum-norm": B * MAX_LENGTH}[aggregate]
@@ -382,7 +380,7 @@ def test_the_rollout_model_divides_by_proposed_tokens_whatever_the_policy_counts
 
 def test_without_a_rollout_model_in_training_there_is_no_loss_and_no_metric_of_it():
     case = Case()
-    loss = joint_loss(objective(), None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    loss = loss_of(objective(), None, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
     assert loss.rollout_model.item() == 0.0 and not loss.rollout_model.requires_grad
     assert "rollout_model/loss" not in loss.metrics
 
@@ -393,7 +391,7 @@ def test_without_a_rollout_model_in_training_there_is_no_loss_and_no_metric_of_i
 def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction():
     case = Case(seed=7)
     scores, anchor = case.scores(), case.anchor()
-    metrics = joint_loss(objective(lam=1e6), None, case.batch, scores, anchor, {}, MAX_LENGTH).metrics
+    metrics = loss_of(objective(lam=1e6), None, case.batch, scores, anchor, MAX_LENGTH).metrics
     rollout = case.batch.rollout_log_probs[case.mask].numpy()
     old = anchor.old_log_probs[case.mask].numpy()
     moved = old - scores.log_probs.detach()[case.mask].numpy()
@@ -418,14 +416,14 @@ def test_the_largest_advantage_is_reported_before_and_after_rejection():
     advantages = case.batch.advantages.abs()
     places = list(map(tuple, case.mask.nonzero().tolist()))
     settings = objective()
-    loss = joint_loss(settings, None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    loss = loss_of(settings, None, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
     metrics, trace = reported(settings, loss)
     largest = max(advantages[at].item() for at in places)
     assert metrics["policy/largest_advantage"].value.item() == largest
     kept = max(advantages[at].item() for at in places if trace["accept_mask"][at])
     assert metrics["policy/largest_kept_advantage"].value.item() == kept
     settings = objective(lam=1e6)
-    loss = joint_loss(settings, None, case.batch, case.scores(), case.anchor(), {}, MAX_LENGTH)
+    loss = loss_of(settings, None, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
     none, _ = reported(settings, loss)
     assert none["policy/largest_kept_advantage"].value.item() == 0.0
     assert none["policy/largest_advantage"].value.item() == largest
@@ -434,7 +432,7 @@ def test_the_largest_advantage_is_reported_before_and_after_rejection():
 def test_the_clipped_share_counts_tokens_whose_gradient_ppo_removed():
     case = Case(seed=9)
     scores, anchor = case.scores(), case.anchor()
-    loss = joint_loss(objective(), None, case.batch, scores, anchor, {}, MAX_LENGTH)
+    loss = loss_of(objective(), None, case.batch, scores, anchor, MAX_LENGTH)
     found = reported(objective(), loss)[0]["policy/clip_frac"]
     ratios = (scores.log_probs - anchor.old_log_probs).exp()
     slopes = [
@@ -449,7 +447,7 @@ def test_the_trace_holds_what_the_loss_used():
     case = Case(seed=10)
     scores, anchor = case.scores(), case.anchor()
     settings = objective(mask="expected")
-    _, trace = reported(settings, joint_loss(settings, None, case.batch, scores, anchor, {}, MAX_LENGTH))
+    _, trace = reported(settings, loss_of(settings, None, case.batch, scores, anchor, MAX_LENGTH))
     a = (anchor.old_log_probs - case.batch.rollout_log_probs - math.log(case.lam)).exp().clamp(max=1.0)
     torch.testing.assert_close(trace["acceptance"][case.mask], a[case.mask], rtol=RTOL, atol=0)
     torch.testing.assert_close(trace["accept_mask"], a * case.mask, rtol=RTOL, atol=0)
@@ -467,7 +465,7 @@ def test_what_the_engine_says_of_tokens_that_nobody_sampled_changes_nothing(garb
     def run(batch):
         case.batch = batch
         ours, theirs = objective(proximal=proximal), rollout_objective()
-        loss = joint_loss(ours, theirs, batch, case.scores(), anchor, {}, MAX_LENGTH)
+        loss = loss_of(ours, theirs, batch, case.scores(), anchor, MAX_LENGTH)
         case.weight["policy"].grad = case.weight["rollout_model"].grad = None
         (loss.policy + loss.rollout_model).backward()
         return loss, case.weight["policy"].grad, case.weight["rollout_model"].grad

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from helpers import tabular
-from helpers.learners import policy_objective
+from helpers.learners import loss_of, policy_objective
 from helpers.tabular import VOCAB, World
 from jackpot.objectives.corrections import make_correction
-from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, joint_loss, policy_loss
+from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, policy_loss
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
 ATOL = 1e-13  # some 15 sequences of numbers near 1 in float64
@@ -78,7 +78,7 @@ class Setting:
                 lam = objective.correction.lam
                 anchor = OldLogProbs.of(tabular.scores_of(*sides, old, rollout, lam))
                 scores = tabular.scores_of(*sides, policy, rollout, lam, distill=distill)
-                loss = joint_loss(objective, rollout_objective, batch, scores, anchor, {}, self.world.horizon)
+                loss = loss_of(objective, rollout_objective, batch, scores, anchor, self.world.horizon)
                 (drawn * probability * (loss.policy + loss.rollout_model)).backward()
                 _, denominator = policy_loss(objective, loss.terms, loss.correction, self.world.horizon)
                 mean_denominator += drawn * probability * denominator.item()

@@ -265,13 +265,16 @@ def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tenso
     return {"old": old, "new": current.detach(), "rollout": rollout}
 
 
-def correction_inputs(
+def measured_inputs(
     objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, log_probs: Tensor, z: obrs.ZEstimate
-) -> CorrectionInputs:
-    """Build the inputs of the policy's correction on a micro-batch. `log_probs` [B, T] and `z` are the current
-    policy's."""
+) -> tuple[CorrectionInputs, Sums]:
+    """Return the inputs of the policy's correction on a micro-batch, and the sums that the correction measures on them.
+
+    Args:
+        log_probs, z: of the current policy; [B, T].
+    """
     named = references(old.old_log_probs, log_probs, batch.rollout_log_probs)
-    return CorrectionInputs(
+    inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=named[objective.target],
         proximal_log_probs=named[objective.proximal],
@@ -280,11 +283,13 @@ def correction_inputs(
         advantages=batch.advantages,
         z=old.z if objective.target == "old" else z,
     )
+    return inputs, objective.correction.measure(inputs)
 
 
-def policy_terms(objective: PolicyObjective, batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> PolicyTerms:
+def policy_terms(
+    objective: PolicyObjective, batch: TokenBatch, scores: TokenScores, inputs: CorrectionInputs
+) -> PolicyTerms:
     """Compute the terms of the policy's loss on a micro-batch, with their gradient."""
-    inputs = correction_inputs(objective, batch, old, scores.log_probs, scores.z)
     ppo = (scores.log_probs, inputs.proximal_log_probs, batch.advantages, objective.clip_low, objective.clip_high)
     regularizer = torch.zeros_like(batch.advantages)
     if objective.kl_loss_coef:
@@ -314,6 +319,7 @@ def joint_loss(
     batch: TokenBatch,
     scores: TokenScores,
     old: OldLogProbs,
+    inputs: CorrectionInputs,
     totals: Sums,
     max_length: int,
 ) -> JointLoss:
@@ -321,11 +327,12 @@ def joint_loss(
 
     Args:
         rollout_model: None where no rollout model is trained.
+        inputs: of the policy's correction, by `measured_inputs`.
         totals: sums over an optimizer step, for the correction; {} for none.
         max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
     """
-    terms = policy_terms(policy, batch, scores, old)
-    correction = policy.correction.apply(terms.inputs, totals)
+    terms = policy_terms(policy, batch, scores, inputs)
+    correction = policy.correction.apply(inputs, totals)
     policy_sum, _ = policy_loss(policy, terms, correction, max_length)
     ppo, distill, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, old, max_length)
     return JointLoss(

@@ -31,8 +31,8 @@ from jackpot.objectives.joint import (
     RolloutModelObjective,
     TokenScores,
     check_exact,
-    correction_inputs,
     joint_loss,
+    measured_inputs,
     policy_report,
     token_scores,
 )
@@ -198,12 +198,12 @@ class JointLearner(Learner):
             norms = HiddenNorms(hidden["policy"]) if are_provisional else None
             scores = self._scores(micro.tokens, hidden, micro.old, with_reference=True)
             old = micro.old or OldLogProbs.of(scores)
-            inputs = correction_inputs(self._objective, micro.tokens, old, scores.log_probs, scores.z)
-            measured.append(self._objective.correction.measure(inputs))
+            inputs, sums = measured_inputs(self._objective, micro.tokens, old, scores.log_probs, scores.z)
+            measured.append(sums)
             if totals is None:  # the only micro-batch: its own forward pass is the whole step's
                 totals = all_reduce_sums(measured[0])
             loss = joint_loss(
-                self._objective, self._rollout_objective, micro.tokens, scores, old, totals, self._max_length
+                self._objective, self._rollout_objective, micro.tokens, scores, old, inputs, totals, self._max_length
             )
             splits = trace and loss.rollout_model_ppo.requires_grad
             split = GradientSplit(loss.rollout_model_ppo, hidden["rollout_model"]) if splits else None

@@ -10,7 +10,7 @@ from jackpot.config.corrections import Kappa
 from jackpot.core.errors import ConfigError, unknown_name
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, max_over_ranks
 from jackpot.core.types import TokenBatch
-from jackpot.objectives.joint import OldLogProbs, PolicyObjective, TokenScores, correction_inputs
+from jackpot.objectives.joint import OldLogProbs, PolicyObjective, TokenScores, measured_inputs
 from jackpot.training.old_policy import MicroBatch, holds_target
 
 ForwardFn = Callable[[TokenBatch, OldLogProbs | None], TokenScores]
@@ -66,8 +66,8 @@ class StepTotals:
                 else:
                     scores = forward(micro.tokens, old)
                     old, log_probs, z = old or OldLogProbs.of(scores), scores.log_probs, scores.z
-                inputs = correction_inputs(self._objective, micro.tokens, old, log_probs, z)
-                totals = add_sums(totals, self._objective.correction.measure(inputs))
+                _, measured = measured_inputs(self._objective, micro.tokens, old, log_probs, z)
+                totals = add_sums(totals, measured)
         return BeforeBackward(all_reduce_sums(totals), False, time.perf_counter() - started)
 
     def keep(self, totals: Sums) -> None:
