@@ -26,7 +26,7 @@ from jackpot.objectives.joint import (
     joint_loss,
     measured_inputs,
 )
-from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.multi_turn import generate_rollouts
@@ -100,7 +100,7 @@ def batches(
 def policy_objective(
     name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ) -> PolicyObjective:
-    tolerance = numbers.pop("kappa_tolerance", 1e-3)
+    tolerance, surrogate = numbers.pop("kappa_tolerance", 1e-3), numbers.pop("surrogate", "ppo")
     clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
     numbers = OBRS | numbers if name == "obrs" else numbers
     return PolicyObjective(
@@ -110,6 +110,7 @@ def policy_objective(
         target=target,
         proximal=proximal,
         normalizer=normalizer,
+        surrogate=SURROGATES[surrogate],
         aggregate=LOSS_AGG_MODES[aggregate],
         count=count,
         kappa_tolerance=tolerance,

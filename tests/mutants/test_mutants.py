@@ -71,7 +71,13 @@ FORMULAS = {  # "file::function": tests
     ),
     "objectives/obrs.py::topk_z": ("objectives/test_topk_z.py",),
     "objectives/obrs.py::kappa": CORRECTIONS,
-    "objectives/losses.py::clipped_surrogate": ("objectives/test_losses.py",),
+    **dict.fromkeys(
+        [
+            f"objectives/losses.py::{name}"
+            for name in ("_clipped", "_is_clipped", "clipped_surrogate", "_gspo", "_gmpo", "_cispo")
+        ],
+        ("objectives/test_losses.py",),
+    ),
     "objectives/losses.py::clipped_value_error": ("objectives/test_losses.py", "training/test_critic.py"),
     "objectives/losses.py::_seq_mean_token_mean": ("objectives/test_losses.py",),
     "objectives/losses.py::_seq_mean_token_sum_norm": ("objectives/test_losses.py",),

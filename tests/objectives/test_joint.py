@@ -10,7 +10,7 @@ import torch
 from helpers.learners import loss_of, policy_objective
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
-from jackpot.objectives.corrections import make_correction
+from jackpot.objectives.corrections import CORRECTIONS, make_correction
 from jackpot.objectives.joint import (
     OldLogProbs,
     RolloutModelObjective,
@@ -258,6 +258,40 @@ def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, p
     metrics, _ = reported(settings, loss)
     assert metrics["policy/loss"].total.item() == pytest.approx(total, rel=RTOL)
     assert metrics["policy/loss"].count.item() == case.mask.sum().item()
+
+
+def token_slopes(name, case, ratios):
+    """dS / d log p_new of every token, by loops over the responses."""
+    slopes = torch.zeros(B, T, dtype=torch.float64)
+    for row in range(B):
+        tokens = [t for t in range(T) if case.mask[row, t]]
+        kept = {t: surrogate(ratios[row][t], case.batch.advantages[row, t].item(), 0.2, 0.3) for t in tokens}
+        for t in tokens:
+            advantage, others = case.batch.advantages[row, t].item(), [ratios[row][u] for u in tokens]
+            if name == "gspo":
+                slopes[row, t] = surrogate(math.prod(others) ** (1 / len(tokens)), advantage, 0.2, 0.3)[1]
+            elif name == "gmpo":
+                mean = math.prod(kept[u][0] / advantage for u in tokens) ** (1 / len(tokens))
+                slopes[row, t] = mean * advantage if kept[t][1] else 0.0
+            else:
+                slopes[row, t] = advantage * min(max(ratios[row][t], 0.8), 1.3)
+    return slopes
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo"])
+@pytest.mark.parametrize("correction", [*CORRECTIONS, "obrs expected"])
+def test_every_surrogate_takes_every_corrections_weight_token_by_token(name, correction):
+    case = Case(seed=3)
+    case.batch.rollout_log_probs[:] += 0.5 * case.normal(B, T) * case.mask
+    scores, anchor = case.scores(), case.anchor()
+    scores.log_probs.retain_grad()
+    correction, _, mask = correction.partition(" ")
+    settings = objective(correction, surrogate=name, **({"mask": mask} if mask else {}))
+    loss = loss_of(settings, None, case.batch, scores, anchor, MAX_LENGTH)
+    loss.policy.backward()
+    ratios = (scores.log_probs.detach() - anchor.old_log_probs).exp().tolist()
+    factor = loss.correction.weights * loss.correction.accept_mask
+    torch.testing.assert_close(scores.log_probs.grad, -factor * token_slopes(name, case, ratios), rtol=RTOL, atol=1e-14)
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

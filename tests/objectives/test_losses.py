@@ -1,4 +1,4 @@
-"""PPO's surrogate in its four quadrants, and the three aggregates against loops."""
+"""PPO's surrogate in its four quadrants, its relatives against the papers' equations, and the aggregates by loops."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackpot.objectives.losses import LOSS_AGG_MODES, clip_share, clipped_surrogate
+from jackpot.objectives.losses import LOSS_AGG_MODES, SURROGATES, clip_share, clipped_surrogate
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 RTOL = 1e-12
@@ -73,6 +73,80 @@ def test_the_clip_share_marks_where_the_clip_takes_the_gradient_away(ratio, adva
         0.3,
     )
     assert marked.item() == (slope == 0.0 and advantage != 0.0)
+
+
+# The other surrogates, against the equations of the papers, which are of whole responses
+
+
+LOW, HIGH = 0.05, 0.06
+MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0] * 6, [1, 0, 0, 0, 0, 0]] * 4, dtype=torch.bool)
+
+
+def responses():
+    """Responses with a tool's token, without any token, with one; ratios inside and outside the clips."""
+    draw = torch.Generator().manual_seed(1)
+    proximal = torch.randn(16, 6, generator=draw, dtype=torch.float64) - 2.0
+    moved = 0.2 * torch.randn(16, 6, generator=draw, dtype=torch.float64)
+    advantages = torch.randn(16, 1, generator=draw, dtype=torch.float64)
+    advantages[7] = 0.0
+    return (proximal + moved).requires_grad_(), proximal, advantages.expand(16, 6)
+
+
+def sequence_objective(name, new, old, advantage, low, high):
+    """Of the n tokens of a response, with the gradient of the whole: J, and which tokens the clip has changed."""
+    ratios = (new - old).exp()
+    if name == "gspo":  # arXiv 2507.18071 eqs. 5 and 7
+        s = ratios.prod() ** (1.0 / len(new))
+        value = torch.minimum(s * advantage, s.clamp(1.0 - low, 1.0 + high) * advantage)
+        return value, [bool(value < s * advantage)] * len(new)
+    if name == "gmpo":  # arXiv 2507.20673
+        sign = 1.0 if advantage >= 0 else -1.0
+        kept = [
+            sign * min(sign * one, sign * one.clamp(1.0 - low, 1.0 + high), key=torch.Tensor.item) for one in ratios
+        ]
+        clipped = [bool(advantage != 0 and one != ratio) for one, ratio in zip(kept, ratios, strict=True)]
+        return torch.stack(kept).prod() ** (1.0 / len(new)) * advantage, clipped
+    bounded = [min(max(one, 1.0 - low), 1.0 + high) for one in ratios.tolist()]  # arXiv 2506.13585 eqs. 4 and 5
+    terms = [bound * advantage * one for bound, one in zip(bounded, new, strict=True)]
+    clipped = [bound != one for bound, one in zip(bounded, ratios.tolist(), strict=True)]
+    return torch.stack(terms).mean(), clipped
+
+
+@pytest.mark.parametrize(("low", "high"), [(LOW, HIGH), (math.inf, math.inf), (1.5, 0.0)])
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo"])
+def test_the_mean_of_a_response_has_value_and_gradient_of_the_papers_equation(name, low, high):
+    log_probs, proximal, advantages = responses()
+    found = SURROGATES[name](log_probs, proximal, advantages, MASK, low, high)
+    means = torch.where(MASK, found.value, 0.0).sum(-1) / MASK.sum(-1).clamp(min=1)
+    (gradient,) = torch.autograd.grad(means.sum(), log_probs)
+    wanted = torch.zeros_like(gradient)
+    for row, here in enumerate(MASK):
+        if here.any():
+            new = log_probs.detach()[row, here].requires_grad_()
+            value, clipped = sequence_objective(name, new, proximal[row, here], advantages[row, 0].item(), low, high)
+            (wanted[row, here],) = torch.autograd.grad(value, new)
+            assert means[row].item() == pytest.approx(value.item(), rel=RTOL)
+            assert found.clipped[row, here].tolist() == clipped
+    torch.testing.assert_close(gradient, wanted, rtol=RTOL, atol=1e-15)
+    if low == LOW:
+        assert 0.1 < found.clipped[MASK].double().mean() < 0.9
+
+
+@pytest.mark.parametrize("name", list(SURROGATES))
+def test_a_tokens_surrogate_has_the_gradient_of_its_own_log_prob_alone(name):
+    """So a correction weighs and rejects single tokens under every surrogate."""
+    log_probs, proximal, advantages = responses()
+    value = SURROGATES[name](log_probs, proximal, advantages, MASK, math.inf, math.inf).value
+    (gradient,) = torch.autograd.grad(value[1, 2], log_probs)
+    assert gradient.nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("name", list(SURROGATES))
+def test_every_surrogate_is_reinforce_where_the_policy_stands_at_the_proximal_point(name):
+    log_probs, _, advantages = responses()
+    value = SURROGATES[name](log_probs, log_probs.detach(), advantages, MASK, 0.0, 0.0).value
+    (gradient,) = torch.autograd.grad(value.sum(), log_probs)
+    assert torch.equal(gradient, advantages)
 
 
 # Aggregates

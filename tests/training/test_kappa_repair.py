@@ -44,6 +44,9 @@ CASES = {
         "proximal": "new",
     },
     "proximal point of the rollouts": {"proximal": "rollout"},
+    "gspo": {"surrogate": "gspo", "proximal": "rollout", "aggregate": "seq-mean-token-mean"},
+    "gmpo": {"surrogate": "gmpo", "proximal": "rollout", "mask": "expected"},
+    "cispo": {"surrogate": "cispo", "proximal": "rollout"},
     "reweight_only": {"name": "reweight_only", "lam": 0.9, "c1": 1.2, "c2": 1.2},
     "z_only": {"name": "z_only", "lam": 0.9, "c1": 1.2},
 }

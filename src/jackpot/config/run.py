@@ -83,10 +83,14 @@ class ObjectiveConfig(Strict):
     """Correction of the mismatch between the engine that sampled the rollouts and the policy."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
     """Advantage estimator; `gae` needs a critic."""
+    surrogate: Literal["ppo", "gspo", "gmpo", "cispo"] = "ppo"
+    """What is maximized of a token: PPO's clipped ratio times advantage; the same with the response's geometric mean of
+    ratios, clipped as a whole (gspo) or token by token before the mean (gmpo); or the log-prob times the advantage and
+    the clipped ratio, which carries no gradient (cispo). The correction's weights multiply each of them."""
     clip_low: NonNegative | None = 0.2
-    """PPO's clip of the ratio from below, at 1 - clip_low; null: no clip."""
+    """The surrogate's clip of the ratio from below, at 1 - clip_low; null: no clip. gspo needs a far closer one."""
     clip_high: NonNegative | None = 0.2
-    """PPO's clip of the ratio from above, at 1 + clip_high; null: no clip."""
+    """The surrogate's clip of the ratio from above, at 1 + clip_high; null: no clip."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """Denominator of the loss over an optimizer step: tokens (DAPO), each response's tokens and then responses (GRPO),
     or responses times `sampling.max_new_tokens` (Dr. GRPO)."""

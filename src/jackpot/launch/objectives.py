@@ -6,7 +6,7 @@ from jackpot.config.corrections import KAPPA_TOLERANCE, TargetCorrection, ZCorre
 from jackpot.config.run import Config
 from jackpot.objectives.corrections import construct_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
-from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -23,6 +23,7 @@ def policy_objective(config: Config) -> PolicyObjective:
         target=correction.target if isinstance(correction, TargetCorrection) else own_target,
         proximal=correction.proximal,
         normalizer=correction.normalizer if isinstance(correction, ZCorrection) else "topk",
+        surrogate=SURROGATES[objective.surrogate],
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),
         aggregate=LOSS_AGG_MODES[objective.loss_agg_mode],

@@ -21,7 +21,7 @@ from jackpot.core.types import TokenBatch
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
-from jackpot.objectives.losses import Aggregate, clip_share, clipped_surrogate
+from jackpot.objectives.losses import Aggregate, Surrogate, SurrogateFn, clip_share, clipped_surrogate
 from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 
 
@@ -38,7 +38,8 @@ class PolicyObjective:
     target: str  # key of `references`: the distribution that the correction's weights align to
     proximal: str  # key of `references`: the point that PPO's ratio is taken from
     normalizer: str  # key of `NORMALIZERS`: how Z is estimated
-    clip_low: float  # PPO's clip of the ratio at 1 - clip_low; math.inf: no clip
+    surrogate: SurrogateFn  # a value of `SURROGATES`
+    clip_low: float  # the surrogate's clip of the ratio at 1 - clip_low; math.inf: no clip
     clip_high: float  # and at 1 + clip_high
     aggregate: Aggregate  # token losses -> (numerator, denominator)
     count: str  # key of `COUNTS`: which tokens the denominator counts
@@ -50,6 +51,11 @@ class PolicyObjective:
     def is_regularized(self) -> bool:
         """True where the policy has a gradient even if all advantages are 0."""
         return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0
+
+    def surrogate_of(self, log_probs: Tensor, proximal_log_probs: Tensor, batch: TokenBatch) -> Surrogate:
+        """Compute the surrogate of every token of a batch from the policy's log-probs, [B, T] each."""
+        mask, clips = batch.response_mask, (self.clip_low, self.clip_high)
+        return self.surrogate(log_probs, proximal_log_probs, batch.advantages, mask, *clips)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +122,9 @@ class PolicyTerms:
     """
 
     inputs: CorrectionInputs
-    surrogate: Tensor  # PPO's, clipped; carries the policy's gradient until `detach`
+    surrogate: Tensor  # clipped; carries the policy's gradient until `detach`
     regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient as above; 0 where both are 0
-    clipped: Tensor  # bool, True where PPO's clip removes the gradient
+    clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
     advantages: Tensor
 
     def detach(self) -> "PolicyTerms":
@@ -290,7 +296,7 @@ def policy_terms(
     objective: PolicyObjective, batch: TokenBatch, scores: TokenScores, inputs: CorrectionInputs
 ) -> PolicyTerms:
     """Compute the terms of the policy's loss on a micro-batch, with their gradient."""
-    ppo = (scores.log_probs, inputs.proximal_log_probs, batch.advantages, objective.clip_low, objective.clip_high)
+    surrogate = objective.surrogate_of(scores.log_probs, inputs.proximal_log_probs, batch)
     regularizer = torch.zeros_like(batch.advantages)
     if objective.kl_loss_coef:
         regularizer = regularizer + objective.kl_loss_coef * scores.reference_kl
@@ -298,9 +304,9 @@ def policy_terms(
         regularizer = regularizer - objective.entropy_coeff * scores.entropy
     return PolicyTerms(
         inputs=inputs,
-        surrogate=clipped_surrogate(*ppo),
+        surrogate=surrogate.value,
         regularizer=regularizer,
-        clipped=clip_share(*ppo),
+        clipped=surrogate.clipped,
         advantages=batch.advantages,
     )
 

@@ -1,10 +1,12 @@
-"""PPO's surrogate and value loss, how token losses are aggregated, distillation, and KL estimates of the reference.
+"""PPO's surrogate and its relatives, the value loss, aggregates of token losses, distillation, and KL estimates.
 
-One surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point that the ratio is
+Every surrogate serves all corrections: a correction is (weights, accept_mask) plus the proximal point that the ratio is
 taken from. Shapes: `B` sequences, `T` response tokens, `N` response tokens in one row; log-probs in nats.
 """
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +28,99 @@ def clipped_surrogate(
         advantages: [B, T] detached.
         clip_low, clip_high: at least 0; math.inf for no clip.
     """
-    ratio = (log_probs - proximal_log_probs.detach()).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.minimum(ratio * advantages, clipped * advantages)
+    return _clipped((log_probs - proximal_log_probs.detach()).exp(), advantages, clip_low, clip_high)
 
 
 def clip_share(
     log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """True where the clip removes the gradient, [B, T]: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0."""
-    ratio = (log_probs - proximal_log_probs).detach().exp()
+    return _is_clipped((log_probs - proximal_log_probs).detach().exp(), advantages, clip_low, clip_high)
+
+
+class Surrogate(NamedTuple):
+    """Holds what training maximizes of each token, and where the clip changed its gradient. Both [B, T]."""
+
+    value: Tensor  # S, carries the gradient of the policy
+    clipped: Tensor  # bool
+
+
+# A surrogate computes S of every token from (log_probs, proximal_log_probs, advantages, clip_low, clip_high) as in
+# `clipped_surrogate`, and the response mask [B, T]. The gradient of S of a token is a factor times that of its own
+# log p_new, so that a correction weighs or rejects the token alone; the factor may depend on the whole response,
+# rejected tokens included. S does not depend on the correction, as `training.kappa_repair` requires.
+
+
+def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
+    """`clipped_surrogate`; clipped where the gradient is removed."""
+    clips = (low, high)
+    return Surrogate(
+        clipped_surrogate(log_probs, proximal, advantages, *clips), clip_share(log_probs, proximal, advantages, *clips)
+    )
+
+
+def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
+    """min(s A, clip(s) A) with s = (prod r_u)^(1/n) over the n sampled tokens u of the response.
+
+    GSPO-token, arXiv 2507.18071 section 4.3: s_t = SG(s) p_new / SG(p_new), which has the value of s and the gradient
+    of the token. Averaged over a response of one advantage, value and gradient are those of GSPO, eq. 5. verl's `gspo`
+    is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). Clipped where the gradient is
+    removed, that is on all tokens of a response or on none.
+    """
+    ratio = _mean((log_probs - proximal).detach(), mask).exp() * _one(log_probs)
+    return Surrogate(_clipped(ratio, advantages, low, high), _is_clipped(ratio, advantages, low, high))
+
+
+def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
+    """A (prod r'_u)^(1/n), with r' the ratio of a token after PPO's one-sided clip by the sign of A.
+
+    GMPO, arXiv 2507.20673 (its code: callsys/GMPO, train_zero_math_gmpo.py, commit 1f7b092; verl's `geo_mean`), in the
+    form of a token like `gspo`: the value is that of the response, the gradient of a token goes through its own
+    log p_new, and is removed where its own ratio is clipped. Averaged over a response, both are those of the paper.
+    """
+    log_ratio = (log_probs - proximal).detach()
+    floor = math.log1p(-low) if low < 1.0 else -math.inf
+    bounded = torch.where(advantages < 0, log_ratio.clamp(min=floor), log_ratio)
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(high)), bounded)
+    clipped = bounded != log_ratio
+    ratio = _mean(bounded, mask).exp() * torch.where(clipped, 1.0, _one(log_probs))
+    return Surrogate(ratio * advantages, clipped)
+
+
+def _cispo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
+    """SG(clip(r, 1 - clip_low, 1 + clip_high)) A log p_new: every token keeps a gradient, of a bounded weight.
+
+    CISPO, arXiv 2506.13585 eqs. 4 and 5. verl's `cispo` is the same with log r cut at +-20 (core_algos.py, commit
+    b178a3c); TRL's bounds r from above alone, at `epsilon_high` itself (grpo_trainer.py, commit f2cd577). Clipped where
+    the bounds change r.
+    """
+    ratio = (log_probs - proximal).detach().exp()
+    bounded = ratio.clamp(1.0 - low, 1.0 + high)
+    return Surrogate(bounded * advantages * log_probs, bounded != ratio)
+
+
+SurrogateFn = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Surrogate]
+SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo, "cispo": _cispo}
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """min(r A, clip(r) A), [B, T]."""
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the sampled tokens of each response, [B, 1]; 0 for one without tokens."""
+    return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _one(log_probs: Tensor) -> Tensor:
+    """Return 1 with the gradient of log p_new, p_new / SG(p_new): [B, T]."""
+    return (log_probs - log_probs.detach()).exp()
 
 
 def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:

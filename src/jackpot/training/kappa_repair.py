@@ -1,7 +1,7 @@
 """Brings a policy gradient that holds the kappa of another step to the kappa of its own step.
 
 kappa = sum a / sum Z is known only after all micro-batches have been read. With weights w(kappa) that are linear in
-kappa but for their caps, S the surrogate of PPO and m the acceptance mask, the policy's gradient is
+kappa but for their caps, S the surrogate and m the acceptance mask, the policy's gradient is
 
     G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS        s = kappa / kappa_0
     delta    = w(kappa) - s w(kappa_0)                                    0 unless a cap holds w(kappa) or w(kappa_0)
@@ -31,7 +31,6 @@ from jackpot.core.metrics import Mean, Sum, Sums, all_reduce_sums, max_over_rank
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
-from jackpot.objectives.losses import clipped_surrogate
 from jackpot.training.batching import batch_to, regroup
 
 ROUNDING = 4e-6  # of float32 weights that are products of an exp, relative
@@ -147,8 +146,7 @@ class KappaRepair:
     def _backward(self, part: TokenBatch, rows: Sequence[dict[str, Tensor]]) -> None:
         delta, proximal, counted = (pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0])
         part = batch_to(part, delta.device)
-        clips = (self._objective.clip_low, self._objective.clip_high)
-        surrogate = clipped_surrogate(self._log_probs(part), proximal, part.advantages, *clips)
+        surrogate = self._objective.surrogate_of(self._log_probs(part), proximal, part).value
         numerator, _ = self._objective.aggregate(-delta * surrogate, counted, self._max_length)
         numerator.backward()
 

@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
         group="correction",
         metric="policy/clip_frac",
         high=0.3,
-        explanation="PPO's clip removes much of the gradient",
+        explanation="the clip of the policy's ratio takes much of the gradient",
         suggestion=f"{_FEWER_STEPS}, or lower policy.optimizer.learning_rate",
     ),
     Rule(

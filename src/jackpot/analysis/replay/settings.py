@@ -9,7 +9,7 @@ from jackpot.launch.objectives import policy_objective
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective
 
-CLIP = 0.2  # PPO's clip where a run sets none, or where the file is not of a run
+CLIP = 0.2  # PPO's clip where a run sets none or maximizes another surrogate, or where the file is not of a run
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask")  # weigh a token by its whole response
 PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _OTHER = {  # settings replayed in addition to the defaults
@@ -79,7 +79,8 @@ def _comparable(own: dict[str, object]) -> dict[str, object]:
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
     base = (config or _DEFAULTS).objective
-    clips = {side: CLIP if getattr(base, side) is None else getattr(base, side) for side in ("clip_low", "clip_high")}
+    given = {side: getattr(base, side) if base.surrogate == "ppo" else None for side in ("clip_low", "clip_high")}
+    clips = {side: CLIP if clip is None else clip for side, clip in given.items()}
     objective = ObjectiveConfig(correction={"name": name, **numbers}, **clips)
     correction = objective.correction
     fields = type(correction).model_fields  # a custom correction has settings without a default
