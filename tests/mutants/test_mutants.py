@@ -115,7 +115,10 @@ FORMULAS = {  # "file::function": tests
     "training/joint_optimizer.py::JointOptimizer._reason_to_skip": (*SKIPPED, ROLLOUT_MODEL_STEPS),
     "training/joint_learner.py::JointLearner.train": (ROLLOUT_MODEL_STEPS,),
     "training/joint_learner.py::JointLearner.compute_old_log_probs": STEP,
-    "training/joint_learner.py::JointLearner.update": (*STEP, ROLLOUT_MODEL_STEPS, NOT_CARRIED),
+    **dict.fromkeys(
+        [f"training/joint_learner.py::JointLearner.{name}" for name in ("update", "_backward")],
+        (*STEP, ROLLOUT_MODEL_STEPS, NOT_CARRIED),
+    ),
     "training/joint_learner.py::JointLearner._engine_gap": AGES,
     "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
     "training/joint_learner.py::JointLearner._generated_by": AGES,

@@ -10,7 +10,7 @@ clipping, by denominators that cover all micro-batches and ranks.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,17 @@ from jackpot.training.learner import Learner, StepResult
 from jackpot.training.old_policy import MicroBatch, OldPolicySnapshot, by_rollout, holds_target, rows_on_host
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
-from jackpot.training.step_totals import StepTotals
+from jackpot.training.step_totals import BeforeBackward, StepTotals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BackwardPass:
+    """Holds what the backward pass of a micro-batch leaves beside the gradients."""
+
+    policy: PolicyPass
+    measured: Sums  # of the policy's correction
+    metrics: Sums  # all but those of the correction
+    trace: dict[str, Tensor]  # of both models, for saved rollouts; {} where none are wanted
 
 
 class JointLearner(Learner):
@@ -188,47 +198,59 @@ class JointLearner(Learner):
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         on_device = [replace(micro, tokens=self._sent(micro.tokens, micro.old)) for micro in micro_batches]
-        totals, are_provisional, prepass_seconds = self._totals.before_backward(on_device, self._forward)
-        parts: list[Sums] = []
-        measured: list[Sums] = []
-        passes: list[PolicyPass] = []
-        traced: list[tuple[TokenBatch, dict[str, Tensor]]] = []
-        for dealt, micro in zip(micro_batches, on_device, strict=True):
-            hidden = self._hidden(micro.tokens)
-            norms = HiddenNorms(hidden["policy"]) if are_provisional else None
-            scores = self._scores(micro.tokens, hidden, micro.old, with_reference=True)
-            old = micro.old or OldLogProbs.of(scores)
-            inputs, sums = measured_inputs(self._objective, micro.tokens, old, scores.log_probs, scores.z)
-            measured.append(sums)
-            if totals is None:  # the only micro-batch: its own forward pass is the whole step's
-                totals = all_reduce_sums(measured[0])
-            loss = joint_loss(
-                self._objective, self._rollout_objective, micro.tokens, scores, old, inputs, totals, self._max_length
-            )
-            splits = trace and loss.rollout_model_ppo.requires_grad
-            split = GradientSplit(loss.rollout_model_ppo, hidden["rollout_model"]) if splits else None
-            (loss.policy + loss.rollout_model).backward()
-            parts += [loss.metrics, self._engine_gap(micro, old), self._lag(micro.tokens)]
-            parts += [self._critic_backward(micro.tokens), split.sums if split else {}]
-            passes.append(PolicyPass(dealt.tokens, loss.terms, loss.correction, norms and norms.spread(micro.tokens)))
-            if trace:
-                traced.append((dealt.tokens, loss.trace))
-        own_totals = all_reduce_sums(add_sums(*measured))
-        if are_provisional:
-            totals = own_totals
+        known = self._totals.before_backward(on_device, self._forward)
+        done = [
+            self._backward(dealt.tokens, micro, known, trace)
+            for dealt, micro in zip(micro_batches, on_device, strict=True)
+        ]
+        totals = all_reduce_sums(add_sums(*(one.measured for one in done)))
+        parts, passes = [one.metrics for one in done], [one.policy for one in done]
+        traced = [(one.policy.batch, one.trace) for one in done] if trace else []
+        if known.are_provisional:
             passes, repaired = self._repair.apply(passes, totals)
             parts.append(repaired)
+        reported = known.totals if known.are_final else totals
         for one in passes:
-            report = policy_report(self._objective, one.terms, one.correction, totals, self._max_length)
+            report = policy_report(self._objective, one.terms, one.correction, reported, self._max_length)
             parts.append(report.metrics)
             if trace:
                 traced.append((one.batch, report.trace))
-        sums = all_reduce_sums(add_sums(*parts)) | {f"obrs/{name}": entry for name, entry in own_totals.items()}
+        sums = all_reduce_sums(add_sums(*parts)) | {f"obrs/{name}": entry for name, entry in totals.items()}
         metrics, events = self._optimizer.step(sums, steps_rollout_model)
         if all(event["model"] != "policy" for event in events):
-            self._totals.keep(own_totals)
-        metrics["seconds/prepass"] = Sum.number(prepass_seconds)
+            self._totals.keep(totals)
+        metrics["seconds/prepass"] = Sum.number(known.seconds)
         return StepResult(metrics=metrics, events=events, traces=rows_on_host(traced))
+
+    def _backward(self, dealt: TokenBatch, micro: MicroBatch, known: BeforeBackward, trace: bool) -> _BackwardPass:
+        """Add up the gradients of all models on a micro-batch.
+
+        Args:
+            dealt: its tokens on the CPU.
+            micro: it, on the device.
+            known: the totals of the step, as far as they are known.
+            trace: as in `train`.
+        """
+        batch = micro.tokens
+        hidden = self._hidden(batch)
+        norms = HiddenNorms(hidden["policy"]) if known.are_provisional else None
+        scores = self._scores(batch, hidden, micro.old, with_reference=True)
+        old = micro.old or OldLogProbs.of(scores)
+        inputs, measured = measured_inputs(self._objective, batch, old, scores.log_probs, scores.z)
+        totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
+        loss = joint_loss(
+            self._objective, self._rollout_objective, batch, scores, old, inputs, totals, self._max_length
+        )
+        splits = trace and loss.rollout_model_ppo.requires_grad
+        split = GradientSplit(loss.rollout_model_ppo, hidden["rollout_model"]) if splits else None
+        (loss.policy + loss.rollout_model).backward()
+        metrics = loss.metrics | self._engine_gap(micro, old) | self._lag(batch) | self._critic_backward(batch)
+        return _BackwardPass(
+            policy=PolicyPass(dealt, loss.terms, loss.correction, norms and norms.spread(batch)),
+            measured=measured,
+            metrics=metrics | (split.sums if split else {}),
+            trace=loss.trace if trace else {},
+        )
 
     @torch.no_grad()
     def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:

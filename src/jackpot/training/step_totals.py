@@ -23,6 +23,11 @@ class BeforeBackward(NamedTuple):
     are_provisional: bool  # they are those of a step before; this step's are known after its backward passes
     seconds: float  # wall-clock of their own forward passes
 
+    @property
+    def are_final(self) -> bool:
+        """Return whether nothing that a backward pass finds changes them."""
+        return self.totals is not None and not self.are_provisional
+
 
 class StepTotals:
     """Finds the totals of an optimizer step in the cheapest way that its correction allows.
