@@ -27,7 +27,7 @@ def random_ids(*shape: int, v: int = V) -> Tensor:
 
 def leaves(*heads: Head) -> list[Tensor]:
     """The distinct tensors that gradient flows into."""
-    found = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias) if tensor is not None]
+    found = [tensor for head in heads for tensor in head.tensors if tensor is not None]
     return list({id(tensor): tensor for tensor in found}.values())
 
 

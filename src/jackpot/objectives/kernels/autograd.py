@@ -97,7 +97,6 @@ def tiled_heads(
     each head; for two also fill_ins [N, K] and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
-    tensors = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias)]
     dtype = _sum_dtype(heads)
     positions, tokens = default_tile(len(ids), vocabulary) if tile is None else tile
     plan = _TilePlan(
@@ -115,18 +114,19 @@ def tiled_heads(
     )
     if gather_ids is None:
         gather_ids = ids.new_empty((len(ids), 0))
-    outputs = _TiledHeads.apply(plan, ids, gather_ids, *tensors)
+    outputs = _TiledHeads.apply(plan, ids, gather_ids, *(tensor for head in heads for tensor in head.tensors))
     values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
     if not moments:
-        values = [*(one for log_probs in values for one in (log_probs, None)), *[None, None][: 2 * len(heads) - 2]]
+        values = [value for log_probs in values for value in (log_probs, None)]  # no entropy
+        if plan.is_pair:
+            values += [None, None]  # no divergences
     return values, constants
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
     """Choose the heads whose logits forward keeps for backward: all that backward may read, or none."""
     trains = [
-        torch.is_grad_enabled()
-        and any(tensor is not None and tensor.requires_grad for tensor in (head.hidden, head.weight, head.bias))
+        torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.tensors)
         for head in heads
     ]
     keeps = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
@@ -136,8 +136,8 @@ def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...
 
 def _sum_dtype(heads: Sequence[Head]) -> torch.dtype:
     """Return the dtype of logits and sums: float64 where any tensor has it, else float32."""
-    tensors = [tensor for head in heads for tensor in (head.hidden, head.weight, head.bias) if tensor is not None]
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    dtypes = {tensor.dtype for head in heads for tensor in head.tensors if tensor is not None}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 class _TilePlan(NamedTuple):

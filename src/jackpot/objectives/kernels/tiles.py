@@ -26,6 +26,11 @@ class Head:
     bias: Tensor | None = None  # [V]
     soft_cap: float | None = None  # logits = cap * tanh(logits / cap) before the temperature
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias."""
+        return self.hidden, self.weight, self.bias
+
 
 class Workspace:
     """Hands out memory by name. A tensor is valid until its name is taken again."""
