@@ -20,9 +20,9 @@ arguments; nothing here checks them again.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 from jackpot.config.run import HEAD_LOGITS_MEMORY
 from jackpot.objectives.kernels.backward import backward_tiles, coefficients_of
 from jackpot.objectives.kernels.forward import PositionBlock
-from jackpot.objectives.kernels.reader import EAGER, TileReader
+from jackpot.objectives.kernels.reader import EAGER, GradCoefficients, TileReader
 from jackpot.objectives.kernels.tiles import Head, HeadGrads, HeadOperands, Workspace, operand_dtype
 from jackpot.objectives.kernels.topk import BLOCK
 
@@ -109,7 +109,7 @@ def tiled_heads(
         blocks=split_range(len(ids), positions),
         tiles=split_range(vocabulary, tokens, BLOCK),
         soft_caps=tuple(head.soft_cap for head in heads),
-        operands=tuple(operand_dtype(head, dtype) for head in heads),
+        operand_dtypes=tuple(operand_dtype(head, dtype) for head in heads),
         dtype=dtype,
     )
     if gather_ids is None:
@@ -152,7 +152,7 @@ class _TilePlan(NamedTuple):
     blocks: tuple[slice, ...]  # of positions
     tiles: tuple[slice, ...]  # of tokens
     soft_caps: tuple[float | None, ...]  # of each head
-    operands: tuple[torch.dtype, ...]  # dtypes of each head's products
+    operand_dtypes: tuple[torch.dtype, ...]  # that hidden states and weight are cast to, of each head
     dtype: torch.dtype  # of the logits and of all sums
 
     @property
@@ -163,23 +163,38 @@ class _TilePlan(NamedTuple):
     @property
     def num_values(self) -> int:
         """Number of outputs with a gradient: log-probs and entropy of each head, and the two divergences of a pair."""
-        return len(self.soft_caps) * (3 if self.is_pair else 2) if self.moments else len(self.soft_caps)
+        if not self.moments:
+            return len(self.soft_caps)  # log-probs alone
+        return 6 if self.is_pair else 2
 
     def heads(self, tensors: Sequence[Tensor | None], kept: Sequence[dict | None]) -> list[HeadOperands]:
         """Build the operands from hidden states, weight and bias of each head in turn, with one workspace for all."""
         workspace = Workspace(tensors[0].device)
         return [
-            HeadOperands(str(i), of_head, soft_cap, self.temperature, operand, self.dtype, workspace, of_kept)
-            for i, (of_head, soft_cap, operand, of_kept) in enumerate(
-                zip(_triples(tensors), self.soft_caps, self.operands, kept, strict=True)
+            HeadOperands(str(i), of_head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, of_kept)
+            for i, (of_head, soft_cap, operand_dtype, of_kept) in enumerate(
+                zip(_triples(tensors), self.soft_caps, self.operand_dtypes, kept, strict=True)
             )
         ]
 
-    def kept_tiles(self, tensors: Sequence[Tensor]) -> list[dict[tuple[int, int], Tensor] | None]:
-        """Name the tiles that forward kept, in the order in which it formed them."""
+    def kept_tiles(self, tiles: Iterator[Tensor]) -> list[dict[tuple[int, int], Tensor] | None]:
+        """Name the tiles that forward kept, which come head by head in the order in which it formed them."""
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
-        rest = iter(tensors)
-        return [dict(zip(keys, rest, strict=False)) if keeps else None for keeps in self.keeps]
+        return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
+
+    def coefficients(
+        self, grads: Sequence[Tensor | None], saved_values: Sequence[Tensor]
+    ) -> list[GradCoefficients | None]:
+        """Combine the gradients of the outputs for each head; `saved_values` are the outputs that these contain."""
+        to = [None if grad is None else grad / self.temperature for grad in grads]
+        if not self.moments:
+            return [coefficients_of(to_log_probs) for to_log_probs in to]
+        entropy, *of_pair = saved_values
+        found = [coefficients_of(*to[:2], entropy)]
+        if self.is_pair:
+            rollout_model_entropy, reverse_kl = of_pair
+            found.append(coefficients_of(*to[2:4], rollout_model_entropy, *to[4:], reverse_kl))
+        return found
 
     def sweep(
         self,
@@ -217,9 +232,9 @@ class _TiledHeads(torch.autograd.Function):
         values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
         ctx.mark_non_differentiable(*constants)
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in backward
-        repeated = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of two
+        saved_values = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of a pair
         tiles = [tile for of_head in kept if of_head is not None for tile in of_head.values()]
-        ctx.save_for_backward(ids, *logsumexps, *repeated, *tensors, *tiles)
+        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)
         ctx.plan = plan
         return outputs
 
@@ -227,23 +242,19 @@ class _TiledHeads(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
-        plan, (ids, *saved), count = ctx.plan, ctx.saved_tensors, len(ctx.plan.soft_caps)
-        sizes = (count, plan.num_values // 2 if plan.moments else 0, 3 * count)
-        logsumexps, repeated, tensors = (saved[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(3))
+        plan, count = ctx.plan, len(ctx.plan.soft_caps)
+        saved = iter(ctx.saved_tensors)  # in the order of `save_for_backward`
+        ids = next(saved)
+        logsumexps = list(islice(saved, count))
+        saved_values = list(islice(saved, plan.num_values // 2 if plan.moments else 0))
+        tensors = list(islice(saved, 3 * count))
         with torch.autocast(ids.device.type, enabled=False):
-            to = [None if grad is None else grad / plan.temperature for grad in grads[: plan.num_values]]
-            if not plan.moments:
-                coefficients = [coefficients_of(one, None, None) for one in to]
-            else:
-                coefficients = [coefficients_of(*to[:2], repeated[0])]
-                if plan.is_pair:
-                    coefficients.append(coefficients_of(*to[2:4], repeated[1], *to[4:], repeated[2]))
-            heads = plan.heads(tensors, plan.kept_tiles(saved[sum(sizes) :]))
+            coefficients = plan.coefficients(grads[: plan.num_values], saved_values)
+            heads = plan.heads(tensors, plan.kept_tiles(saved))
+            needs = _triples(ctx.needs_input_grad[3:])
             grads_of_heads = [
-                HeadGrads(head, tensors[3 * i : 3 * i + 3], [need and own is not None for need in needed])
-                for i, (head, own, needed) in enumerate(
-                    zip(heads, coefficients, _triples(ctx.needs_input_grad[3:]), strict=True)
-                )
+                HeadGrads(head, of_head, [need and own is not None for need in needed])
+                for head, of_head, own, needed in zip(heads, _triples(tensors), coefficients, needs, strict=True)
             ]
             backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, grads_of_heads)
             return None, None, None, *(gradient for one in grads_of_heads for gradient in one.gradients())

@@ -26,8 +26,8 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 
 def coefficients_of(
     to_log_probs: Tensor | None,
-    to_entropy: Tensor | None,
-    entropy: Tensor | None,
+    to_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
     to_forward: Tensor | None = None,
     to_reverse: Tensor | None = None,
     reverse_kl: Tensor | None = None,
@@ -73,11 +73,11 @@ def backward_tiles(
         reader: differentiates the tiles.
         heads, logsumexps, coefficients, grads: of each head; `logsumexps` [N].
     """
-    own = [of_head if sums.is_needed else None for of_head, sums in zip(coefficients, grads, strict=True)]
+    own = [of_head if grad.is_needed else None for of_head, grad in zip(coefficients, grads, strict=True)]
     trained = [i for i, of_head in enumerate(own) if of_head is not None]
     if not trained:
         return
-    needed = {*trained, *([0] if own[-1] is not None and own[-1].reads_other else [])}
+    needed = range(len(heads)) if any(own[i].reads_other for i in trained) else trained
     for columns in tiles:
         for i in needed:
             heads[i].select(columns)
