@@ -57,7 +57,7 @@ class Tile(NamedTuple):
     temperature: float
     may_mask: bool  # whether a logit may be -inf
     is_raw: bool  # whether bias, soft cap and temperature are still to come: then the logits have the dtype of the sums
-    is_kept: bool  # whether somebody needs these logits later
+    is_kept: bool  # whether these logits are read again after this tile, so that no gradient may take their memory
 
 
 class HeadOperands:
@@ -69,7 +69,7 @@ class HeadOperands:
         tensors: Sequence[Tensor | None],
         soft_cap: float | None,
         temperature: float,
-        operand: torch.dtype,
+        operand_dtype: torch.dtype,
         dtype: torch.dtype,
         workspace: Workspace,
         kept: dict[tuple[int, int], Tensor] | None = None,
@@ -78,14 +78,14 @@ class HeadOperands:
         Args:
             name: keeps this head's memory in the workspace apart from the other head's.
             tensors: hidden [N, H], weight [V, H] and bias [V] or None.
-            operand: dtype that hidden states and weight are cast to before they are multiplied.
+            operand_dtype: what hidden states and weight are cast to before they are multiplied.
             dtype: of the logits and of all sums.
             kept: tiles of logits by their first position and token, each [C, T]; every tile that is formed is added.
                 None to keep none.
         """
         hidden, self.weight, self.bias = tensors
-        self.hidden = hidden.to(operand)
-        self._name, self._operand, self.dtype, self._workspace = name, operand, dtype, workspace
+        self.hidden = hidden.to(operand_dtype)
+        self._name, self._operand_dtype, self.dtype, self._workspace = name, operand_dtype, dtype, workspace
         self._soft_cap, self._temperature = soft_cap, temperature
         self._mixed = has_mixed_product(hidden.device)
         self._kept = kept
@@ -94,8 +94,8 @@ class HeadOperands:
 
     @property
     def may_mask(self) -> bool:
-        """True where a logit may be -inf."""
-        return self.bias is not None or self._operand == torch.float16
+        """True where a logit may be -inf: by its bias, or since float16 overflows."""
+        return self.bias is not None or self._operand_dtype == torch.float16
 
     @property
     def is_plain(self) -> bool:
@@ -111,8 +111,8 @@ class HeadOperands:
         """[T, H], cast once for the tiles of all positions."""
         if self._loaded is None:
             part = self.weight[self._columns]
-            if part.dtype != self._operand:
-                part = self.buffer("weight", tuple(part.shape), self._operand).copy_(part)
+            if part.dtype != self._operand_dtype:
+                part = self.buffer("weight", tuple(part.shape), self._operand_dtype).copy_(part)
             self._loaded = part
         return self._loaded
 
@@ -122,38 +122,48 @@ class HeadOperands:
 
     def tile(self, rows: slice) -> Tile:
         """Form the logits of these positions and the selected tokens, or take those that were kept."""
-        columns, key = self._columns, (rows.start, self._columns.start)
-        of_tile = (self.bias if self.bias is None else self.bias[columns], self._soft_cap, self._temperature)
-        if self._kept is not None and key in self._kept:
-            return Tile(self._kept[key], *of_tile, may_mask=self.may_mask, is_raw=False, is_kept=True)
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        product_dtype = self.dtype if self._mixed else self._operand
-        is_last = product_dtype == self.dtype or self.is_plain
-        logits = self._product(self.hidden[rows], self._rows_of_weight.t(), self._memory(shape, product_dtype, is_last))
-        if not is_last:
-            logits = self._memory(shape, self.dtype, True).copy_(logits)
-        if self._kept is not None:
+        key = rows.start, self._columns.start
+        keeps = self._kept is not None
+        is_found = keeps and key in self._kept
+        logits = self._kept[key] if is_found else self._products(rows)
+        if keeps:
             self._kept[key] = logits
-        return Tile(logits, *of_tile, may_mask=self.may_mask, is_raw=not self.is_plain, is_kept=self._kept is not None)
+        return Tile(
+            logits,
+            None if self.bias is None else self.bias[self._columns],
+            self._soft_cap,
+            self._temperature,
+            may_mask=self.may_mask,
+            is_raw=not (is_found or self.is_plain),
+            is_kept=keeps,
+        )
 
-    def _memory(self, shape: tuple[int, int], dtype: torch.dtype, is_last: bool) -> Tensor:
+    def _products(self, rows: slice) -> Tensor:
+        """Multiply the hidden states of these positions by the selected rows of the weight: [C, T].
+
+        In the logits' dtype; products that are the logits stay in the operands' where the device has no mixed product.
+        """
+        left, right = self.hidden[rows], self._rows_of_weight.t()
+        shape = left.shape[0], right.shape[1]
+        if self._mixed and left.dtype != self.dtype:
+            return torch.mm(left, right, out_dtype=self.dtype, out=self._memory(shape, self.dtype))
+        if left.dtype == self.dtype or self.is_plain:
+            return torch.mm(left, right, out=self._memory(shape, left.dtype))
+        products = torch.mm(left, right, out=self.buffer("logits", shape, left.dtype))
+        return self._memory(shape, self.dtype).copy_(products)
+
+    def _memory(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return memory for logits, of their own where they are kept."""
-        if is_last and self._kept is not None:
+        if self._kept is not None:
             return self.hidden.new_empty(shape, dtype=dtype)
         return self.buffer("logits", shape, dtype)
 
-    def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        """Write left @ right to `out`, rounded to its dtype once."""
-        if out.dtype == left.dtype:
-            return torch.mm(left, right, out=out)
-        return torch.mm(left, right, out_dtype=out.dtype, out=out)
-
     def gradient_tile(self, tile: Tile) -> Tensor:
         """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the products: the logits' own where
-        nobody needs these any more."""
-        if tile.logits.dtype == self._operand and not tile.is_kept:
+        these are not read again."""
+        if tile.logits.dtype == self._operand_dtype and not tile.is_kept:
             return tile.logits
-        return self.buffer("gradient", tuple(tile.logits.shape), self._operand)
+        return self.buffer("gradient", tuple(tile.logits.shape), self._operand_dtype)
 
     def accumulate_grad(self, rows: slice, grad: Tensor, grads: "HeadGrads") -> None:
         """Add a tile's share to the head's gradients: d bias += sum grad, d hidden += grad W, d weight += grad^T h.
@@ -184,8 +194,7 @@ class HeadGrads:
     """
 
     def __init__(self, operands: HeadOperands, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
-        self._of = tensors
-        self._operands = operands
+        self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))
         self.hidden = None if hidden is None else torch.zeros_like(hidden, dtype=operands.dtype)
         self.weight = None if weight is None else torch.empty_like(weight)
@@ -202,8 +211,9 @@ class HeadGrads:
         if self.weight is None:
             return
         part = self.weight[columns]
-        own = part.dtype == self._operands.dtype
-        self.tile = (part if own else self._operands.buffer("weight gradient", tuple(part.shape))).zero_()
+        if part.dtype != self._operands.dtype:
+            part = self._operands.buffer("weight gradient", tuple(part.shape))
+        self.tile = part.zero_()
 
     def end_tile(self, columns: slice) -> None:
         """Round the tile of the weight's gradient into its place; every position has added to it."""
@@ -213,7 +223,8 @@ class HeadGrads:
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias in the dtypes of those tensors."""
         grads = (self.hidden, self.weight, self.bias)
-        return [None if grad is None else grad.to(of.dtype) for grad, of in zip(grads, self._of, strict=True)]
+        pairs = zip(grads, self._tensors, strict=True)
+        return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
 def operand_dtype(head: Head, dtype: torch.dtype) -> torch.dtype:
