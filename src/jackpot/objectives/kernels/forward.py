@@ -27,25 +27,28 @@ from jackpot.objectives.kernels.topk import RunningTopK
 def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSums]:
     """Add the sums of a further tile to those of the tiles before, of each head; [C] each."""
     maxima = [torch.maximum(one.row_max, other.row_max) for one, other in zip(before, added, strict=True)]
-    sides = [  # -d of each head
-        [one.row_max - row_max for one, row_max in zip(sums, maxima, strict=True)] for sums in (before, added)
+    return [
+        TileSums(
+            row_max=one.row_max,
+            sum_exp=one.sum_exp + other.sum_exp,
+            moment=None if one.moment is None else one.moment + other.moment,
+            block_max=None,
+            gap=None if one.gap is None else one.gap + other.gap,
+            max_at_masked=None if one.max_at_masked is None else torch.maximum(one.max_at_masked, other.max_at_masked),
+        )
+        for one, other in zip(_rescaled(before, maxima), _rescaled(added, maxima), strict=True)
     ]
+
+
+def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
+    """Take the sums of each head relative to a maximum that is no smaller than their own."""
+    shifts = [one.row_max - row_max for one, row_max in zip(sums, maxima, strict=True)]  # -d
     found = []
-    for i, row_max in enumerate(maxima):
-        sum_exp, moment, gap = 0.0, None, None
-        for sums, shifts in zip((before, added), sides, strict=True):
-            one, shift = sums[i], shifts[i]
-            factor = shift.exp()
-            sum_exp = sum_exp + one.sum_exp * factor
-            if one.moment is not None:
-                of_tile = (one.moment + one.sum_exp * shift) * factor
-                moment = of_tile if moment is None else moment + of_tile
-            if one.gap is not None:
-                of_tile = (one.gap + one.sum_exp * (shift - shifts[1 - i])) * factor
-                gap = of_tile if gap is None else gap + of_tile
-        masked = before[i].max_at_masked
-        masked = None if masked is None else torch.maximum(masked, added[i].max_at_masked)
-        found.append(TileSums(row_max, sum_exp, moment, None, gap, masked))
+    for i, (one, row_max, shift) in enumerate(zip(sums, maxima, shifts, strict=True)):
+        factor = shift.exp()
+        moment = None if one.moment is None else (one.moment + one.sum_exp * shift) * factor
+        gap = None if one.gap is None else (one.gap + one.sum_exp * (shift - shifts[1 - i])) * factor
+        found.append(one._replace(row_max=row_max, sum_exp=one.sum_exp * factor, moment=moment, gap=gap))
     return found
 
 
