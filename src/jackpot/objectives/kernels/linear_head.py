@@ -137,8 +137,8 @@ def joint_linear_head(
     Raises:
         ValueError: as `linear_head`; also `lam` not above 0, or heads of different N, V or device.
     """
-    heads = (("policy", policy), ("rollout_model", rollout_model))
-    _check(*heads, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
+    named = (("policy", policy), ("rollout_model", rollout_model))
+    _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
     _check_range(policy, ids=ids, gather_ids=gather_ids)
     heads = [policy, rollout_model]
     moments = not only_log_probs
@@ -196,9 +196,10 @@ class LinearHead(nn.Module):
             heads.append(_head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
         named = zip(("policy", "rollout_model"), heads, strict=False)
         _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
-        output, lam = (HeadOutput, None) if len(heads) == 1 else (JointOutput, lam)  # one head has no Z
-        moments = not only_log_probs
-        return output.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options))
+        is_pair, moments = len(heads) == 2, not only_log_probs
+        lam = lam if is_pair else None  # one head has no Z
+        outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
+        return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
 
 
 def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
