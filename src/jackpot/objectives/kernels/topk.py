@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # numbers
-_WORTH_IT = 3  # a row needs this many blocks for each of its K before two levels are faster than one (measured on CPU)
+_BLOCKS_PER_K = 3  # where a row has fewer, one level is faster than two (measured on CPU)
 
 
 def block_max(values: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
         values: [N, V] with V at least k.
         maxima: `block_max(values)`, if known.
     """
-    if k == 0 or values.shape[1] // BLOCK < _WORTH_IT * k:
+    if k == 0 or values.shape[1] // BLOCK < _BLOCKS_PER_K * k:
         return values.topk(k, dim=-1)
     numbers, blocks = _candidates(values, k, block_max(values) if maxima is None else maxima)
     best, places = numbers.topk(k, dim=-1)
@@ -96,20 +96,19 @@ class RunningTopK:
             maxima: `block_max(values)`; None only with K = 0.
             others: further tensors [N, T], as many each time, whose numbers at the top ids are kept too.
         """
-        is_long = self._parts and values.shape[1] > self._k * BLOCK > 0
-        if is_long:
-            numbers, blocks = _candidates(values, self._k, maxima)
+        is_long = values.shape[1] > self._k * BLOCK > 0
+        if self._parts and is_long:
+            numbers, blocks = _candidates(values, self._k, maxima)  # the merge sorts them
         else:
             numbers, ids = top_k(values, min(self._k, values.shape[1]), maxima)
-        if self._parts:
-            width = self.values.shape[1]
-            pool = torch.cat((self.values, numbers), dim=1)  # the largest so far first: few of the others displace them
-            numbers, order = pool.topk(min(self._k, pool.shape[1]), dim=-1)
-            places = (order - width).clamp(min=0)
-            ids = _ids(blocks, places) if is_long else ids.gather(1, places)
-        new = [numbers, ids + start, *(other.gather(1, ids) for other in others)]
-        if self._parts:
-            places, is_kept = order.clamp(max=width - 1), order < width
-            pairs = zip(self._parts[1:], new[1:], strict=True)
-            new[1:] = [torch.where(is_kept, kept.gather(1, places), found) for kept, found in pairs]
-        self._parts = new
+        if not self._parts:
+            self._parts = [numbers, ids + start, *(other.gather(1, ids) for other in others)]
+            return
+        width = self.values.shape[1]
+        pool = torch.cat((self.values, numbers), dim=1)  # the largest so far first: few of the others displace them
+        numbers, order = pool.topk(min(self._k, pool.shape[1]), dim=-1)
+        is_old, old_places, new_places = order < width, order.clamp(max=width - 1), (order - width).clamp(min=0)
+        ids = _ids(blocks, new_places) if is_long else ids.gather(1, new_places)
+        added = [ids + start, *(other.gather(1, ids) for other in others)]
+        pairs = zip(self._parts[1:], added, strict=True)
+        self._parts = [numbers, *(torch.where(is_old, old.gather(1, old_places), new) for old, new in pairs)]
