@@ -91,9 +91,10 @@ class PositionBlock:
             self._pick(i, own, columns)
             self._tops[i].add(own, columns.start, sums[i].block_max, logits[i + 1 :])
         self._sums = merged(self._sums, sums) if self._sums else sums
-        if self._lam is not None and columns.stop - columns.start == len(self._heads[0].weight):
-            read = [tile._replace(is_raw=False) for tile in tiles]
-            self._z = self._reader.common_mass(read, self.logsumexps, self._lam)
+        is_whole = columns.stop - columns.start == len(self._heads[0].weight)
+        if self._lam is not None and is_whole:  # no second sweep: the logsumexps are known
+            finished = [tile._replace(is_raw=False) for tile in tiles]
+            self._z = self._reader.common_mass(finished, self.logsumexps, self._lam)
 
     def _pick(self, i: int, logits: Tensor, columns: slice) -> None:
         """Take head i's logits [C, T] at the wanted ids that are in this tile."""

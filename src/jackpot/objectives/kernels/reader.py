@@ -179,7 +179,7 @@ def tile_gradients(
 
 
 def softcap_derivative(logits: Tensor, tile: Tile) -> Tensor:
-    """d logits / d raw times the temperature, 1 - (capped / soft_cap)^2: [C, T]."""
+    """Return d logits / d raw times the temperature, 1 - (capped / soft_cap)^2: [C, T]."""
     return 1.0 - torch.square(logits * (tile.temperature / tile.soft_cap))
 
 
@@ -248,7 +248,7 @@ class TorchReader:
                 if gradient is None:
                     continue
                 if of_head.on_id is not None:
-                    _scatter(gradient, places[rows], of_head.on_id)
+                    _add_at(gradient, places[rows], of_head.on_id)
                 if derivative is not None:
                     gradient *= derivative
                 if gradient is not target:
@@ -271,11 +271,6 @@ def _finished(tile: Tile, rows: slice) -> Tensor:
     logits = tile.logits[rows]
     if tile.is_raw:
         return logits.copy_(finish(logits, tile.bias, tile.soft_cap, tile.temperature))
-    return _wide(logits)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    """Return the logits in the dtype of the sums: float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -288,7 +283,8 @@ def _like(part: Tensor | None, tile: Tile) -> Tensor | None:
     return None if part is None else part.new_empty((len(tile.logits), *part.shape[1:]))
 
 
-def _scatter(gradient: Tensor, places: Tensor, added: Tensor) -> None:
+def _add_at(gradient: Tensor, places: Tensor, added: Tensor) -> None:
+    """Add a number to each row of the gradient at its place, where that is inside the tile."""
     width = gradient.shape[1]
     here = torch.where((places >= 0) & (places < width), added, 0.0)
     gradient.scatter_add_(1, places.clamp(0, width - 1)[:, None], here[:, None])
