@@ -39,6 +39,41 @@ def _logits(
 
 
 @triton.jit
+def _finished(start, columns, T):
+    """Load finished logits of a row of T; -inf beyond its end."""
+    return tl.load(start + columns, mask=columns < T, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    start, bias, soft_cap, temperature, maxima, begin, T, NUM_BLOCKS,
+    RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Load WIDTH logits of a row, finish them, and write raw ones back and the largest of each block to `maxima`."""
+    columns = begin + tl.arange(0, WIDTH)
+    mask = columns < T
+    logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
+    if RAW:
+        tl.store(start + columns, logits, mask=mask)
+    if TOPS:
+        blocks = begin // _BLOCK + tl.arange(0, WIDTH // _BLOCK)
+        largest = tl.max(tl.reshape(logits, [WIDTH // _BLOCK, _BLOCK]), axis=1)
+        tl.store(maxima + blocks, largest, mask=blocks < NUM_BLOCKS)
+    return logits
+
+
+@triton.jit
+def _store_sums(sums, C, row_max, sum_exp, moment, gap, masked, PAIR: tl.constexpr):
+    """Write the numbers of one position and head, C apart; the last two are those of a pair."""
+    tl.store(sums, row_max)
+    tl.store(sums + C, tl.sum(sum_exp, axis=0))
+    tl.store(sums + 2 * C, tl.sum(moment, axis=0))
+    if PAIR:
+        tl.store(sums + 3 * C, tl.sum(gap, axis=0))
+        tl.store(sums + 4 * C, tl.max(masked, axis=0))
+
+
+@triton.jit
 def _read(
     p, q, bias_p, bias_q, cap_p, cap_q, temperature, maxima_p, maxima_q, sums, C, T, NUM_BLOCKS,
     RAW_P: tl.constexpr, RAW_Q: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
@@ -47,31 +82,23 @@ def _read(
 ):  # fmt: skip
     """Write row_max, sum_exp, moment, gap and max_at_masked of each head to `sums` [2, 5, C]."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, WIDTH)
-    blocks = tl.arange(0, WIDTH // _BLOCK)
+    p += row * T
+    q += row * T
+    maxima_p += row * NUM_BLOCKS
+    maxima_q += row * NUM_BLOCKS
     max_p = tl.full([WIDTH], float("-inf"), tl.float32)
     max_q = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_p = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_q = tl.full([WIDTH], float("-inf"), tl.float32)
     for begin in range(0, T, WIDTH):
-        columns = begin + places
-        mask = columns < T
-        logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
-        if RAW_P:
-            tl.store(p + row * T + columns, logits_p, mask=mask)
-        if TOPS:
-            at = begin // _BLOCK + blocks
-            largest = tl.max(tl.reshape(logits_p, [WIDTH // _BLOCK, _BLOCK]), axis=1)
-            tl.store(maxima_p + row * NUM_BLOCKS + at, largest, mask=at < NUM_BLOCKS)
+        logits_p = _finish(
+            p, bias_p, cap_p, temperature, maxima_p, begin, T, NUM_BLOCKS, RAW_P, BIAS_P, CAP_P, TOPS, WIDTH
+        )
         max_p = tl.maximum(max_p, logits_p)
         if PAIR:
-            logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
-            if RAW_Q:
-                tl.store(q + row * T + columns, logits_q, mask=mask)
-            if TOPS:
-                at = begin // _BLOCK + blocks
-                largest = tl.max(tl.reshape(logits_q, [WIDTH // _BLOCK, _BLOCK]), axis=1)
-                tl.store(maxima_q + row * NUM_BLOCKS + at, largest, mask=at < NUM_BLOCKS)
+            logits_q = _finish(
+                q, bias_q, cap_q, temperature, maxima_q, begin, T, NUM_BLOCKS, RAW_Q, BIAS_Q, CAP_Q, TOPS, WIDTH
+            )
             max_q = tl.maximum(max_q, logits_q)
             masked_p = tl.maximum(masked_p, tl.where(logits_q == float("-inf"), logits_p, float("-inf")))
             masked_q = tl.maximum(masked_q, tl.where(logits_p == float("-inf"), logits_q, float("-inf")))
@@ -85,18 +112,15 @@ def _read(
     gap_p = tl.zeros([WIDTH], tl.float32)
     gap_q = tl.zeros([WIDTH], tl.float32)
     for begin in range(0, T, WIDTH):
-        columns = begin + places
-        mask = columns < T
-        shifted_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, False, BIAS_P, CAP_P) - row_max_p
+        columns = begin + tl.arange(0, WIDTH)
+        shifted_p = _finished(p, columns, T) - row_max_p
         exp_p = tl.exp(shifted_p)
         sum_p += exp_p
         if MOMENTS:
             shifted_p = tl.maximum(shifted_p, _LOWEST)
             moment_p += exp_p * shifted_p
         if PAIR:
-            shifted_q = (
-                _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, False, BIAS_Q, CAP_Q) - row_max_q
-            )
+            shifted_q = _finished(q, columns, T) - row_max_q
             exp_q = tl.exp(shifted_q)
             sum_q += exp_q
             if MOMENTS:
@@ -104,17 +128,9 @@ def _read(
                 moment_q += exp_q * shifted_q
                 gap_p += exp_p * (shifted_p - shifted_q)
                 gap_q += exp_q * (shifted_q - shifted_p)
-    tl.store(sums + row, row_max_p)
-    tl.store(sums + C + row, tl.sum(sum_p, axis=0))
-    tl.store(sums + 2 * C + row, tl.sum(moment_p, axis=0))
+    _store_sums(sums + row, C, row_max_p, sum_p, moment_p, gap_p, masked_p, PAIR)
     if PAIR:
-        tl.store(sums + 3 * C + row, tl.sum(gap_p, axis=0))
-        tl.store(sums + 4 * C + row, tl.max(masked_p, axis=0))
-        tl.store(sums + 5 * C + row, row_max_q)
-        tl.store(sums + 6 * C + row, tl.sum(sum_q, axis=0))
-        tl.store(sums + 7 * C + row, tl.sum(moment_q, axis=0))
-        tl.store(sums + 8 * C + row, tl.sum(gap_q, axis=0))
-        tl.store(sums + 9 * C + row, tl.max(masked_q, axis=0))
+        _store_sums(sums + 5 * C + row, C, row_max_q, sum_q, moment_q, gap_q, masked_q, PAIR)
 
 
 @triton.jit
@@ -192,7 +208,7 @@ class TritonReader(TileReader):
         if tiles[0].logits.dtype == torch.float64:
             return EAGER.read(tiles, tops, moments)
         c, t = tiles[0].logits.shape
-        new, num_blocks, is_pair = tiles[0].logits.new_empty, -(-t // BLOCK), len(tiles) == 2
+        new, num_blocks, is_pair = tiles[0].logits.new_empty, triton.cdiv(t, BLOCK), len(tiles) == 2
         sums = new((2, 5, c), dtype=torch.float32)
         maxima = [new((c, num_blocks if tops else 0), dtype=torch.float32) for _ in tiles]
         arguments, flags = _operands(tiles)
@@ -266,7 +282,7 @@ def _width(tokens: int) -> int:
 
 
 def _operands(tiles: Sequence[Tile]) -> tuple[list, dict[str, bool]]:
-    """Return the arguments that tell a kernel what the tiles are; of one tile, twice."""
+    """Return the arguments and flags by which a kernel reads a pair of tiles; one tile is given twice."""
     pair = [tiles[0], tiles[-1]]
     biases = [tile.logits if tile.bias is None else tile.bias for tile in pair]
     caps = [tile.soft_cap or 1.0 for tile in pair]
