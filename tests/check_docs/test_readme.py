@@ -22,6 +22,7 @@ def test_the_python_block_gives_the_loss_of_equation_5() -> None:
         "rollout_log_probs": rollout.gather(-1, ids)[..., 0],
         "old_log_probs": target.gather(-1, ids)[..., 0],
         "response_mask": torch.tensor([[True, True, False], [True, True, True]]),
+        "advantages": torch.randn(2, 3),
         "z": obrs.exact_z(rollout, target, 1.0),
         "surrogate": torch.randn(2, 3),
     }

@@ -253,6 +253,14 @@ def test_an_exact_normalizer_of_a_truncated_engine_is_refused(truncation):
     build(truncation)
 
 
+def test_a_budget_takes_the_place_of_lam_and_needs_whole_distributions():
+    budget = {"objective.correction": {"name": "obrs", "budget": 0.9, "normalizer": "exact"}}
+    assert build(budget).objective.correction.budget == 0.9
+    assert "use normalizer: exact, or budget: null" in message(budget, {"objective.correction.normalizer": "topk"})
+    assert "budget 0.9 chooses lam, but lam 2.0 was given" in message(budget, {"objective.correction.lam": 2.0})
+    assert "less than 1" in message(budget, {"objective.correction.budget": 1.0})
+
+
 def test_an_exact_normalizer_whose_weights_will_have_moved_is_refused():
     exact_new = {"objective.correction": {"name": "obrs", "normalizer": "exact", "target": "new"}}
     for several, count in (({"batch.mini_batch_size": 8}, 3), ({"batch.ppo_epochs": 2}, 2)):

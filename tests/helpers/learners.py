@@ -100,6 +100,7 @@ def batches(
 def policy_objective(
     name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ) -> PolicyObjective:
+    budget = numbers.pop("budget", None)
     tolerance, surrogate = numbers.pop("kappa_tolerance", 1e-3), numbers.pop("surrogate", "ppo")
     clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
     numbers = OBRS | numbers if name == "obrs" else numbers
@@ -110,6 +111,7 @@ def policy_objective(
         target=target,
         proximal=proximal,
         normalizer=normalizer,
+        budget=budget,
         surrogate=SURROGATES[surrogate],
         aggregate=LOSS_AGG_MODES[aggregate],
         count=count,
@@ -212,7 +214,7 @@ def loss_of(
     max_length: int,
 ) -> JointLoss:
     """The joint loss on a micro-batch, without sums over a step."""
-    inputs, _ = measured_inputs(policy, batch, old, scores.log_probs, scores.z)
+    inputs, _ = measured_inputs(policy, batch, old, OldLogProbs.of(scores))
     return joint_loss(policy, rollout_model, batch, scores, old, inputs, {}, max_length)
 
 
@@ -229,12 +231,13 @@ def reference_losses(
     count="proposed",
     temperature=1.0,
     numbers=OBRS,
+    budget=None,
 ) -> tuple[Tensor, Tensor]:
     """Eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`, over the tokens that were sampled; `now`
     carries the gradients.
 
-    `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary. The uniforms are those of
-    seed 0.
+    `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary; `budget` chooses lam so that
+    it is that. The uniforms are those of seed 0.
     """
     lam, c1, c2 = numbers["lam"], numbers["c1"], numbers["c2"]
     tokens = []  # (row, acceptance, Z, everything else) of each token
@@ -247,6 +250,8 @@ def reference_losses(
             if not item.rollout.sampled_mask[t]:
                 continue
             aim = (before if target == "old" else policy.detach())[t]
+            if budget is not None:
+                lam = _lam_by_bisection(writer[t].exp(), aim.exp(), budget)
             z = torch.minimum(writer[t].exp(), aim.exp() / lam).sum().item()
             p_inf = item.rollout.rollout_log_probs[t].item()
             a = min(1.0, math.exp(aim[token].item() - p_inf) / lam)
@@ -254,10 +259,10 @@ def reference_losses(
             start = {"old": before[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
             kl = (policy[t].detach().exp() * (policy[t].detach() - rollout_model[t])).sum()
             others = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
-            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), *others))
+            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), lam, *others))
     kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)
     policy_rows, omega_rows = [[] for _ in items], [[] for _ in items]
-    for row, advantage, a, z, u, p_inf, aim, start, wrote, kl, new, omega in tokens:
+    for row, advantage, a, z, u, lam, p_inf, aim, start, wrote, kl, new, omega in tokens:
         accept = a if mask == "expected" else float(u < a)
         weight = min(kappa * z * max(lam, math.exp(aim - p_inf)), c1) * min(math.exp(start - aim), c2)
         loss = -accept * weight * _ppo(new - start, advantage)
@@ -265,6 +270,14 @@ def reference_losses(
         ppo = -min(math.exp(wrote - p_inf), 1.2) * _ppo(omega - wrote, advantage)
         omega_rows[row].append((0.8 * ppo + 0.6 * kl, 1.0))
     return _aggregate(policy_rows, aggregate), _aggregate(omega_rows, aggregate)
+
+
+def _lam_by_bisection(p_inf: Tensor, p_target: Tensor, budget: float) -> float:
+    low, high = 1e-6, 1e6
+    for _ in range(100):
+        lam = math.sqrt(low * high)
+        low, high = (lam, high) if torch.minimum(p_inf, p_target / lam).sum().item() > budget else (low, lam)
+    return lam
 
 
 def _ppo(log_ratio: Tensor, advantage: float) -> Tensor:

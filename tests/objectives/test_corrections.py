@@ -62,6 +62,11 @@ def random_inputs(seed=0, shape=(4, 6), spread=1.0):
     )
 
 
+def with_lams(inputs):
+    """The same tokens, each with a lam of its own."""
+    return replace(inputs, lam=torch.linspace(0.4, 1.8, inputs.uniforms.numel()).double().view_as(inputs.uniforms))
+
+
 def tokens(inputs):
     """Yield (index, p_inf, p_target, p_proximal, uniform, Z) of every unmasked token as Python floats."""
     for index in inputs.response_mask.nonzero().tolist():
@@ -127,6 +132,19 @@ def test_obrs_is_its_equation_token_by_token(mask, lam, c1, c2):
     inputs = random_inputs(seed=3)
     correction = make_correction("obrs", kappa="none", **numbers).apply(inputs, {})
     assert_is(correction, hand_obrs(inputs, kappa=1.0, **numbers))
+
+
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_a_lam_of_each_token_takes_the_place_of_the_corrections(mask):
+    inputs = with_lams(random_inputs(seed=3))
+    correction = make_correction("obrs", kappa="none", mask=mask, lam=7.0, c1=1.5, c2=1.2)
+    wanted, accepted = {}, 0.0
+    for at, *_ in tokens(inputs):
+        numbers = dict(lam=inputs.lam[at].item(), c1=1.5, c2=1.2)
+        wanted[at] = hand_obrs(inputs, kappa=1.0, mask=mask, **numbers)[at]
+        accepted += hand_obrs(inputs, kappa=1.0, mask="expected", **numbers)[at][1]
+    assert_is(correction.apply(inputs, {}), wanted)
+    assert correction.measure(inputs)["acceptance"].total.item() == pytest.approx(accepted, rel=RTOL)
 
 
 def test_the_second_factor_is_exactly_one_where_target_and_proximal_are_the_same():
@@ -279,7 +297,7 @@ def test_other_corrections_measure_the_same_overlap_at_lam_one():
 
 @pytest.mark.parametrize(("name", "numbers"), EVERY)
 def test_measure_adds_up_over_micro_batches(name, numbers):
-    inputs, correction = random_inputs(), make_correction(name, **numbers)
+    inputs, correction = with_lams(random_inputs()), make_correction(name, **numbers)
     fields = [field.name for field in fields_of(inputs) if field.name != "z"]
 
     def part(rows):
@@ -309,7 +327,7 @@ def test_capped_tokens_are_reported():
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("name", "numbers"), EVERY)
 def test_what_stands_outside_the_mask_changes_nothing(name, numbers, garbage):
-    clean = random_inputs()
+    clean = with_lams(random_inputs())
 
     def dirty(values):
         return torch.where(clean.response_mask, values, garbage)

@@ -36,6 +36,7 @@ from helpers.learners import (
 from helpers.sums import assert_equal_sums
 from jackpot.config.run import OptimizerConfig
 from jackpot.core.types import Version
+from jackpot.objectives.kernels import linear_head
 from jackpot.training.batching import collate
 from jackpot.training.old_policy import MicroBatch
 
@@ -103,6 +104,35 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
             wanted = adamw[role].step(start[role].double(), slope)
             assert_same_move(parameters(learner, role), wanted, start[role])
     assert 0.0 < value(result, "policy/clip_frac") < 1.0 or changes.get("proximal") == "new"
+
+
+@pytest.mark.parametrize("target", ["old", "new"])
+@pytest.mark.parametrize("mask", ["sampled", "expected"])
+def test_a_budget_chooses_the_lam_of_every_position_so_that_z_is_the_budget(target, mask, monkeypatch):
+    """Two optimizer steps on a batch, the second on what is stored of the old policy; few positions at a time."""
+    monkeypatch.setattr(linear_head, "_SORTED_AT_ONCE", 7 * VOCAB)
+    budget = dict(budget=0.8, target=target, mask=mask)
+    objective = policy_objective(**budget, lam=1.0, normalizer="exact")
+    models = (POLICY, ROLLOUT_MODEL)
+    learner = make_learner(*models, objective=objective, is_frozen=True)
+    old = {role: double(model) for role, model in zip(("policy", "rollout_model"), models, strict=True)}
+    adamw = ReferenceAdamW(LINEAR)
+    for epoch, step in enumerate(learner.compute_old_log_probs(batches(WRITTEN, epochs=2, budget=40))):
+        start, now = parameters(learner, "policy"), old | {"policy": double(learner._models["policy"])}
+        loss, _ = reference_losses(now, old, WRITTEN, epoch=epoch, **budget)
+        result = learner.update(step)
+        assert value(result, "obrs/z") == pytest.approx(0.8, abs=1e-6)
+        assert result.metrics["obrs/lam"].variance.sqrt() > 0.05
+        assert value(result, "policy/loss") == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        wanted = adamw.step(start.double(), gradient(loss, now["policy"]))
+        assert_same_move(parameters(learner, "policy"), wanted, start)
+
+
+def test_a_budget_rejects_evenly_what_the_policy_itself_generated():
+    learner = make_learner(POLICY, None, objective=policy_objective(budget=0.8, lam=1.0, normalizer="exact"))
+    result = one_step(learner, write(POLICY))
+    assert value(result, "obrs/lam") == pytest.approx(1.25, rel=1e-5)
+    assert value(result, "obrs/acceptance") == pytest.approx(0.8, rel=1e-5)
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])

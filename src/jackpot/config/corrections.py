@@ -174,10 +174,24 @@ class OBRSCorrection(ZCorrection):
     """Optimal Budgeted Rejection Sampling, the paper's method: rejects tokens and reweights the accepted ones."""
 
     name: Literal["obrs"] = "obrs"
+    budget: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Expected acceptance of every position, which chooses the lam of each by Theorem 3.4 in place of `lam`, and is its
+    Z; null: off. It needs `normalizer: exact`, and another pass of the output layers."""
     c2: C2 = 3.0
     mask: Mask = "sampled"
     """Rejection by a random draw for each token (sampled, the paper's), or each token kept with its acceptance
     probability as a factor (expected, less variance)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "OBRSCorrection":
+        if self.budget is not None and self.lam != 1.0:
+            raise ValueError(f"budget {self.budget} chooses lam, but lam {self.lam} was given; leave one of them out")
+        if self.budget is not None and self.normalizer != "exact":
+            raise ValueError(
+                f"budget {self.budget} needs the whole distributions, of which normalizer 'topk' knows the most "
+                f"probable tokens; use normalizer: exact, or budget: null and a lam"
+            )
+        return self
 
 
 class ReweightOnlyCorrection(ZCorrection):

@@ -23,6 +23,7 @@ def policy_objective(config: Config) -> PolicyObjective:
         target=correction.target if isinstance(correction, TargetCorrection) else own_target,
         proximal=correction.proximal,
         normalizer=correction.normalizer if isinstance(correction, ZCorrection) else "topk",
+        budget=getattr(correction, "budget", None),
         surrogate=SURROGATES[objective.surrogate],
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),

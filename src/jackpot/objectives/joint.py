@@ -38,6 +38,7 @@ class PolicyObjective:
     target: str  # key of `references`: the distribution that the correction's weights align to
     proximal: str  # key of `references`: the point that PPO's ratio is taken from
     normalizer: str  # key of `NORMALIZERS`: how Z is estimated
+    budget: float | None  # expected acceptance that chooses the lam of each token; None: the correction's lam
     surrogate: SurrogateFn  # a value of `SURROGATES`
     clip_low: float  # the surrogate's clip of the ratio at 1 - clip_low; math.inf: no clip
     clip_high: float  # and at 1 + clip_high
@@ -93,6 +94,7 @@ class TokenScores:
     z: obrs.ZEstimate  # Z of p_inf and the current policy, detached
     policy_top_ids: Tensor  # [B, T, K] the policy's most probable tokens
     policy_top_log_probs: Tensor  # [B, T, K] their log-probs
+    lam: Tensor | None = None  # at which Z is, where a budget chooses it; detached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,7 @@ class OldLogProbs:
     old_log_probs: Tensor  # log p_old, of the policy
     rollout_model_old_log_probs: Tensor  # of the rollout model, re-scored in training
     z: obrs.ZEstimate  # Z of p_inf and the old policy
+    lam: Tensor | None = None  # as in `TokenScores`
 
     @classmethod
     def of(cls, scores: TokenScores) -> "OldLogProbs":
@@ -110,6 +113,7 @@ class OldLogProbs:
             old_log_probs=scores.log_probs.detach(),
             rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
             z=scores.z,
+            lam=scores.lam,
         )
 
 
@@ -272,14 +276,15 @@ def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tenso
 
 
 def measured_inputs(
-    objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, log_probs: Tensor, z: obrs.ZEstimate
+    objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, now: OldLogProbs
 ) -> tuple[CorrectionInputs, Sums]:
     """Return the inputs of the policy's correction on a micro-batch, and the sums that the correction measures on them.
 
     Args:
-        log_probs, z: of the current policy; [B, T].
+        now: what `OldLogProbs.of` makes of the current models' scores; `old` where these are not needed.
     """
-    named = references(old.old_log_probs, log_probs, batch.rollout_log_probs)
+    named = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
+    aim = old if objective.target == "old" else now
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=named[objective.target],
@@ -287,7 +292,8 @@ def measured_inputs(
         response_mask=batch.response_mask,
         uniforms=batch.uniforms,
         advantages=batch.advantages,
-        z=old.z if objective.target == "old" else z,
+        z=aim.z,
+        lam=aim.lam,
     )
     return inputs, objective.correction.measure(inputs)
 
@@ -362,11 +368,13 @@ def policy_report(
         correction: of `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
-    inputs, lam = terms.inputs, objective.correction.lam
+    inputs = terms.inputs
+    lam = inputs.lam_or(objective.correction.lam)
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
     return PolicyReport(
         metrics=correction_metrics(correction, inputs, lam, terms.advantages, terms.clipped, totals)
-        | {"policy/loss": _quotient(numerator, denominator)},
+        | {"policy/loss": _quotient(numerator, denominator)}
+        | ({} if inputs.lam is None else {"obrs/lam": Mean.of(lam, inputs.response_mask)}),
         trace={
             "acceptance": obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
             * inputs.response_mask,

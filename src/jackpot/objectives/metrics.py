@@ -67,12 +67,17 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
 
 
 def correction_metrics(
-    correction: Correction, inputs: CorrectionInputs, lam: float, advantages: Tensor, clipped: Tensor, totals: Sums
+    correction: Correction,
+    inputs: CorrectionInputs,
+    lam: float | Tensor,
+    advantages: Tensor,
+    clipped: Tensor,
+    totals: Sums,
 ) -> Sums:
     """Measure what the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
 
     Args:
-        lam: at which acceptance is measured.
+        lam: at which acceptance is measured, a number or [B, T].
         advantages: [B, T].
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
         totals: the sums over the optimizer step that kappa is computed from; {} where there are none.
@@ -91,9 +96,10 @@ def correction_metrics(
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
     sums = means(columns, groups | _position_masks(mask))
     del sums["obrs/acceptance"]  # the correction's own measure gives the whole of it
+    ceiling = (1.0 / torch.as_tensor(lam, dtype=torch.float64)).clamp(max=1.0)
     whole = {
         "obrs/kappa": correction.kappa.expand_as(factor),
-        "obrs/kappa_z_above_1": (correction.kappa - 2.0 * _kappa_error(totals)) * z > min(1.0, 1.0 / lam) + ROUNDING,
+        "obrs/kappa_z_above_1": (correction.kappa - 2.0 * _kappa_error(totals)) * z > ceiling + ROUNDING,
         "obrs/acceptance_variance": (z * (1.0 - z)).clamp(min=0.0),
     }
     return {

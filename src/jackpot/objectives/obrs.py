@@ -172,14 +172,21 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
 
 
+def z_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> tuple[Tensor, Tensor]:
+    """Return (Z, lam) with the lam of `lam_for_budget`, so that Z is `budget`: [..., V] -> [...] each, in float64."""
+    lam = lam_for_budget(rollout_log_probs, target_log_probs, budget)
+    return exact_z(rollout_log_probs.double(), target_log_probs.double(), lam.unsqueeze(-1)), lam
+
+
 def log_lam(lam: float | Tensor) -> float | Tensor:
     """log lam of a number or a tensor.
 
     Raises:
-        ValueError: a lam is not above 0. (lam = 0 would accept every token: use no rejection instead.)
+        ValueError: a lam is not above 0. (lam = 0 would accept every token: use no rejection instead.) On CUDA a tensor
+            is not looked at, which would wait for the device: there such a lam gives NaN or -inf.
     """
     if isinstance(lam, Tensor):
-        if not (lam > 0).all():
+        if not lam.is_cuda and not (lam > 0).all():
             raise ValueError("lam has entries that are not above 0; the acceptance is min(1, rho / lam)")
         return lam.log()
     if not lam > 0:

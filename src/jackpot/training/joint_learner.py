@@ -38,6 +38,7 @@ from jackpot.objectives.joint import (
 )
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import LinearHead
+from jackpot.objectives.obrs import known_z
 from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
 from jackpot.training.critic import Critic
@@ -236,7 +237,7 @@ class JointLearner(Learner):
         norms = HiddenNorms(hidden["policy"]) if known.are_provisional else None
         scores = self._scores(batch, hidden, micro.old, with_reference=True)
         old = micro.old or OldLogProbs.of(scores)
-        inputs, measured = measured_inputs(self._objective, batch, old, scores.log_probs, scores.z)
+        inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
         loss = joint_loss(
             self._objective, self._rollout_objective, batch, scores, old, inputs, totals, self._max_length
@@ -326,13 +327,14 @@ class JointLearner(Learner):
         """
         lam = self._objective.correction.lam
         normalizer = self._normalizer(old)
+        budget = self._objective.budget if normalizer == "exact" else None
         with self._precision():
             head = self._head(
                 hidden["policy"],
                 hidden.get("rollout_model"),
                 batch.at_sampled(batch.response_ids),
                 temperature=self._temperature,
-                lam=lam if normalizer == "exact" else None,
+                lam=lam if normalizer == "exact" and budget is None else None,
                 num_top=self._top,
                 gather_ids=batch.at_sampled(batch.top_ids),
                 only_log_probs=not with_reference,
@@ -342,7 +344,20 @@ class JointLearner(Learner):
             reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
         distill = self._rollout_objective.distill if self._rollout_objective else None
         current = self._generated_by(self.version, batch)
-        return token_scores(head, batch, current, lam, normalizer, distill, reference_kl)
+        if budget is None:
+            return token_scores(head, batch, current, lam, normalizer, distill, reference_kl)
+        scores = token_scores(head, batch, current, lam, "topk", distill, reference_kl)
+        return self._with_budget(scores, batch, hidden, budget)
+
+    def _with_budget(
+        self, scores: TokenScores, batch: TokenBatch, hidden: Mapping[Role, Tensor], budget: float
+    ) -> TokenScores:
+        """Replace Z by that of the lam which the budget chooses at each position."""
+        models = (hidden["policy"], hidden.get("rollout_model"))
+        with self._precision():
+            found = self._head.z_for_budget(*models, temperature=self._temperature, budget=budget)
+        z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in found)
+        return replace(scores, z=known_z(z), lam=lam)
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
         """Add up the critic's gradient on a micro-batch, and return its metrics."""

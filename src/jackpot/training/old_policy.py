@@ -42,6 +42,7 @@ class OldPolicySnapshot:
             "old_log_probs": old.old_log_probs,
             "rollout_model_old_log_probs": old.rollout_model_old_log_probs,
             **old.z._asdict(),
+            **({} if old.lam is None else {"lam": old.lam}),
         }
         self._rows |= by_rollout(batch, columns)
 

@@ -66,12 +66,8 @@ class StepTotals:
         with torch.no_grad():
             for micro in micro_batches:
                 old = micro.old
-                if holds_target(old, self._objective):
-                    log_probs, z = old.old_log_probs, old.z
-                else:
-                    scores = forward(micro.tokens, old)
-                    old, log_probs, z = old or OldLogProbs.of(scores), scores.log_probs, scores.z
-                _, measured = measured_inputs(self._objective, micro.tokens, old, log_probs, z)
+                now = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
+                _, measured = measured_inputs(self._objective, micro.tokens, old or now, now)
                 totals = add_sums(totals, measured)
         return BeforeBackward(all_reduce_sums(totals), False, time.perf_counter() - started)
 

@@ -74,7 +74,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
 
 def _comparable(own: dict[str, object]) -> dict[str, object]:
     """Drop the settings that depend on the data at hand and not on the correction."""
-    return {key: value for key, value in own.items() if key not in ("name", "normalizer")}
+    return {key: value for key, value in own.items() if key not in ("name", "normalizer", "budget")}
 
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:

@@ -46,6 +46,7 @@ _IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, 
     "proximal": "CorrectionInputs.proximal_log_probs",
     "target": "CorrectionInputs.target_log_probs",
     "normalizer": "CorrectionInputs.z",
+    "budget": "CorrectionInputs.lam",
 }
 
 
@@ -70,7 +71,7 @@ def make_correction(name: str, **settings: float | str) -> CorrectionFn:
 
     Raises:
         ConfigError: an unknown name (all are listed), an unknown setting, a value that is not allowed, or a setting
-            that says what stands in `CorrectionInputs` (proximal, target, normalizer).
+            that says what stands in `CorrectionInputs` (proximal, target, normalizer, budget).
     """
     if name not in CORRECTIONS:
         raise ConfigError(unknown_name("correction", name, CORRECTIONS))

@@ -34,6 +34,11 @@ class CorrectionInputs:
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
     advantages: Tensor  # of the policy; only corrections in `signed` read them, and those read their sign alone
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
+    lam: Tensor | None = None  # the lam of each token, at which Z is, where a budget chooses it; None: the correction's
+
+    def lam_or(self, lam: float) -> float | Tensor:
+        """Return the lam of each token, [B, T], 1 where masked; `lam` where the correction has one for all."""
+        return lam if self.lam is None else torch.where(self.response_mask, self.lam, 1.0)
 
     @property
     def log_ratio(self) -> Tensor:
@@ -66,7 +71,7 @@ class CorrectionFn(Protocol):
     # whose accept_mask does not depend on the sums, and is cheap where the weights are piecewise linear in
     # `Correction.kappa`: only sequences with a token whose weight is not multiplied by the same factor are read again.
     kappa: Kappa
-    lam: float  # at which acceptance and Z are measured
+    lam: float  # at which acceptance and Z are measured, unless the inputs hold one for each token
 
     def measure(self, inputs: CorrectionInputs) -> Sums:
         """Sum acceptance, Z and the like over the response tokens of a micro-batch.
@@ -120,7 +125,7 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Sums:
     `rollout_mass` and `target_mass` captured by the top-k sets.
     """
     mask, z = inputs.response_mask, inputs.z
-    accepted = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
+    accepted = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, inputs.lam_or(lam))
     return {
         "acceptance": Mean.of(accepted, mask),
         "z": Mean.of(z.value, mask),

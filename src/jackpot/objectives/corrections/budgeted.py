@@ -79,7 +79,8 @@ class ZWeighted(Budgeted):
 
     def _obrs_weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
         """kappa Z max(lam, rho), before the cap c1: [B, T]."""
-        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _kappa_z(inputs, kappa), self.lam)
+        lam = inputs.lam_or(self.lam)
+        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _kappa_z(inputs, kappa), lam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class Obrs(ZWeighted):
     The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
     replaces it by its mean a(x), which has less variance. kappa stands inside the cap c1 and fixes only the mean of Z:
     `prepass` and `auto` use this step's sums, known by another forward pass or after the backward passes; `none` sets
-    it to 1. Where Z is exact its mean needs no factor, and `auto` is `none`.
+    it to 1. Where Z is exact its mean needs no factor, and `auto` is `none`. `budget` chooses the lam of each position,
+    so that Z is the budget (Theorem 3.4).
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
     Z = 1 - TV at lam = 1. And towards the rollout model where Z rho > c1. Prefixes stay those of the rollout model.
@@ -195,7 +197,8 @@ def _capped(
 
 def _accepted(inputs: CorrectionInputs, lam: float, mask: Mask) -> Tensor:
     """The Bernoulli mask of mean a(x), or a(x) itself with `mask: expected`: [B, T]."""
-    return MASKS[mask](obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam), inputs.uniforms)
+    acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, inputs.lam_or(lam))
+    return MASKS[mask](acceptance, inputs.uniforms)
 
 
 def _kappa_z(inputs: CorrectionInputs, kappa: Tensor) -> Tensor:

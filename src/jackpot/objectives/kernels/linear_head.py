@@ -30,8 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
+from jackpot.objectives import obrs
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
 from jackpot.objectives.kernels.tiles import Head
+
+_SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,33 @@ class LinearHead(nn.Module):
         lam = lam if is_pair else None  # one head has no Z
         outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
         return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
+
+    @torch.no_grad()
+    def z_for_budget(
+        self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None, *, temperature: float, budget: float
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the lam of every position by `obrs.z_for_budget`: (Z, lam), [N] each, float64, no gradient.
+
+        That forms all logits once more, a few positions at a time, and sorts the vocabulary at each. One model stands
+        for both where `rollout_model_hidden` is None.
+        """
+        vocabulary = self.policy.out_features
+        step = max(1, _SORTED_AT_ONCE // vocabulary)
+        found = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+        for start in range(0, len(policy_hidden), step):
+            rows = slice(start, start + step)
+            hidden = [None if one is None else one[rows] for one in (policy_hidden, rollout_model_hidden)]
+            ids = torch.zeros(len(hidden[0]), dtype=torch.int64, device=policy_hidden.device)
+            sorted_all = dict(num_top=vocabulary, only_log_probs=True, tile=(step, vocabulary))
+            output = self(*hidden, ids, temperature=temperature, **sorted_all)
+            policy, rollout = (
+                (output.top_log_probs, output.top_log_probs)
+                if isinstance(output, HeadOutput)
+                else (output.policy.top_log_probs, output.fill_ins)
+            )
+            found.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
+        z, lam = torch.cat(found, dim=1)
+        return z, lam
 
 
 def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
