@@ -316,6 +316,26 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": None}, "distill_control was given for a frozen rollout model"),
+        ({"ppo_weight": 0.0}, "AdamW does not see the scale of a single loss"),
+        ({"distill_weight": 0.0}, "distill_weight 0 is not between distill_control.low 0.01 and high 100"),
+        ({"distill_control.low": 200.0}, "low is 200 and high is 100"),
+        (
+            {"distill_control": {"metric": "acceptance", "target": 1.0}},
+            "with lam 1 even equal models are accepted at 1",
+        ),
+        ({"distill_control": {"metric": "acceptance"}, "objective.correction.lam": 8.0}, "are accepted at 0.125"),
+    ],
+)
+def test_a_distillation_that_cannot_be_controlled_is_refused(changes, said):
+    block = {key if "." in key else f"rollout_model.{key}": value for key, value in changes.items()}
+    block = {f"rollout_model.{key}" if key.startswith("distill") else key: value for key, value in block.items()}
+    assert said in message(OBRS, {"rollout_model.distill_control": {"target": 0.5}}, block)
+
+
 # Blocks that say what differs from another one
 
 

@@ -34,9 +34,10 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     pieces = [mine] if rank < ranks - 1 else [mine[:5], mine[5:]]
     for _ in range(2):
         parts.learner.update([MicroBatch(tokens=collate(piece, 0, 0), old=None) for piece in pieces])
-    return {
+    weights = {
         f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in parts.learner.weights(role)
     }
+    return weights | {"distill_weight": torch.tensor(parts.learner.state_dict()["distill_weight"])}
 
 
 def run_repair_rank(rank: int, folder: Path) -> None:

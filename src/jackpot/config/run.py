@@ -165,6 +165,32 @@ class PolicyConfig(Strict):
     """Train an adapter instead of all weights; null: all weights are trained."""
 
 
+class DistillControlConfig(Strict):
+    """Settings of a controller that adapts the weight of the distillation to hold a metric at a target.
+
+    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is how far the
+    metric is from its target, relative to it, at most 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
+    """
+
+    metric: Literal["kl", "acceptance"] = "kl"
+    """What is held: KL(policy || rollout model) in nats a token (kl), or the mean acceptance probability of a token
+    (acceptance), each over an optimizer step."""
+    target: Finite
+    """Value at which the metric is held. For `acceptance` below 1, and errors are relative to 1 - target."""
+    horizon: Annotated[float, Field(ge=1.0)] = 10.0
+    """Steps of the rollout model over which an error is corrected; smaller reacts faster and swings more."""
+    low: Finite = 0.01
+    """Smallest weight."""
+    high: Finite = 100.0
+    """Largest weight, which a target that cannot be reached ends at."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DistillControlConfig":
+        if self.low > self.high:
+            raise ValueError(f"low is {self.low:g} and high is {self.high:g}; low must be at most high")
+        return self
+
+
 class RolloutModelConfig(Strict):
     """Settings of the model that generates the rollouts, trained jointly with the policy (eqs. 6 to 8) or frozen."""
 
@@ -185,7 +211,9 @@ class RolloutModelConfig(Strict):
     ppo_weight: NonNegative = 1.0
     """Weight of the rollout model's own PPO loss."""
     distill_weight: NonNegative = 1.0
-    """Weight of the distillation from the policy, lambda_distill."""
+    """Weight of the distillation from the policy, lambda_distill; with `distill_control` the first one."""
+    distill_control: DistillControlConfig | None = None
+    """Adapt the weight of the distillation so that the two models stay equally close; null: the weight is constant."""
     distill: Literal["forward", "reverse"] = "forward"
     """Direction of the distillation: forward is KL(policy || rollout model), reverse is KL(rollout model || policy)."""
 
@@ -196,7 +224,23 @@ class RolloutModelConfig(Strict):
                 f"lora of rank {self.lora.rank} was given for a frozen rollout model, which trains nothing; give it an "
                 f"optimizer, or set lora: null"
             )
+        if self.distill_control is not None:
+            self._check_control(self.distill_control)
         return self
+
+    def _check_control(self, control: DistillControlConfig) -> None:
+        if self.optimizer is None:
+            raise ValueError("distill_control was given for a frozen rollout model; give it an optimizer")
+        if self.ppo_weight == 0.0:
+            raise ValueError(
+                "distill_control weighs the distillation against the rollout model's PPO loss, but ppo_weight is 0, "
+                "and AdamW does not see the scale of a single loss; raise ppo_weight, or set distill_control: null"
+            )
+        if not control.low <= self.distill_weight <= control.high:
+            raise ValueError(
+                f"distill_weight {self.distill_weight:g} is not between distill_control.low {control.low:g} and high "
+                f"{control.high:g}; the controller begins with it"
+            )
 
 
 class CriticConfig(Strict):
@@ -397,6 +441,13 @@ class Config(Strict):
             raise ValueError(
                 f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
                 f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
+            )
+        control = self.rollout_model and self.rollout_model.distill_control
+        most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
+        if control and control.metric == "acceptance" and control.target >= most:
+            raise ValueError(
+                f"rollout_model.distill_control.target is {control.target:g}, and with lam "
+                f"{1.0 / most:g} even equal models are accepted at {most:g}; give a target below that"
             )
         if overlong and overlong.len > self.sampling.max_new_tokens:
             raise ValueError(

@@ -236,6 +236,7 @@ def make_learner(
         engine_is_exact=is_exact,
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
         rollout_model_each_step=each_step,
+        distill_control=settings.distill_control if trains else None,
         advantage=config.objective.advantage,
         critic=critic,
         reference=make_reference(config, policy, head),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.run import Sampling
+from jackpot.config.run import DistillControlConfig, Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
@@ -42,6 +42,7 @@ from jackpot.objectives.obrs import known_z
 from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
 from jackpot.training.critic import Critic
+from jackpot.training.distill_control import next_distill_weight
 from jackpot.training.gradients import GradientSplit
 from jackpot.training.joint_optimizer import JointOptimizer
 from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
@@ -78,6 +79,8 @@ class JointLearner(Learner):
         autocast: dtype of the forward pass; None for the weights' own.
         rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the
             gradient of all its steps.
+        distill_control: adapts the objective's `distill_weight` after every step of the rollout model; None for a
+            constant weight.
         advantage: key of `objectives.advantages.ADVANTAGES`; a critic takes its place.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
@@ -100,6 +103,7 @@ class JointLearner(Learner):
         autocast: torch.dtype | None,
         advantage: str,
         rollout_model_each_step: bool = True,
+        distill_control: DistillControlConfig | None = None,
         critic: Critic | None = None,
         reference: Reference | None = None,
         head: HeadOptions = DEFAULT_OPTIONS,
@@ -107,6 +111,7 @@ class JointLearner(Learner):
         self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
         self._objective, self._rollout_objective = objective, rollout_model_objective
+        self._distill_control = distill_control
         self._temperature, self._top, self._max_length = temperature, num_top_log_probs, max_length
         self._engine_is_exact, self._autocast = engine_is_exact, autocast
         self._advantage, self._critic, self._reference = advantage, critic, reference
@@ -221,6 +226,7 @@ class JointLearner(Learner):
         if all(event["model"] != "policy" for event in events):
             self._totals.keep(totals)
         metrics["seconds/prepass"] = Sum.number(known.seconds)
+        metrics |= self._adapt_distillation(metrics, steps_rollout_model)
         return StepResult(metrics=metrics, events=events, traces=rows_on_host(traced))
 
     def _backward(self, dealt: TokenBatch, micro: MicroBatch, known: BeforeBackward, trace: bool) -> _BackwardPass:
@@ -278,6 +284,7 @@ class JointLearner(Learner):
         return self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
             "totals": self._totals.state_dict(),
+            "distill_weight": self._rollout_objective.distill_weight if self._distill_control else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -293,6 +300,8 @@ class JointLearner(Learner):
             )
         self._optimizer.load_state_dict(state)
         self._totals.load_state_dict(state.get("totals", {}))  # an earlier version's checkpoint has none
+        if self._distill_control:
+            self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])
 
     def _sent(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
         """Check a micro-batch on the CPU, where that waits for nothing, and copy it to the device.
@@ -358,6 +367,16 @@ class JointLearner(Learner):
             found = self._head.z_for_budget(*models, temperature=self._temperature, budget=budget)
         z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in found)
         return replace(scores, z=known_z(z), lam=lam)
+
+    def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
+        """Report the weight of the distillation in this step, and set that of the next one where it is controlled."""
+        objective, control = self._rollout_objective, self._distill_control
+        if objective is None:
+            return {}
+        if control and steps_rollout_model:
+            weight = next_distill_weight(control, objective.distill_weight, metrics)
+            self._rollout_objective = replace(objective, distill_weight=weight)
+        return {"rollout_model/distill_weight": Mean.number(objective.distill_weight)}
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
         """Add up the critic's gradient on a micro-batch, and return its metrics."""

@@ -21,6 +21,7 @@ REGIMES = {
         "batch.ppo_epochs=2",
         "objective.correction.target=new",
         "batch.micro_batch_tokens=128",
+        "rollout_model.distill_control={target: 0.05, horizon: 1}",
     ),
     "one-pass kappa": (
         "batch.micro_batch_tokens=128",

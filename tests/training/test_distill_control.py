@@ -1,0 +1,87 @@
+"""`rollout_model.distill_control`: the weight of the distillation follows a target, in the learner and in runs."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from helpers.learners import batches, make_learner, rollout_model_objective, smallest_model, train, write
+from helpers.runs import metrics, run, small_config
+from jackpot.config.run import DistillControlConfig, OptimizerConfig
+from jackpot.core.metrics import Mean
+from jackpot.training.distill_control import next_distill_weight
+
+KL, ACCEPTANCE = "mismatch/kl_policy_rollout", "obrs/acceptance"
+POLICY = smallest_model(0)
+WRITTEN = write(POLICY)
+
+
+@pytest.mark.parametrize(
+    ("control", "measured", "wanted"),
+    [
+        (dict(target=0.1, horizon=2.0), {KL: 0.11}, 1.05),
+        (dict(target=0.1, horizon=2.0), {KL: 0.09}, 0.95),
+        (dict(target=0.1, horizon=2.0), {KL: 5.0}, 1.1),
+        (dict(target=0.1, horizon=2.0), {KL: 0.0}, 0.9),
+        (dict(target=0.1), {KL: 5.0}, 1.02),
+        (dict(target=0.1, horizon=1.0, high=1.1), {KL: 5.0}, 1.1),
+        (dict(target=0.1, horizon=1.0, low=0.9), {KL: 0.0}, 0.9),
+        (dict(target=0.1), {KL: math.nan}, 1.0),
+        (dict(target=0.1), {KL: math.inf}, 1.0),
+        (dict(metric="acceptance", target=0.9, horizon=2.0), {ACCEPTANCE: 0.89, KL: 0.0}, 1.05),
+        (dict(metric="acceptance", target=0.9, horizon=2.0), {ACCEPTANCE: 0.91, KL: 5.0}, 0.95),
+        (dict(metric="acceptance", target=0.9, horizon=2.0), {ACCEPTANCE: 0.2, KL: 0.0}, 1.1),
+    ],
+)
+def test_the_weight_changes_by_the_relative_error_over_the_horizon(control, measured, wanted) -> None:
+    sums = {name: Mean.number(number) for name, number in measured.items()}
+    assert next_distill_weight(DistillControlConfig(**control), 1.0, sums) == pytest.approx(wanted, rel=1e-12)
+
+
+def learner_of(control: DistillControlConfig | None, **changes):
+    """The policy stays; the rollout model, which begins as the policy, is driven away by its own PPO loss."""
+    objective = rollout_model_objective(distill_weight=0.05, clip_low=9.0, clip_high=9.0)
+    optimizer = OptimizerConfig(learning_rate=3e-3)
+    learner = make_learner(
+        POLICY, POLICY, optimizer=optimizer, rollout_objective=objective, distill_control=control, **changes
+    )
+    learner._optimizer._optimizers["policy"]._config = OptimizerConfig(learning_rate=1e-30)
+    return learner
+
+
+def test_the_models_stay_at_the_target_where_they_would_run_apart() -> None:
+    held, free = learner_of(DistillControlConfig(target=0.05, horizon=1.0)), learner_of(None)
+    course = {
+        learner: [train(learner, batches(WRITTEN))[0].metrics for _ in range(steps)]
+        for learner, steps in ((held, 45), (free, 20))
+    }
+    last = {learner: [step[KL].value.item() for step in steps[-8:]] for learner, steps in course.items()}
+    assert sum(last[held]) / 8 == pytest.approx(0.05, rel=0.3)
+    assert min(last[free]) > 10 * 0.05
+    weights = [step["rollout_model/distill_weight"].value.item() for step in course[held]]
+    assert weights[0] == 0.05 and weights[1] == pytest.approx(0.05 * 0.8)  # the first step saw equal models
+    assert {step["rollout_model/distill_weight"].value.item() for step in course[free]} == {0.05}
+
+
+def test_the_weight_waits_for_a_step_of_the_rollout_model() -> None:
+    learner = learner_of(DistillControlConfig(target=0.05), rollout_model_each_step=False)
+    results = [one for _ in range(2) for one in learner.train(batches(WRITTEN, mini_batch_size=4), False)]
+    weights = [one.metrics["rollout_model/distill_weight"].value.item() for one in results]
+    assert weights[:3] == [0.05] * 3 and weights[3] != 0.05 and weights[3:] == [weights[3]] * 3
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_acceptance_where_it_would_collapse(tmp_path: Path) -> None:
+    overrides = (
+        *("iterations=16", "batch.prompts=8", "batch.mini_batch_size=8", "evaluation.every=100"),
+        *("rollout_model.distill_weight=0.02", "rollout_model.clip_low=null", "rollout_model.clip_high=null"),
+        *("rollout_model.optimizer.learning_rate=1e-3", "policy.optimizer.learning_rate=5e-5"),
+    )
+    control = "rollout_model.distill_control={metric: acceptance, target: 0.92, horizon: 1}"
+    last = {}
+    for name, more in {"free": (), "held": (control,)}.items():
+        run(small_config(*overrides, *more), tmp_path / name)
+        last[name] = metrics(tmp_path / name)[-6:]
+    kl, acceptance = ({name: sum(line[one] for line in last[name]) / 6 for name in last} for one in (KL, ACCEPTANCE))
+    assert kl["free"] > 0.5 and kl["held"] < 0.5 * kl["free"]
+    assert acceptance["held"] > acceptance["free"] + 0.05
