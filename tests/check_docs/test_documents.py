@@ -27,10 +27,14 @@ ENDINGS = re.compile(r"_stderr$|_positive$|_negative$|_at_[\w-]+$")  # explained
 
 def test_the_metrics_page_explains_every_metric(tmp_path):
     critic = ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
-    budget = ("objective.correction.budget=0.9", "objective.correction.normalizer=exact")
+    more_settings = (
+        "objective.correction.budget=0.9",
+        "objective.correction.normalizer=exact",
+        "policy.ess_scaling=response",
+    )
     from_run = set()
     for number, (arm, more) in enumerate(
-        (("obrs", ("batch.micro_batch_tokens=128",)), ("on_policy", ()), ("obrs", (*critic, *budget)))
+        (("obrs", ("batch.micro_batch_tokens=128",)), ("on_policy", ()), ("obrs", (*critic, *more_settings)))
     ):
         for line in run(small_config("iterations=2", *more, arm=arm), tmp_path / str(number)):
             from_run |= line.keys()

@@ -70,13 +70,26 @@ def test_a_standardised_group_has_mean_zero_and_sample_deviation_one():
     assert found.std(unbiased=True).item() == pytest.approx(1.0, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_baseline_of_opo_weighs_rewards_by_length(seed):
+    draw = np.random.default_rng(seed)
+    rewards, groups, lengths = draw.choice([0.0, 1.0, 2.0], 12), draw.integers(0, 4, 12), draw.integers(0, 6, 12)
+    rewards[:3], groups[:3], lengths[:3] = [0.0, 1.0, 2.0], 9, [1, 2, 5]  # a response with the mean of its group
+    found = compute_advantages("opo", *map(torch.from_numpy, (rewards, groups, lengths)))
+    for group in set(groups.tolist()):
+        own, tokens = rewards[groups == group], lengths[groups == group]
+        baseline = sum(own * tokens) / max(sum(tokens), 1)
+        wanted = [0.0] * len(own) if len(set(own)) == 1 else (own - baseline).tolist()
+        assert found[groups == group].tolist() == pytest.approx(wanted, rel=1e-12)
+
+
 def test_no_response_has_no_advantage():
     for name in ADVANTAGES:
         assert compute_advantages(name, torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo, reinforce_pp"):
+    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo, opo, reinforce_pp"):
         compute_advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64))
 
 

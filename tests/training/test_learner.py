@@ -316,6 +316,30 @@ def test_groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model():
     assert result.metrics["policy/loss"].count == sum(len(item.rollout.token_ids) for item in WRITTEN)
 
 
+@pytest.mark.parametrize("name", ["response", "token"])
+def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size(name):
+    """Of the whole step, in several micro-batches: by the ratios of responses, or by what TIS makes of tokens."""
+    objective = policy_objective("tis", cap=1.2)
+    moves, rates = [], []
+    for scaling in (None, name):
+        learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, ess_scaling=scaling)
+        result = one_step(learner, WRITTEN, budget=40)
+        moves.append((parameters(learner, "policy") - flat(POLICY)).double())
+        rates.append(value(result, "policy/learning_rate"))
+    policy, sums = double(POLICY), []
+    for item in WRITTEN:
+        mask = item.rollout.sampled_mask
+        log_ratio = (sampled_log_probs(policy, item.rollout, 1.0) - item.rollout.rollout_log_probs)[mask]
+        sums += [log_ratio.sum().exp()] if name == "response" else log_ratio.exp().clamp(max=1.2).unbind()
+    weights = torch.stack(sums)
+    scale = (weights.sum().square() / weights.square().sum() / len(weights)).sqrt().item()
+    assert scale < 0.97
+    assert value(result, "policy/ess_scale") == pytest.approx(scale, rel=1e-5)
+    assert rates[1] == pytest.approx(scale * rates[0], rel=1e-5)
+    assert ((moves[1] - scale * moves[0]).norm() / moves[1].norm()).item() < 1e-4
+    assert value(result, "rollout_model/learning_rate") == LINEAR.learning_rate
+
+
 def test_a_skipped_step_leaves_momentum_and_schedule_alone():
     skipping, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM, is_frozen=True) for _ in range(2))
     for learner in (skipping, straight):

@@ -81,7 +81,7 @@ class ObjectiveConfig(Strict):
 
     correction: PolicyCorrection = OBRSCorrection()
     """Correction of the mismatch between the engine that sampled the rollouts and the policy."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
     """Advantage estimator; `gae` needs a critic."""
     surrogate: Literal["ppo", "gspo", "gmpo", "cispo"] = "ppo"
     """What is maximized of a token: PPO's clipped ratio times advantage; the same with the response's geometric mean of
@@ -161,6 +161,10 @@ class PolicyConfig(Strict):
     """Folder, hub name, or starter:NAME of the model."""
     optimizer: OptimizerConfig
     """AdamW of the policy."""
+    ess_scaling: Literal["response", "token"] | None = None
+    """Multiply the learning rate of each step by sqrt(effective sample size / n): of its responses, weighted by the
+    product of p_old / p_inf over each (response, VCPO's), or of its tokens, weighted by what the correction makes of
+    them (token); null: no."""
     lora: LoraConfig | None = None
     """Train an adapter instead of all weights; null: all weights are trained."""
 

@@ -226,6 +226,7 @@ def make_learner(
     return JointLearner(
         policy=policy,
         policy_optimizer=_optimizer(policy, config.policy.optimizer, _total_steps(config)),
+        ess_scaling=config.policy.ess_scaling,
         rollout_model=rollout_model,
         rollout_model_optimizer=_optimizer(rollout_model, settings.optimizer, rollout_steps) if trains else None,
         objective=policy_objective(config),

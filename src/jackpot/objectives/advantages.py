@@ -39,8 +39,7 @@ def dr_grpo(outcomes: Outcomes) -> Tensor:
     """A = r - mean of group, Dr. GRPO, arXiv 2503.20783: [B]; equal rewards give exactly 0."""
     rewards, groups = outcomes.rewards, outcomes.groups
     mean = _group_sum(rewards, groups) / _group_sizes(outcomes)
-    equal = _no_spread(_group_extreme(rewards, groups, "amin"), _group_extreme(rewards, groups, "amax"))
-    return torch.where(equal, 0.0, rewards - mean)
+    return torch.where(_is_equal(outcomes), 0.0, rewards - mean)
 
 
 def rloo(outcomes: Outcomes) -> Tensor:
@@ -50,6 +49,20 @@ def rloo(outcomes: Outcomes) -> Tensor:
     """
     sizes = _group_sizes(outcomes)
     return dr_grpo(outcomes) * sizes / (sizes - 1).clamp(min=1)
+
+
+def opo(outcomes: Outcomes) -> Tensor:
+    """A = r - sum l r / sum l over the group, l the sampled tokens of a response, OPO, arXiv 2505.23585: [B].
+
+    b = sum |g|^2 r / sum |g|^2, g the gradient of the log-prob of a response, is the constant of least variance; OPO
+    takes |g|^2 to grow as the length. The off-policy one of VCPO (arXiv 2602.17616) weights each response by the square
+    of its ratio too, and reads |g| from a backward pass for each response. Equal rewards, and a group of one, give
+    exactly 0; verl's `opo` keeps the reward of a group of one.
+    """
+    rewards, groups, lengths = outcomes.rewards, outcomes.groups, outcomes.lengths.to(outcomes.rewards.dtype)
+    total = _group_sum(lengths, groups)
+    baseline = _group_sum(lengths * rewards, groups) / torch.where(total > 0, total, 1.0)
+    return torch.where(_is_equal(outcomes), 0.0, rewards - baseline)
 
 
 def reinforce_pp(outcomes: Outcomes) -> Tensor:
@@ -70,6 +83,7 @@ ADVANTAGES: dict[str, Callable[[Outcomes], Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "opo": opo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
 }
@@ -151,6 +165,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def _no_spread(lowest: Tensor, highest: Tensor) -> Tensor:
     """Return where values between these two are equal up to rounding: bool of the same shape."""
     return highest - lowest <= EQUAL_SPREAD * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
+
+
+def _is_equal(outcomes: Outcomes) -> Tensor:
+    """Return whether all rewards of each response's group are equal: bool [B]."""
+    rewards, groups = outcomes.rewards, outcomes.groups
+    return _no_spread(_group_extreme(rewards, groups, "amin"), _group_extreme(rewards, groups, "amax"))
 
 
 def _group_sizes(outcomes: Outcomes) -> Tensor:

@@ -81,6 +81,7 @@ class JointLearner(Learner):
             gradient of all its steps.
         distill_control: adapts the objective's `distill_weight` after every step of the rollout model; None for a
             constant weight.
+        ess_scaling: as in `JointOptimizer`.
         advantage: key of `objectives.advantages.ADVANTAGES`; a critic takes its place.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
@@ -104,6 +105,7 @@ class JointLearner(Learner):
         advantage: str,
         rollout_model_each_step: bool = True,
         distill_control: DistillControlConfig | None = None,
+        ess_scaling: str | None = None,
         critic: Critic | None = None,
         reference: Reference | None = None,
         head: HeadOptions = DEFAULT_OPTIONS,
@@ -119,7 +121,10 @@ class JointLearner(Learner):
         optimizers |= {"critic": critic.optimizer} if critic else {}
         optimizers |= {"rollout_model": rollout_model_optimizer} if rollout_model_optimizer else {}
         self._optimizer = JointOptimizer(
-            optimizers, regularized=objective.is_regularized, rollout_model_each_step=rollout_model_each_step
+            optimizers,
+            regularized=objective.is_regularized,
+            rollout_model_each_step=rollout_model_each_step,
+            ess_scaling=ess_scaling,
         )
         self._rollout_model_each_step = rollout_model_each_step
         self._totals = StepTotals(objective)

@@ -1,6 +1,7 @@
 """The joint optimizer steps policy, critic and rollout model on their accumulated gradients."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from jackpot.training.gradients import GradientAccumulator, split_numbers
 from jackpot.training.optimizer import ModelOptimizer
 
 NON_FINITE = "non-finite gradient"
+
+# The effective sample size of an optimizer step, over all ranks, as a share of its samples, in (0, 1]: by name of
+# `policy.ess_scaling`.
+EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
+    "response": lambda sums: sums["mismatch/sequence_ess"].value,
+    "token": lambda sums: sums["correction/weight"].effective_share,
+}
 
 
 class JointOptimizer:
@@ -25,12 +33,21 @@ class JointOptimizer:
         regularized: the policy has a gradient even where all advantages are 0.
         rollout_model_each_step: the rollout model steps with the policy; else its gradients add up until `step` is
             called with `steps_rollout_model`.
+        ess_scaling: key of `EFFECTIVE_SHARES`: the policy's learning rate is multiplied by the square root of that, as
+            by VCPO, arXiv 2602.17616 (mit-han-lab/vcpo, verl/workers/actor/megatron_actor.py, commit c7f030f), which
+            takes that of responses. None: it is not.
     """
 
     def __init__(
-        self, optimizers: Mapping[Role, ModelOptimizer], *, regularized: bool, rollout_model_each_step: bool
+        self,
+        optimizers: Mapping[Role, ModelOptimizer],
+        *,
+        regularized: bool,
+        rollout_model_each_step: bool,
+        ess_scaling: str | None = None,
     ) -> None:
         self._optimizers, self._regularized = dict(optimizers), regularized
+        self._share = EFFECTIVE_SHARES[ess_scaling] if ess_scaling else None
         rollout_model = self._optimizers.get("rollout_model")
         waits = rollout_model is not None and not rollout_model_each_step
         self._accumulator = GradientAccumulator(rollout_model) if waits else None
@@ -70,13 +87,17 @@ class JointOptimizer:
         events = []
         for role in active:
             optimizer, why = self._optimizers[role], self._reason_to_skip(role, metrics, denominators[role])
-            metrics[f"{role}/learning_rate"] = Mean.number(optimizer.learning_rate)
+            scale = 1.0
+            if role == "policy" and self._share and not why:
+                scale = math.sqrt(self._share(metrics))
+                metrics["policy/ess_scale"] = Mean.number(scale)
+            metrics[f"{role}/learning_rate"] = Mean.number(scale * optimizer.learning_rate)
             metrics[f"{role}/skipped_steps"] = Mean.number(float(why is not None))
             if why:
                 events.append({"event": "skipped_step", "model": role, "why": why})
                 optimizer.discard()
             else:
-                optimizer.step()
+                optimizer.step(scale)
         return metrics, tuple(events)
 
     def state_dict(self) -> dict[str, Any]:

@@ -95,10 +95,10 @@ class ModelOptimizer:
         """Clip the gradients to `max_grad_norm`, and return their norm before that, a scalar on their device."""
         return nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
 
-    def step(self) -> None:
-        """Take one AdamW step at the scheduled learning rate, and drop the gradients."""
+    def step(self, scale: float = 1.0) -> None:
+        """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients."""
         for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = scale * self.learning_rate
         self._adamw.step()
         self.steps += 1
         self.discard()
