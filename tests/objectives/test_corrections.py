@@ -134,6 +134,22 @@ def test_obrs_is_its_equation_token_by_token(mask, lam, c1, c2):
     assert_is(correction, hand_obrs(inputs, kappa=1.0, **numbers))
 
 
+@pytest.mark.parametrize("c1", [0.5, 1.2])
+def test_a_weight_above_c1_is_dropped_where_the_setting_says_so(c1):
+    inputs = random_inputs(seed=3)
+    numbers = dict(lam=1.0, c1=c1, c2=1.2, mask="sampled")
+    found = make_correction("obrs", beyond_c1="drop", **numbers).apply(inputs, {})
+    capped = make_correction("obrs", **numbers).apply(inputs, {})
+    wanted = {
+        at: (0.0 if capped.capped[at] else weight, accept)
+        for at, (weight, accept) in hand_obrs(inputs, kappa=1.0, **numbers).items()
+    }
+    assert 0 < sum(weight == 0.0 for weight, _ in wanted.values()) < len(wanted)
+    assert_is(found, wanted)
+    assert torch.equal(found.capped, capped.capped)
+    assert make_correction("obrs", beyond_c1="drop").kappa == "prepass" != make_correction("obrs").kappa
+
+
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
 def test_a_lam_of_each_token_takes_the_place_of_the_corrections(mask):
     inputs = with_lams(random_inputs(seed=3))

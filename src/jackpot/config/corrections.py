@@ -177,6 +177,9 @@ class OBRSCorrection(ZCorrection):
     budget: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Expected acceptance of every position, which chooses the lam of each by Theorem 3.4 in place of `lam`, and is its
     Z; null: off. It needs `normalizer: exact`, and another pass of the output layers."""
+    beyond_c1: Literal["cap", "drop"] = "cap"
+    """What becomes of a weight above c1, the F of eq. 5: it is c1 (cap, truncated importance sampling), or 0 (drop, the
+    upper bound of IcePop)."""
     c2: C2 = 3.0
     mask: Mask = "sampled"
     """Rejection by a random draw for each token (sampled, the paper's), or each token kept with its acceptance

@@ -21,6 +21,7 @@ that isolates it, at the same target, cap and second factor, with m the Bernoull
     reweight_only   min(kappa Z max(lam, rho), c1) r2              the rejection, from obrs
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,10 @@ from jackpot.objectives.corrections.base import BaseCorrection, Correction, Corr
 MASKS = {
     "sampled": lambda acceptance, uniforms: obrs.accept(acceptance, uniforms).to(acceptance.dtype),
     "expected": lambda acceptance, uniforms: acceptance,
+}
+BEYOND_C1 = {  # the F of eq. 5, of a weight and c1
+    "cap": lambda weight, c1: weight.clamp(max=c1),
+    "drop": lambda weight, c1: torch.where(weight > c1, 0.0, weight),
 }
 
 
@@ -91,7 +96,7 @@ class Obrs(ZWeighted):
     replaces it by its mean a(x), which has less variance. kappa stands inside the cap c1 and fixes only the mean of Z:
     `prepass` and `auto` use this step's sums, known by another forward pass or after the backward passes; `none` sets
     it to 1. Where Z is exact its mean needs no factor, and `auto` is `none`. `budget` chooses the lam of each position,
-    so that Z is the budget (Theorem 3.4).
+    so that Z is the budget (Theorem 3.4). `beyond_c1: drop` puts w where w <= c1, else 0, in place of min(w, c1).
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
     Z = 1 - TV at lam = 1. And towards the rollout model where Z rho > c1. Prefixes stay those of the rollout model.
@@ -99,10 +104,17 @@ class Obrs(ZWeighted):
 
     settings: OBRSCorrection
 
+    @property
+    def kappa(self) -> Kappa:
+        """As the setting says, but no gradient tells what a dropped token is worth: `auto` is then `prepass`."""
+        wanted = ZWeighted.kappa.fget(self)
+        return "prepass" if wanted == "auto" and self.settings.beyond_c1 == "drop" else wanted
+
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
         kappa = self._kappa_value(inputs, totals)
         accepted = _accepted(inputs, self.lam, self.settings.mask)
-        return _capped(inputs, self._obrs_weight(inputs, kappa), self.settings, accepted, kappa)
+        weight = self._obrs_weight(inputs, kappa)
+        return _capped(inputs, weight, self.settings, accepted, kappa, BEYOND_C1[self.settings.beyond_c1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +194,13 @@ def _capped(
     settings: OBRSCorrection | ReweightOnlyCorrection | TargetOnlyCorrection | CoinOnlyCorrection,
     accepted: Tensor | None = None,
     kappa: Tensor | None = None,
+    bound: Callable[[Tensor, float], Tensor] = BEYOND_C1["cap"],
 ) -> Correction:
-    """min(weight, c1) * min(p_proximal / p_target, c2), with both caps from the settings."""
+    """min(weight, c1) * min(p_proximal / p_target, c2), both caps from the settings; `bound` is one of BEYOND_C1."""
     to_proximal = inputs.to_proximal
     return correction_result(
         inputs,
-        weight.clamp(max=settings.c1) * to_proximal.clamp(max=settings.c2),
+        bound(weight, settings.c1) * to_proximal.clamp(max=settings.c2),
         accepted=accepted,
         capped=weight > settings.c1,
         capped_c2=to_proximal > settings.c2,
