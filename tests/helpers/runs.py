@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
-from jackpot.launch.local import launch
+from jackpot.launch.local import train_run
 from jackpot.models.cost import ForwardCost
 from jackpot.training.trainer import MetricsLine
 
@@ -49,8 +49,8 @@ def run(config: Config, folder: Path, kill_after: int | None = None) -> list[Met
         if line["iteration"] == kill_after:
             raise Killed
 
-    with contextlib.closing(launch(config, folder, listen)) as trainer, contextlib.suppress(Killed):
-        trainer.train()
+    with contextlib.suppress(Killed):
+        train_run(config, folder, listen)
     return lines
 
 
@@ -61,8 +61,7 @@ def run_and_copy(config: Config, folder: Path, copy: Path, after: int) -> None:
         if line["iteration"] == after:
             shutil.copytree(folder, copy, symlinks=True)
 
-    with contextlib.closing(launch(config, folder, listen)) as trainer:
-        trainer.train()
+    train_run(config, folder, listen)
 
 
 class FinishedRuns:

@@ -403,6 +403,15 @@ def test_a_run_whose_gradients_are_not_finite_skips_both_models_and_stops_with_i
     assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
 
 
+def test_steps_that_are_not_finite_send_a_run_back_before_the_first_of_them(tmp_path, monkeypatch):
+    poison(monkeypatch, first=3)  # for good, so that the second time stops the run
+    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 4"):
+        run(small_config(*POISONED, "guard.rollback.times=1"), tmp_path)
+    (back,) = [event for event in events(tmp_path) if event["event"] == "rollback"]
+    assert (back["iteration"], back["back_from"], back["back_to"]) == (2, 4, 2) and "non-finite" in back["why"]
+    assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
+
+
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
     poison(monkeypatch, first=2)
     run(small_config(*POISONED), tmp_path, kill_after=2)

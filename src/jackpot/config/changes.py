@@ -37,7 +37,7 @@ def changeable(kind: type[BaseModel]) -> frozenset[str]:
     keys: set[str] = set()
     for name, field in kind.model_fields.items():
         below = {f"{name}.{key}" for cls in model_classes(field.annotation) for key in changeable(cls)}
-        keys |= {name} if MAY_CHANGE in field.metadata else below
+        keys |= below | ({name} if MAY_CHANGE in field.metadata else set())
     return frozenset(keys)
 
 

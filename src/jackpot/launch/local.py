@@ -1,8 +1,12 @@
 """Builds all components of a run from its settings, in this process."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,11 +53,44 @@ from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import RunFolder
+from jackpot.training.run.rollbacks import Rollbacks
 from jackpot.training.trainer import OnMetrics, Trainer
+
+_log = logging.getLogger(__name__)
+
+
+def train_run(
+    config: Config, path: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
+) -> bool:
+    """Train a new run in `path`, or the one that stands there, and start it again after each rollback.
+
+    Args:
+        on_metrics: called with every line of metrics.jsonl once it is written.
+        on_start: called with the iteration that a start continues after, -1 for a new run.
+
+    Returns:
+        Whether the run has reached its last iteration; False where a signal ended it early.
+
+    Raises:
+        JackpotError: as `launch` and `Trainer.train`.
+    """
+    while (is_finished := _one_start(config, path, on_metrics, on_start)) is None:
+        gc.collect()  # models and engines of this start, before the next one loads its own
+    return is_finished
+
+
+def _one_start(config: Config, path: Path, on_metrics: OnMetrics, on_start: Callable[[int], None]) -> bool | None:
+    """Do what `train_run` does, up to the next rollback; None where the run goes back."""
+    with closing(launch(config, path, on_metrics)) as trainer:
+        on_start(trainer.iteration)
+        is_finished = trainer.train()
+        return None if trainer.rolls_back else is_finished
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
     """Build the trainer of a new run in `path`, or of the run that stands there, from its newest intact checkpoint.
+
+    A pending rollback is carried out: checkpoints that it leaves behind move to superseded/.
 
     Args:
         on_metrics: called with every line of metrics.jsonl once it is written.
@@ -69,11 +106,16 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
         folder.lock()
         folder.check(config)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        rollbacks = Rollbacks(path)
+        pending = rollbacks.pending
+        if pending:
+            folder.supersede(checkpoints.after(pending.back_to))
         found, corrupt = checkpoints.find()
         if found:
             found.check_settings(config)
         state = found.state if found else None
-        components = make_components(config, found.folder if found else None, state)
+        slower = scaled_rates(config, rollbacks.rate_factor)
+        components = replace(make_components(slower, found.folder if found else None, state), config=config)
         undo.callback(components.close)
         torch.set_num_threads(folder.start(config, threads(config), state["iteration"] if state else -1))
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
@@ -83,9 +125,28 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
             names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
             folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
             checkpoints.set_aside(one.folder)
+        if pending and state:
+            folder.event(state["iteration"], {"event": "rollback", "number": len(rollbacks.all)} | pending.facts)
+            rollbacks.complete()
+            _log.warning(
+                "iteration %d: the run goes back here from iteration %d, with learning rates times %g: %s",
+                *(state["iteration"], pending.back_from, pending.rate_factor, pending.why),
+            )
         trainer = Trainer(components, folder, state, on_metrics)
         undo.pop_all()
     return trainer
+
+
+def scaled_rates(config: Config, factor: float) -> Config:
+    """Return the settings of a run with the learning rate of every trained model times `factor`."""
+    changes = {}
+    for role in get_args(Role):
+        settings = getattr(config, role)
+        if settings is not None and settings.optimizer is not None:
+            rate = settings.optimizer.learning_rate * factor
+            optimizer = settings.optimizer.model_copy(update={"learning_rate": rate})
+            changes[role] = settings.model_copy(update={"optimizer": optimizer})
+    return config.model_copy(update=changes)
 
 
 def model_paths(config: Config, checkpoint: Path | None) -> dict[Role, str]:

@@ -47,7 +47,8 @@ class Checkpointer:
         config, iteration = self._components.config.checkpoint, state["iteration"]
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
-        if due and iteration > 0:
+        first = 0 if self._components.config.guard.rollback else 1  # a policy may never be as good as at the start
+        if due and iteration >= first:
             self._save(state)
 
     def save_last(self, state: Mapping[str, Any]) -> None:

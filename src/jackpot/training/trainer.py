@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jackpot.core.clock import Clock
+from jackpot.core.errors import TrainingError
 from jackpot.core.metrics import Sums
 from jackpot.core.types import TokenBatch, TrainingSample
 from jackpot.rollout.sampler import Sampler
@@ -21,6 +22,7 @@ from jackpot.training.guards import EngineCheck, NonFiniteGuard
 from jackpot.training.interrupt import StopSignal
 from jackpot.training.iteration_metrics import metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
+from jackpot.training.rollback import RollbackGuard
 from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.training.run.rollouts import write_rollouts
 
@@ -66,6 +68,8 @@ class Trainer:
         self._engine_check = EngineCheck(config, components.learner, folder.event)
         bad_steps = state["non_finite"] if state else 0
         self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, bad_steps)
+        self._rollback = RollbackGuard(config, folder)
+        self.rolls_back = False  # whether the run is to start again, from an earlier checkpoint
         self._evaluator = Evaluator(components, folder, self._engine_check)
         self._checkpointer = Checkpointer(components, folder, state)
         self.iteration = -1  # the last one that is finished; 0 is the evaluation before training
@@ -74,15 +78,19 @@ class Trainer:
             self.iteration = state["iteration"]
 
     def train(self) -> bool:
-        """Run the iterations that are left; return False where a signal ended the run early, after a checkpoint.
+        """Run the iterations that are left; return False where the run ended early.
+
+        That is by a signal, after a checkpoint, or for a rollback, which the next start carries out: at once where
+        `rolls_back` is True.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written. Earlier ones are tried again an iteration later.
+            TrainingError: a guard stops the run.
         """
         config, parts = self._config, self._components
         with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
-                self._finish_iteration({})
+                self._rollback.check(self._finish_iteration({}))
             while self.iteration < config.iterations and not stop.requested:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
@@ -95,8 +103,9 @@ class Trainer:
                     parts.send_weights(parts.engine, "rollout_model")
                 with self._clock("save"):
                     self._save(number, samples, results)
-                self._non_finite.check(results, number)
-                self._finish_iteration(batch.sums | training_sums(samples, results, parts))
+                if self._finish_steps(number, results, batch.sums | training_sums(samples, results, parts)):
+                    self.rolls_back = not stop.requested
+                    return False
             self._checkpointer.save_last(self._state())
         return self.iteration == config.iterations
 
@@ -107,7 +116,17 @@ class Trainer:
             closing.callback(self._components.close)
             self._record_events()  # those of an iteration that did not end may say why
 
-    def _finish_iteration(self, sums: Sums) -> None:
+    def _finish_steps(self, number: int, results: Sequence[StepResult], sums: Sums) -> bool:
+        """Finish an iteration after its optimizer steps; return whether the run has collapsed and is to go back."""
+        try:
+            self._non_finite.check(results, number)
+        except TrainingError as error:
+            if not self._rollback.order(number, number - self._non_finite.count, str(error)):
+                raise
+            return True
+        return self._rollback.check(self._finish_iteration(sums))
+
+    def _finish_iteration(self, sums: Sums) -> MetricsLine:
         """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
         self.iteration += 1
         values, batch = metric_values(sums), self._config.batch
@@ -118,9 +137,10 @@ class Trainer:
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
         with self._clock("save"):  # counts to the next line
-            line = self._folder.report(self.iteration, values)
+            line = self._folder.report(self.iteration, values | self._rollback.metrics)
             self._checkpointer.save_if_due(self._state(), values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
+        return line
 
     def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:
         """Deal the rollout batch out to optimizer steps as the settings say."""

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from multiprocessing import connection, parent_process
 from typing import Any
 
@@ -15,7 +14,7 @@ from jackpot.analysis.compare.process import ArmRun
 from jackpot.config.run import Config
 from jackpot.core.cores import free_cores
 from jackpot.core.errors import JackpotError
-from jackpot.launch.local import launch, pick_device, threads
+from jackpot.launch.local import pick_device, threads, train_run
 from jackpot.training.interrupt import TERMINATIONS
 
 
@@ -36,8 +35,7 @@ def train(run: ArmRun) -> None:
         print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True)
 
     try:
-        with closing(launch(run.config, run.folder, show)) as trainer:
-            trainer.train()
+        train_run(run.config, run.folder, show)
     except JackpotError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

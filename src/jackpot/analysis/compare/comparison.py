@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
-from jackpot.analysis.diagnose.limits import two_errors
 from jackpot.core.errors import ConfigError
+from jackpot.training.collapse import two_errors
 from jackpot.training.run.folder import Measure
 
 Unit = Literal["sequences", "tokens", "flops"]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jackpot.config.engines import is_quantized
 from jackpot.config.run import Config
+from jackpot.training.collapse import two_errors
 from jackpot.training.gaps import LARGEST_GAPS
 
 LEAST = 5  # fewest values of a metric for a median
@@ -193,15 +194,6 @@ def both_parts(limit: float) -> Limit:
 
 def _start(history: MetricHistory, values: Values) -> float:
     return median(values[: history.window(values)])
-
-
-def two_errors(problems: int, accuracy: float) -> float:
-    """Return two standard errors of the difference between two evaluations on `problems` problems.
-
-    Two right and two wrong answers are added, so that the error of a small evaluation without any is not 0.
-    """
-    share = (accuracy * problems + 2) / (problems + 4)
-    return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / (problems + 4))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

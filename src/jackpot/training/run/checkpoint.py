@@ -139,6 +139,15 @@ class Checkpoints:
             )
         return None, []
 
+    def newest_until(self, iteration: int) -> int | None:
+        """Return the iteration of the newest intact checkpoint up to `iteration`; None without one."""
+        numbers = (number for folder in self.intact()[0] if (number := _iteration_of(folder)) <= iteration)
+        return max(numbers, default=None)
+
+    def after(self, iteration: int) -> list[Path]:
+        """List the folders of finished checkpoints after `iteration`, newest first."""
+        return [folder for folder in reversed(self._steps()) if _iteration_of(folder) > iteration]
+
     def best(self) -> Path | None:
         """Return the folder of the best checkpoint; None before there is one. Changes nothing on the disk.
 
@@ -209,7 +218,7 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         """List the folders of finished checkpoints, oldest first."""
         names = (path for path in self._folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
-        return sorted(names, key=lambda path: int(path.name.removeprefix("step-")))
+        return sorted(names, key=_iteration_of)
 
     def _link(self, name: str, target: Path) -> None:
         link, new = self._folder / name, self._folder / f".{name}"
@@ -218,6 +227,10 @@ class Checkpoints:
         new.unlink(missing_ok=True)
         new.symlink_to(target.name)
         new.replace(link)
+
+
+def _iteration_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     config.yaml        resolved settings          environment.json   versions and machine of every start, threads
     metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
     rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
+    rollbacks.json     returns of `guard.rollback` to an earlier checkpoint, where there are any
     superseded/        lines and files of iterations that were run again, one folder for each start that found any
 
 Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric without any
@@ -97,6 +98,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._appended: dict[str, AppendedFile] = {}
         self._tensorboard = ""  # name of this start's event file
+        self._superseded = Superseded(path)
 
     @property
     def checkpoints(self) -> Path:
@@ -207,9 +209,15 @@ class RunFolder:
             self.warn(iteration, {"event": "environment_changed"} | shown)
         return threads
 
+    def supersede(self, folders: Sequence[Path]) -> None:
+        """Move checkpoints that a rollback leaves behind to superseded/, before the run is rewound."""
+        with checkpoint_error_in(self.path):
+            for folder in folders:
+                self._superseded.move(folder)
+
     def rewind(self, iteration: int) -> None:
         """Move what is of iterations after `iteration`, where the run continues, to superseded/; -1 moves all."""
-        superseded = Superseded(self.path)
+        superseded = self._superseded
         with checkpoint_error_in(self.path):
             for name in ("metrics.jsonl", "events.jsonl"):
                 _cut(self.path / name, iteration, superseded)
@@ -220,7 +228,8 @@ class RunFolder:
                 elif written and int(written[1]) > iteration:
                     superseded.move(path)
             if iteration < 0:
-                for path in [self.path / "config.yaml", *event_files(self.path / "tensorboard")]:
+                once = [self.path / name for name in ("config.yaml", "rollbacks.json")]
+                for path in [*once, *event_files(self.path / "tensorboard")]:
                     if path.exists():
                         superseded.move(path)
             (self.path / "tensorboard").mkdir(exist_ok=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
-from jackpot.launch.local import launch
+from jackpot.launch.local import train_run
 from jackpot.rollout.tasks.registry import check_sets, set_name
 from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
@@ -69,14 +69,16 @@ def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Pat
 
 
 def _train_and_show(console: Console, config: Config, folder: Path) -> None:
-    with _listener(console, config.iterations) as listen, closing(launch(config, folder, listen)) as trainer:
-        if trainer.iteration == config.iterations:
+    def begin(iteration: int) -> None:
+        if iteration == config.iterations:
             print_line(
                 console,
                 f"This run is finished ({config.iterations} iterations). iterations=N --run {folder} continues it with "
                 f"more; --run with another folder begins a new one.",
             )
-        is_finished = trainer.train()
+
+    with _listener(console, config.iterations) as listen:
+        is_finished = train_run(config, folder, listen, begin)
     _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
 
 

@@ -1,0 +1,61 @@
+"""Decides from its evaluations whether a policy has collapsed, for the guard of a run and for `jackpot compare`."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
+IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
+
+Evaluations = Sequence[tuple[int, float]]  # (iteration, accuracy of the policy)
+
+
+class Fall(NamedTuple):
+    """Says when a policy's accuracy fell, and from where."""
+
+    iteration: int  # of the first low evaluation
+    accuracy: float  # in that evaluation
+    best: float  # highest accuracy before it
+    last_good: int  # iteration of the newest evaluation before it not below the best by more than chance
+
+    @property
+    def why(self) -> str:
+        """Return a phrase for tables and events."""
+        return f"{self.accuracy:.1%} right at iteration {self.iteration}, after {self.best:.1%}"
+
+
+def evaluations(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return the iterations and accuracies of the lines of metrics.jsonl that hold an evaluation with a verdict."""
+    name = "eval/policy_accuracy"
+    return [(line["iteration"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
+    """Return the first fall of a policy; None where it has not collapsed.
+
+    It has collapsed where in 2 evaluations in a row it has less than half of its best accuracy, by more than two
+    standard errors.
+
+    Args:
+        problems: number of problems in each evaluation.
+    """
+    best, last_good, since = 0.0, -1, []
+    for iteration, accuracy in evaluated:
+        by_chance = best - two_errors(problems, best)
+        if accuracy < COLLAPSED_BELOW * best and accuracy < by_chance:
+            since.append((iteration, accuracy))
+            if len(since) == IN_A_ROW:
+                return Fall(*since[0], best, last_good)
+        else:
+            since, best = [], max(best, accuracy)
+            last_good = iteration if accuracy >= by_chance else last_good
+    return None
+
+
+def two_errors(problems: int, accuracy: float) -> float:
+    """Return two standard errors of the difference between two evaluations on `problems` problems.
+
+    Two right and two wrong answers are added, so that the error of a small evaluation without any is not 0.
+    """
+    share = (accuracy * problems + 2) / (problems + 4)
+    return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / (problems + 4))
