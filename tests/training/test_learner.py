@@ -621,6 +621,20 @@ def test_the_engine_and_the_learner_agree_on_the_written_tokens():
     assert max(len(item.rollout.token_ids) for item in WRITTEN) == MAX_NEW
 
 
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}])
+def test_the_kept_mass_is_that_of_the_tokens_which_the_engine_may_sample(truncation):
+    items = write(ROLLOUT_MODEL, seed=3, **truncation)
+    kept = []
+    for item in items:
+        probs = vocabulary_log_probs(double(ROLLOUT_MODEL), item.rollout, 1.0).exp()
+        allowed = torch.zeros_like(probs).scatter(1, item.rollout.top_ids, item.rollout.top_log_probs.double().exp())
+        kept += (probs * (allowed > 0)).sum(-1)[item.rollout.sampled_mask].tolist()
+    wanted = sum(kept) / len(kept)
+    assert (wanted < 0.95) == bool(truncation)
+    result = one_step(make_learner(POLICY, ROLLOUT_MODEL, engine_is_exact=not truncation), items)
+    assert value(result, "mismatch/kept_mass") == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("mini_batch_size", [None, 6])
 def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others(mini_batch_size):
     """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""

@@ -210,6 +210,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         group="mismatch",
+        metric="mismatch/kept_mass",
+        low=0.98,
+        explanation="top-p or top-k take so much of the rollout model's mass that the policy's ratios are too small",
+        suggestion="set sampling.top_p=1 and sampling.top_k=0",
+    ),
+    Rule(
+        group="mismatch",
         metric="mismatch/ratio_p1",
         low=0.001,
         explanation="the policy almost never samples some tokens that the rollout model still samples",
