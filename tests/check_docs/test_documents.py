@@ -22,7 +22,8 @@ def test_documents_have_no_placeholders_and_their_links_lead_somewhere(document)
         assert target.startswith("https://") or (document.parent / target).exists(), target
 
 
-ENDINGS = re.compile(r"_stderr$|_positive$|_negative$|_at_[\w-]+$")  # explained once, at the top of the page
+# explained once, at the top of the page
+ENDINGS = re.compile(r"_stderr$|_positive$|_negative$|_at_[\w-]+$|_by_(policy|rollout_model)$")
 
 
 def test_the_metrics_page_explains_every_metric(tmp_path):
@@ -35,7 +36,11 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     )
     from_run = set()
     for number, (arm, more) in enumerate(
-        (("obrs", ("batch.micro_batch_tokens=128",)), ("on_policy", ()), ("obrs", (*critic, *more_settings)))
+        (
+            ("obrs", ("batch.micro_batch_tokens=128", "rollout_model.share=0.5")),
+            ("on_policy", ()),
+            ("obrs", (*critic, *more_settings)),
+        )
     ):
         for line in run(small_config("iterations=2", *more, arm=arm), tmp_path / str(number)):
             from_run |= line.keys()

@@ -1,6 +1,7 @@
 """What the walk over the classes of settings finds, and what `jackpot config` prints of it."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -96,6 +97,8 @@ def test_every_setting_of_a_run_is_found() -> None:
             classes = model_classes(field.annotation)
             below = f"{prefix}{name}" + ("[]." if name == "rewards" else ".")
             found |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
+            if classes and any(float in get_args(part) for part in get_args(field.annotation)):  # a number or a block
+                found.add(prefix + name)
         return found
 
     expected = {key for key in leaves(Config) if not key.startswith(DIFFERENCES)}
@@ -152,3 +155,12 @@ def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
         wrong.returncode == 2
         and "did you mean rollout_model.clip_low, critic.clip or objective.clip_low?" in wrong.stderr
     )
+
+
+def test_a_setting_that_is_a_number_or_a_block_is_both():
+    blocks, (share, *below) = find("rollout_model.share")
+    assert blocks == [] and (share.summary("values"), share.summary("default")) == (
+        "number >= 0 and <= 1 or a block",
+        "1.0",
+    )
+    assert [setting.key.rpartition(".")[2] for setting in below] == ["schedule", "start", "end", "hold", "until"]

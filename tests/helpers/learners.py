@@ -152,7 +152,7 @@ def make_learner(
         temperature=1.0,
         num_top_log_probs=VOCAB,
         max_length=MAX_NEW,
-        engine_is_exact=True,
+        exact_engines=("policy", "rollout_model"),
         autocast=None,
         advantage="grpo",
     )

@@ -26,7 +26,7 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     parts = make_components(config, None, None)
     prompts = PromptStream(parts.task, "train", config.seed)
-    made_of = (config, parts.engine, parts.task, parts.tokenizer, parts.rollout_cost, prompts, Clock())
+    made_of = (config, parts.writers, parts.task, parts.tokenizer, parts.costs, prompts, Clock())
     batch = Sampler(*made_of, lambda iteration, event: None).next_batch(1)
     samples = parts.learner.compute_advantages(batch.scored)
     assert any(sample.advantages.any() for sample in samples)
@@ -48,7 +48,7 @@ def run_repair_rank(rank: int, folder: Path) -> None:
 
     def learner(**numbers):
         objective = policy_objective(**numbers, kappa_tolerance=0.0)
-        return make_learner(*models, objective=objective, engine_is_exact=False)
+        return make_learner(*models, objective=objective, exact_engines=())
 
     free = learner(kappa="prepass", c1=float("inf")).update(micro_batches_of(items))
     weights = {uid: trace["weights"] * trace["accept_mask"] for uid, trace in free.traces.items()}

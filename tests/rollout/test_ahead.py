@@ -106,13 +106,13 @@ class Overlap:
         self.trains, self.engines, self.during = threading.Event(), [], []
         train = JointLearner.train
 
-        def watched(learner: JointLearner, *arguments: Any) -> Any:
+        def watched(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
             engine, written = self.engines[0], self.engines[0].finished
             self.trains.set()
             if len(self.during) < 3:  # nothing is written ahead of the last iteration
                 assert engine.wait_for_more(written, PATIENCE)
             self.during.append(engine.finished - written)
-            return train(learner, *arguments)
+            return train(learner, *arguments, **named)
 
         monkeypatch.setattr(JointLearner, "train", watched)
         monkeypatch.setattr(local, "make_engine", self.make)
@@ -144,8 +144,8 @@ def test_ctrl_c_while_a_batch_is_being_written_ends_the_run_cleanly(signals: int
     overlap = Overlap(monkeypatch)
     train = JointLearner.train
 
-    def interrupted(learner: JointLearner, *arguments: Any) -> Any:
-        results = train(learner, *arguments)
+    def interrupted(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
+        results = train(learner, *arguments, **named)
         if len(overlap.during) == 3:
             for _ in range(signals):
                 signal.raise_signal(signal.SIGINT)

@@ -82,10 +82,10 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Num
     return (
         Sampler(
             config,
-            engine,
+            {"rollout_model": engine},
             task,
             tokenizer,
-            COST,
+            {"rollout_model": COST},
             prompts,
             Clock(),
             lambda n, event: events.append(event | {"iteration": n}),

@@ -71,7 +71,8 @@ def watched() -> Iterator[tuple[Watched, Sampler, Clock]]:
     with closing(threaded(config, before_step=hold)) as engine:
         task.engine = engine
         prompts = PromptStream(task, "train", 0)
-        yield task, Sampler(config, engine, task, TOKENIZER, COST, prompts, clock, lambda number, event: None), clock
+        engines, costs = {"rollout_model": engine}, {"rollout_model": COST}
+        yield task, Sampler(config, engines, task, TOKENIZER, costs, prompts, clock, lambda number, event: None), clock
 
 
 def test_a_group_is_scored_while_the_engine_generates_the_others(watched) -> None:

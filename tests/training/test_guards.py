@@ -312,7 +312,9 @@ def test_a_batch_without_a_rollout_of_the_weights_that_were_sent_is_refused_unle
     engine, ahead, carried, stops
 ):
     recorded = []
-    check = EngineCheck(small_config(f"batch.ahead={ahead}"), LEARNER, lambda number, event: recorded.append(event))
+    check = EngineCheck(
+        small_config(f"batch.ahead={ahead}"), LEARNER, "rollout_model", lambda number, event: recorded.append(event)
+    )
     rollouts = engine.generate(requests(PLAIN, count=20))
     wrong = [replace(one, versions=one.versions + carried) for one in rollouts]
     if stops:

@@ -55,7 +55,7 @@ CASES = {
 def learner_of(kappa, tolerance=0.0, before=None, **changes):
     """A learner of a top-k Z without fill-ins, whose step before had the kappa `before`; None: it had none."""
     objective = policy_objective(changes.pop("name", "obrs"), **changes, kappa=kappa, kappa_tolerance=tolerance)
-    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, engine_is_exact=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, exact_engines=())
     if before is not None:
         learner._totals.keep({"acceptance": Mean.number(before), "z": Mean.number(1.0)})
     return learner
@@ -218,7 +218,7 @@ def test_a_correction_of_ones_own_that_is_not_linear_in_kappa_is_repaired_as_wel
 
 def test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice():
     regularized = replace(policy_objective(kappa="auto"), entropy_coeff=0.1)
-    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=regularized, engine_is_exact=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=regularized, exact_engines=())
     result = learner.update(PARTS)
     assert value(result, "seconds/prepass") > 0.0 and "obrs/kappa_error" not in result.metrics
     assert value(result, "obrs/kappa") == pytest.approx(value(result, "obrs/acceptance") / value(result, "obrs/z"))

@@ -170,7 +170,7 @@ def test_a_step_in_micro_batches_is_the_step_on_the_whole_batch(mask, aggregate,
 def test_kappa_is_the_one_of_the_whole_step():
     """With a truncated top k, kappa is far from 1, and every micro-batch has another one of its own."""
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
-    learner = make_learner(POLICY, ROLLOUT_MODEL, engine_is_exact=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=())
     result = one_step(learner, items, budget=30)
     a, z, own = 0.0, 0.0, []
     for item in items:
@@ -260,10 +260,10 @@ def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
     one_step(learner, write(learner._models["rollout_model"], version=learner.version))
 
 
-@pytest.mark.parametrize(("version", "engine_is_exact"), [(Version(0, 0), False), (Version(0, 1), True)])
-def test_fill_ins_are_used_only_while_the_writing_weights_are_in_training(version, engine_is_exact):
+@pytest.mark.parametrize(("version", "exact_engines"), [(Version(0, 0), ()), (Version(0, 1), ("rollout_model",))])
+def test_fill_ins_are_used_only_while_the_writing_weights_are_in_training(version, exact_engines):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2, version=version)
-    blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, engine_is_exact=engine_is_exact), items)
+    blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, exact_engines=exact_engines), items)
     assert value(blind, "obrs/z_bound_width") > 0.01
     fresh = one_step(make_learner(POLICY, ROLLOUT_MODEL), write(ROLLOUT_MODEL, num_top_log_probs=2))
     assert value(fresh, "obrs/z_bound_width") < 1e-5
@@ -425,7 +425,7 @@ def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
     """Z from the top k of the engine alone, so that a broken rollout model leaves the policy's gradient finite."""
     broken = copy.deepcopy(ROLLOUT_MODEL)
     broken.model.norm.weight.data[0] = math.nan
-    learner = make_learner(POLICY, broken, engine_is_exact=False)
+    learner = make_learner(POLICY, broken, exact_engines=())
     result = one_step(learner, WRITTEN)
     assert math.isfinite(value(result, "policy/grad_norm")) and math.isnan(value(result, "rollout_model/grad_norm"))
     assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}

@@ -138,7 +138,7 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     wanted = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
     if wanted in known:
-        return [], [known[wanted]]
+        return [], [setting for name, setting in known.items() if name == wanted or name.startswith(f"{wanted}.")]
     for setting in known.values():
         if (other := setting.uses[0].same_as) and wanted.startswith(f"{setting.key}."):
             return find(other + wanted.removeprefix(setting.key))
@@ -180,6 +180,8 @@ def _walk(kind: type[BaseModel], prefix: str, place: _Place) -> Iterator[_Found]
         if mark is not None:
             yield key, _use(place, (kind.__name__, name), f"settings of {mark.key}", field, same_as=mark.key)
         elif classes:
+            if plain := _plain_values(field):
+                yield key, _use(place, (kind.__name__, name), f"{_either(plain)} or a block", field)
             yield from _walk_block(key, field, classes, place)
         elif name != "name" or field.is_required():  # else it chooses this class: a setting of the block
             definer = next(cls for cls in kind.__mro__ if name in get_annotations(cls))
@@ -245,6 +247,14 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
         return ["true", "false"]
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
     return [" ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()]
+
+
+def _plain_values(field: FieldInfo) -> list[str]:
+    """Say what a field allows in place of a block; nothing where that is null alone."""
+    if get_origin(field.annotation) is tuple:  # a list of blocks
+        return []
+    parts = [part for part in get_args(field.annotation) if part is not type(None) and not model_classes(part)]
+    return [text for part in parts for text in _values(part)]
 
 
 def _bounds(mark: Any) -> Iterator[tuple[float, str]]:

@@ -3,6 +3,7 @@
 A recipe is the YAML form of `Config`, with `arms: {name: overrides}` added. Overrides are dotted keys with values.
 """
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -29,6 +30,8 @@ from jackpot.config.corrections import (
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantized
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Writer = Literal["policy", "rollout_model"]
 HEAD_LOGITS_MEMORY = 128  # MiB, the default of `head_logits_memory`
 
 
@@ -87,6 +90,10 @@ class ObjectiveConfig(Strict):
     """What is maximized of a token: PPO's clipped ratio times advantage; the same with the response's geometric mean of
     ratios, clipped as a whole (gspo) or token by token before the mean (gmpo); or the log-prob times the advantage and
     the clipped ratio, which carries no gradient (cispo). The correction's weights multiply each of them."""
+    baseline: Literal["group", "model"] = "group"
+    """Responses whose rewards the advantage of one is compared with: all to its prompt, or those that the same model
+    generated (`rollout_model.split: group`), of which one alone has the advantage 0. With `advantage: rloo` each is
+    compared with the others alone, which is unbiased whichever model generated them."""
     clip_low: NonNegative | None = 0.2
     """The surrogate's clip of the ratio from below, at 1 - clip_low; null: no clip. gspo needs a far closer one."""
     clip_high: NonNegative | None = 0.2
@@ -195,11 +202,53 @@ class DistillControlConfig(Strict):
         return self
 
 
+class ShareSchedule(Strict):
+    """Settings of a share that changes once, or falls or rises over some iterations."""
+
+    schedule: Literal["step", "linear", "cosine"]
+    """Course of the share from `start` to `end`: at once, along a line, or along half a cosine wave."""
+    start: Share = 1.0
+    """Share in the iterations up to `hold`."""
+    end: Share = 0.0
+    """Share in the last iterations."""
+    hold: Annotated[int, Field(ge=0)]
+    """Last iteration with the share `start`."""
+    until: Count | None = None
+    """First iteration with the share `end`, of linear and cosine; step takes the one after `hold`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ShareSchedule":
+        if self.schedule == "step" and self.until is not None:
+            raise ValueError(f"schedule step changes after iteration hold {self.hold}, so until must be left out")
+        if self.schedule != "step" and (self.until is None or self.until <= self.hold):
+            raise ValueError(
+                f"schedule {self.schedule} needs until, the first iteration with the share `end`, above hold "
+                f"{self.hold}; it is {self.until}"
+            )
+        return self
+
+    def at(self, iteration: int) -> float:
+        """Return the share of an iteration, counted from 1."""
+        if iteration <= self.hold:
+            return self.start
+        last = self.hold + 1 if self.until is None else self.until
+        if iteration >= last:
+            return self.end
+        done = (iteration - self.hold) / (last - self.hold)
+        done = done if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * done)
+        return self.start + (self.end - self.start) * done
+
+
 class RolloutModelConfig(Strict):
     """Settings of the model that generates the rollouts, trained jointly with the policy (eqs. 6 to 8) or frozen."""
 
     path: str
     """Folder, hub name, or starter:NAME of the model."""
+    share: Share | ShareSchedule = 1.0
+    """Share of the rollouts that the rollout model generates, a number or a schedule; the policy generates the others.
+    Once the schedule has ended at 0 for good, the rollout model is neither run nor trained any more."""
+    split: Literal["prompt", "group"] = "prompt"
+    """Which rollouts these are: all responses to a share of the prompts, or a share of the responses to each prompt."""
     optimizer: OptimizerConfig | None = None
     """AdamW of the rollout model; null: the rollout model is frozen."""
     update: Literal["step", "iteration"] = "step"
@@ -220,6 +269,20 @@ class RolloutModelConfig(Strict):
     """Adapt the weight of the distillation so that the two models stay equally close; null: the weight is constant."""
     distill: Literal["forward", "reverse"] = "forward"
     """Direction of the distillation: forward is KL(policy || rollout model), reverse is KL(rollout model || policy)."""
+
+    def share_at(self, iteration: int) -> float:
+        """Return the share of the rollouts of an iteration, counted from 1, that the rollout model generates."""
+        return self.share.at(iteration) if isinstance(self.share, ShareSchedule) else self.share
+
+    def is_used(self, iteration: int) -> bool:
+        """Return whether the rollout model generates rollouts in an iteration or in a later one."""
+        end = self.share.end if isinstance(self.share, ShareSchedule) else self.share
+        return end > 0.0 or self.share_at(iteration) > 0.0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether the policy generates rollouts too in the course of the run."""
+        return self.share != 1.0
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutModelConfig":
@@ -330,8 +393,8 @@ class EvaluationConfig(Strict):
     """Names of further sets of problems that the policy answers, or paths of files with problems in the columns of
     `task.test`; all of their problems, k times each."""
     engine: Annotated[EngineConfig | None, Differences("engine")] = None
-    """Engine of the policy in evaluations where the rollouts come from another model: what differs from `engine`, or a
-    whole engine where `name` is given; null: the same settings as `engine`."""
+    """Engine of the policy where there is a rollout model, in evaluations and for its share of the rollouts: what
+    differs from `engine`, or a whole engine where `name` is given; null: the same settings as `engine`."""
 
 
 class CheckpointConfig(Strict):
@@ -433,6 +496,19 @@ class Config(Strict):
     rollouts: RolloutsConfig = RolloutsConfig()
     """Rollouts saved in the run folder."""
 
+    def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
+        """Return the models that generate rollouts in an iteration, or in any of several up to `last`."""
+        model = self.rollout_model
+        if model is None:
+            return ("policy",)
+        shares = [model.share_at(iteration) for iteration in range(first, (last or first) + 1)]
+        roles: dict[Writer, bool] = {"policy": min(shares) < 1.0, "rollout_model": max(shares) > 0.0}
+        return tuple(role for role, writes in roles.items() if writes)
+
+    def uses_rollout_model(self, iteration: int) -> bool:
+        """Return whether there is a rollout model with anything left to do in an iteration."""
+        return self.rollout_model is not None and self.rollout_model.is_used(iteration)
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if isinstance(self.objective.correction, ZCorrection):
@@ -493,13 +569,14 @@ class Config(Strict):
                 "model (engine.quantization, engine.kv_cache_dtype); use normalizer: topk, or an engine without them"
             )
         model = self.rollout_model
-        if correction.normalizer == "exact" and self.batch.ahead and (model is None or model.optimizer):
+        is_frozen = model is not None and model.optimizer is None and not model.is_mixed
+        if correction.normalizer == "exact" and self.batch.ahead and not is_frozen:
             raise ValueError(
                 f"normalizer 'exact' needs the weights that generated the batch, but with batch.ahead "
                 f"{self.batch.ahead} they have moved on when it is trained on; use normalizer: topk, batch.ahead: 0, "
-                f"or a frozen rollout model"
+                f"or a frozen rollout model that generates all rollouts"
             )
-        stays = model is not None and (model.optimizer is None or model.update == "iteration")
+        stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
         moves = self.batch.steps_per_iteration > 1 and not stays
         if correction.normalizer == "exact" and correction.target == "new" and moves:
             raise ValueError(

@@ -80,6 +80,7 @@ class Rollout:
     top_ids: Tensor  # [T, K] int64, most probable first
     top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
     versions: Tensor  # [T, 2] int64, the Version of the weights that sampled each token
+    sampled_by: Role | None = None  # the model of a run that sampled it; None outside of a run's rollout batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +183,7 @@ class TokenBatch:
     top_ids: Tensor  # [B, T, K] int64, the engine's most probable tokens
     top_log_probs: Tensor  # [B, T, K] float32, their log-probs
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
+    by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
     packed: PackedRow | None = None  # the same tokens for models that read them without padding; None: read as padded
 
     def at_sampled(self, column: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from jackpot.config.engines import EngineConfig
 from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
@@ -89,20 +90,23 @@ def check_top_log_probs(config: Config, engine: Engine) -> None:
         raise ConfigError(f"sampling.num_top_log_probs is {wanted}, but the engine returns at most {most}; lower it")
 
 
-def engine_is_exact(config: Config, engine: Engine) -> bool:
-    """Return whether the rollout model in training has the distribution that the engine samples from.
+def engine_is_exact(config: Config, engine: Engine, settings: EngineConfig | None = None) -> bool:
+    """Return whether a model in training has the distribution that the engine of its rollouts samples from.
 
     In bf16 both agree up to rounding, which is good enough to fill in missing log-probs (`mismatch/engine_gap` shows
     how good) and not for `normalizer: exact`.
 
+    Args:
+        settings: of the engine; None: `config.engine`.
+
     Raises:
         EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.
     """
-    quantized = engine.capabilities.quantized
-    is_exact = not quantized and not config.sampling.truncated and config.engine.dtype == config.precision
+    quantized, dtype = engine.capabilities.quantized, (settings or config.engine).dtype
+    is_exact = not quantized and not config.sampling.truncated and dtype == config.precision
     if policy_objective(config).normalizer == "exact" and not (is_exact and config.precision == "fp32"):
         raise EngineError(
-            f"normalizer 'exact' takes p_inf from training, but the engine computes in {config.engine.dtype}"
+            f"normalizer 'exact' takes p_inf from training, but the engine computes in {dtype}"
             f"{', quantized,' if quantized else ''} and training in {config.precision}; use normalizer: topk, or fp32 "
             f"on both sides and no quantization"
         )

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -195,8 +195,12 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
             undo.callback(one.close)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
+        exact = {"rollout_model" if "rollout_model" in paths else "policy": engine_is_exact(config, engine)}
+        if config.rollout_model and config.rollout_model.is_mixed:
+            check_top_log_probs(config, policy_engine)
+            exact["policy"] = engine_is_exact(config, policy_engine, config.evaluation.engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None
-        learner = make_learner(config, trained, engine_is_exact(config, engine), critic)
+        learner = make_learner(config, trained, [role for role, is_exact in exact.items() if is_exact], critic)
         if state is not None:
             learner.load_state_dict(state["learner"])
         undo.pop_all()
@@ -271,12 +275,12 @@ def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -
 
 
 def make_learner(
-    config: Config, models: dict[Role, PreTrainedModel], is_exact: bool, critic: Critic | None
+    config: Config, models: dict[Role, PreTrainedModel], exact_engines: Collection[Role], critic: Critic | None
 ) -> JointLearner:
     """Build the learner: optimizers, objectives and reference come from the settings.
 
     Args:
-        is_exact: what `engine_is_exact` returns for the engine of the rollouts.
+        exact_engines: models whose engine has the distribution that they have in training (`engine_is_exact`).
     """
     policy, rollout_model = models["policy"], models.get("rollout_model")
     settings = config.rollout_model
@@ -295,11 +299,13 @@ def make_learner(
         temperature=config.sampling.temperature,
         num_top_log_probs=config.sampling.num_top_log_probs,
         max_length=config.sampling.max_new_tokens,
-        engine_is_exact=is_exact,
+        exact_engines=exact_engines,
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
         rollout_model_each_step=each_step,
         distill_control=settings.distill_control if trains else None,
+        is_mixed=settings is not None and settings.is_mixed,
         advantage=config.objective.advantage,
+        within_model=config.objective.baseline == "model",
         critic=critic,
         reference=make_reference(config, policy, head),
         head=head,

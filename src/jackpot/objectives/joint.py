@@ -175,9 +175,9 @@ def token_scores(
 
     Args:
         head: output for the N tokens of the response mask, in row-major order.
-        rollout_weights_are_current: [B, T] bool, True where the rollout model in training has the weights that
-            generated the token and the engine samples from them unquantized and untruncated. Only there do its
-            log-probs equal log p_inf.
+        rollout_weights_are_current: [B, T] bool, True where the model that generated the token has in training the
+            weights that did, and its engine samples from them unquantized and untruncated. Only there do its log-probs
+            equal log p_inf.
         lam: at which Z is taken.
         normalizer: key of `NORMALIZERS`; "exact" only where all tokens pass `check_exact`.
         distill: a value of `DISTILLATIONS`; None where no rollout model is trained.
@@ -188,6 +188,8 @@ def token_scores(
     """
     spread, at = batch.spread, batch.at_sampled
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
+    if joint is head and batch.by_policy is not None:
+        joint = _with_own_z(joint, at(batch.by_policy[:, None].expand_as(batch.response_mask)), lam)
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
     nothing = torch.zeros_like(joint.policy.log_probs.detach())
 
@@ -222,6 +224,13 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
         exact_z=torch.full_like(nothing, min(1.0, 1.0 / lam)),
         fill_ins=itself.top_log_probs,
     )
+
+
+def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
+    """Let the policy stand for p_inf of the tokens that it sampled itself, [N] bool; the KLs stay those of both."""
+    own = joint.policy.top_log_probs.detach()
+    exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
+    return replace(joint, fill_ins=torch.where(by_policy[:, None], own, joint.fill_ins), exact_z=exact_z)
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
@@ -294,6 +303,7 @@ def measured_inputs(
         advantages=batch.advantages,
         z=aim.z,
         lam=aim.lam,
+        by_policy=batch.by_policy,
     )
     return inputs, objective.correction.measure(inputs)
 
@@ -432,7 +442,7 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> 
     mask = batch.response_mask
     log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)
     moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)
-    return mismatch(log_ratio, mask) | {
+    return mismatch(log_ratio, mask, batch.by_policy) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
         "policy/entropy": Mean.of(scores.entropy, mask),

@@ -12,16 +12,18 @@ from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums, means
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
+from jackpot.objectives.corrections.base import split_by_model
 
 ROUNDING = 1e-6  # of Z in float32
 
 
-def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
+def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -> Sums:
     """Measure how far p_old is from p_inf on the sampled tokens, before any correction.
 
     Args:
         log_ratio: [B, T] log p_old / p_inf of sampled tokens, 0 where masked.
         mask: [B, T] response mask.
+        by_policy: [B] bool, responses that the policy sampled; None: one model sampled all.
     """
     ratio = log_ratio.double().exp()
     present = mask.any(-1)
@@ -35,7 +37,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Sums:
         "mismatch/kl_k3": ratio - 1.0 - log_ratio,
     }
     return {
-        **means(columns, {"": mask}),
+        **means(columns, {"": mask} | split_by_model(mask, by_policy)),
         "mismatch/ratio_max": Max.of(ratio, mask),
         "mismatch/log_ratio": Histogram.of(log_ratio, mask),
         "mismatch/sequence_log_ratio": Mean.of(whole, present),
@@ -94,17 +96,20 @@ def correction_metrics(
         "policy/clip_frac": clipped,
     }
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
-    sums = means(columns, groups | _position_masks(mask))
-    del sums["obrs/acceptance"]  # the correction's own measure gives the whole of it
+    models, kappa = split_by_model(mask, inputs.by_policy), correction.kappas.by_response(inputs.by_policy)
+    sums = means(columns, groups | models | _position_masks(mask))
+    for name in ("", *models):
+        del sums[f"obrs/acceptance{name}"]  # the correction's own measure gives these
     ceiling = (1.0 / torch.as_tensor(lam, dtype=torch.float64)).clamp(max=1.0)
     whole = {
-        "obrs/kappa": correction.kappa.expand_as(factor),
-        "obrs/kappa_z_above_1": (correction.kappa - 2.0 * _kappa_error(totals)) * z > ceiling + ROUNDING,
+        "obrs/kappa": kappa.expand_as(factor),
+        "obrs/kappa_z_above_1": (kappa - 2.0 * _kappa_error(totals)) * z > ceiling + ROUNDING,
         "obrs/acceptance_variance": (z * (1.0 - z)).clamp(min=0.0),
     }
     return {
         **sums,
         **means(whole, {"": mask}),
+        **{f"obrs/kappa{model}": Mean.of(whole["obrs/kappa"], own) for model, own in models.items()},
         "obrs/acceptance_by_response": ClusteredMean.of(acceptance - z, mask),
         "correction/weight_max": Max.of(factor, mask),
         "policy/largest_advantage": Max.of(advantages.abs(), mask),

@@ -1,9 +1,10 @@
 """Samples the rollout batch of one iteration: prompts, responses, rewards."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.run import Config
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Mean, Sum, Sums
-from jackpot.core.prng import fold_in
-from jackpot.core.types import Prompt, Rollout, Score, ScoredRollout
+from jackpot.core.prng import fold_in, uniforms
+from jackpot.core.types import Prompt, Role, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import all_equal
 from jackpot.rollout.engines.base import Engine, Request
@@ -53,15 +54,16 @@ class _PendingBatch:
     """Tracks a generation batch that was submitted to the engine."""
 
     requests: list[Request]
-    rollouts: Iterator[Rollout]  # in the order in which they end
+    sampled_by: list[Role]  # of each request
+    rollouts: Iterator[Rollout]  # of each engine in the order in which they end
 
 
 class Sampler:
     """Makes the rollout batch of each iteration: draws prompts, has the engine generate responses, and scores them.
 
     Args:
-        engine: generates the rollouts.
-        cost: cost of a forward pass of the model that the engine runs.
+        engines: by model, the one that generates its rollouts.
+        costs: by model, cost of a forward pass.
         prompts: source of training prompts.
         clock: times `rollout` (waiting for the engine) and `score` (scoring responses).
         event: called with (iteration, event) for every rollout that is discarded or cannot be scored.
@@ -70,15 +72,15 @@ class Sampler:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        engines: Mapping[Role, Engine],
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
-        cost: ForwardCost,
+        costs: Mapping[Role, ForwardCost],
         prompts: PromptStream,
         clock: Clock,
         event: Callable[[int, dict[str, Any]], None],
     ) -> None:
-        self._config, self._engine, self._task, self._tokenizer, self._cost = config, engine, task, tokenizer, cost
+        self._config, self._engines, self._task, self._tokenizer, self._costs = config, engines, task, tokenizer, costs
         self._prompts, self._clock, self._event = prompts, clock, event
         self._ahead: list[GenerationBatch] | None = None  # generated ahead for the next iteration
         self._state_before_ahead: dict[str, int] | None = None  # the prompt stream's state before `_ahead`
@@ -103,7 +105,7 @@ class Sampler:
         return RolloutBatch(
             scored=[one for group in groups[:wanted] for one in group.members],
             unfiltered=[one.rollout for group in first for one in group.members],
-            sums=_rollout_sums(batches, groups, self._cost) | _sampling_sums(batches, groups, wanted),
+            sums=self._sums(batches, groups) | _sampling_sums(batches, groups, wanted),
         )
 
     @contextmanager
@@ -116,7 +118,8 @@ class Sampler:
         """
         config = self._config
         if not config.batch.ahead or iteration > config.iterations:
-            self._engine.sleep()
+            for role in config.writers(iteration - 1):
+                self._engines[role].sleep()
             yield
             return
         self._state_before_ahead = self._prompts.state_dict()
@@ -146,21 +149,27 @@ class Sampler:
         """Submit the requests of one generation batch to the engine."""
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
-            rollouts = stream_rollouts(self._engine, self._task, self._tokenizer, requests)
-            return _PendingBatch(requests=requests, rollouts=rollouts)
+            sampled_by = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
+            streams = []
+            for role in dict.fromkeys(sampled_by):
+                own = [request for request, one in zip(requests, sampled_by, strict=True) if one == role]
+                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, own))
+            return _PendingBatch(requests=requests, sampled_by=sampled_by, rollouts=chain(*streams))
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
         """Wait for a generation batch. Scoring of each group begins once it is complete, while others are generated."""
         members: dict[str, list[str]] = {}
         for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
+        order = [request.uid for request in pending.requests]
+        sampled_by = dict(zip(order, pending.sampled_by, strict=True))
         rollouts: dict[str, Rollout] = {}
         discarded: dict[str, str] = {}
         scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
         while len(scoring) < len(members):
             with self._clock("rollout"):
                 rollout = next(pending.rollouts)
-            rollouts[rollout.uid] = rollout
+            rollouts[rollout.uid] = rollout = replace(rollout, sampled_by=sampled_by[rollout.uid])
             if reason := discard_reason(rollout):
                 discarded[rollout.uid] = reason
             if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
@@ -170,7 +179,6 @@ class Sampler:
                     scoring[rollout.prompt.uid] = usable, wait
         with self._clock("score"):
             groups = {prompt: self._group(usable, wait()) for prompt, (usable, wait) in scoring.items()}
-        order = [request.uid for request in pending.requests]
         return GenerationBatch(
             generated=[rollouts[uid] for uid in order],
             discarded={uid: discarded[uid] for uid in order if uid in discarded},
@@ -190,6 +198,26 @@ class Sampler:
             for uid, prompt in uids
         ]
 
+    def _sums(self, batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup]) -> Sums:
+        """Return the metrics of what was generated, and of what each of two models generated."""
+        generated = [rollout for batch in batches for rollout in batch.generated]
+        discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
+        sums = _rollout_sums(generated, list(discarded.values()), groups, self._costs)
+        if not (self._config.rollout_model and self._config.rollout_model.is_mixed):
+            return sums
+        for role in self._engines:
+            own = [rollout for rollout in generated if rollout.sampled_by == role]
+            reasons = [discarded[rollout.uid] for rollout in own if rollout.uid in discarded]
+            parts = [
+                replace(group, members=[one for one in group.members if one.rollout.sampled_by == role])
+                for group in groups
+            ]
+            parts = [part for part in parts if part.members]
+            found = _rollout_sums(own, reasons, parts, self._costs) if own else {}
+            sums |= {f"{name}_by_{role}": entry for name, entry in found.items()}
+        written = [rollout.sampled_by == "rollout_model" for rollout in generated]
+        return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
+
     def _group(self, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> PromptGroup:
         """Pair the responses to one prompt with their scores."""
         members = [
@@ -197,6 +225,37 @@ class Sampler:
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
         return PromptGroup(members=members, has_equal_rewards=all_equal([score.reward for score in scores]))
+
+
+def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> list[Role]:
+    """Return the model that generates each response of a generation batch.
+
+    A number of responses between two whole ones is rounded up with that chance, so that the share is met on average.
+    Hashes choose the prompts, not their order.
+
+    Args:
+        prompts: uid of the prompt of each response, those of a group one after the other.
+    """
+    model = config.rollout_model
+    if model is None:
+        return ["policy"] * len(prompts)
+    share = model.share_at(iteration)
+    if share in (0.0, 1.0):
+        return ["rollout_model" if share else "policy"] * len(prompts)
+    uids, size = list(dict.fromkeys(prompts)), config.batch.group_size
+    by_hash = sorted(uids, key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
+    (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
+    if model.split == "prompt":
+        count = int(share * len(uids) + chance)
+        of_prompt = dict.fromkeys(by_hash[:count], size)
+    else:
+        least, more = divmod(int(share * len(prompts) + chance), len(uids))
+        of_prompt = {uid: least + (place < more) for place, uid in enumerate(by_hash)}
+    left, roles = dict(of_prompt), []
+    for uid in prompts:
+        roles.append("rollout_model" if left.get(uid, 0) > 0 else "policy")
+        left[uid] = left.get(uid, 0) - 1
+    return roles
 
 
 def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
@@ -231,14 +290,22 @@ def _sampling_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGr
     }
 
 
-def _rollout_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup], cost: ForwardCost) -> Sums:
-    """Return the metrics of rewards and responses over everything that was generated."""
-    generated = [rollout for batch in batches for rollout in batch.generated]
-    discarded = [reason for batch in batches for reason in batch.discarded.values()]
+def _rollout_sums(
+    generated: Sequence[Rollout],
+    discarded: Sequence[str],
+    groups: Sequence[PromptGroup],
+    costs: Mapping[Role, ForwardCost],
+) -> Sums:
+    """Return the metrics of rewards and responses over everything that was generated.
+
+    Args:
+        discarded: the reason for each rollout that was discarded.
+    """
     scored = [one for group in groups for one in group.members]
     errors = [one.score.reward_error for one in scored]
     verdicts = [[one.score.correct for one in group.members if one.score.correct is not None] for group in groups]
     judged = [verdict for verdict in verdicts if verdict]  # none of a task without a verdict
+    flops = sum(costs[rollout.sampled_by].sequence(tokens_read(rollout)) for rollout in generated)
     return {
         "reward/mean": Mean.numbers([one.score.reward for one in scored]),
         "reward/correct": Mean.numbers([correct for verdict in judged for correct in verdict]),
@@ -253,5 +320,5 @@ def _rollout_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGro
         "response/aborted": Mean.number(discarded.count("aborted") / len(generated)),
         "response/non_finite": Mean.number(discarded.count("non_finite") / len(generated)),
         "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),
-        "flops/rollout": Sum.number(sum(cost.sequence(tokens_read(rollout)) for rollout in generated)),
+        "flops/rollout": Sum.number(flops),
     }

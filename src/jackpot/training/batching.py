@@ -135,6 +135,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
         top_ids=pad(rollout.top_ids for rollout in rollouts),
         top_log_probs=pad(rollout.top_log_probs for rollout in rollouts),
         versions=pad(rollout.versions for rollout in rollouts),
+        by_policy=torch.tensor([rollout.sampled_by == "policy" for rollout in rollouts]),
         packed=pack_row(prompts, index, [rollout.token_ids for rollout in rollouts]),
     )
 

@@ -25,8 +25,9 @@ class RunComponents:
     config: Config
     task: Task
     tokenizer: PreTrainedTokenizerBase
-    engine: Engine  # generates the rollouts
-    policy_engine: Engine  # generates the policy's responses in evaluations; `engine` itself without a rollout model
+    engine: Engine  # generates the rollouts; with a rollout model, those of that model
+    policy_engine: Engine  # generates the policy's responses in evaluations, and its share of the rollouts where there
+    # is a rollout model; else may be `engine` itself
     learner: Learner
     costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of policy and rollout model, without adapters
     benchmarks: Mapping[str, Task] = field(default_factory=dict)  # further test sets that the policy is evaluated on
@@ -37,23 +38,29 @@ class RunComponents:
         return (self.task, *self.benchmarks.values())
 
     @property
-    def rollout_cost(self) -> ForwardCost:
-        """Return the FLOPs of a forward pass of the model that generates the rollouts."""
-        return self.costs.get("rollout_model", self.costs["policy"])
+    def writers(self) -> dict[Role, Engine]:
+        """Return the engine of each model that may generate rollouts."""
+        if self.config.rollout_model is None:
+            return {"policy": self.engine}
+        return {"policy": self.policy_engine, "rollout_model": self.engine}
 
-    def training_flops(self, tokens: int) -> int:
+    def next_writers(self, iteration: int) -> dict[Role, Engine]:
+        """Return the engines that need the weights of after an iteration to generate rollouts."""
+        roles = self.config.writers(iteration + 1, iteration + 1 + self.config.batch.ahead)
+        return {role: self.writers[role] for role in roles}
+
+    def training_flops(self, tokens: int, iteration: int) -> int:
         """Return the FLOPs of training on one sequence: a forward pass of each model, and of twice that backward.
 
-        A model that is not trained has no backward pass.
+        A model that is not trained has no backward pass, and one with nothing left to do no pass at all.
 
         Args:
             tokens: length of prompt and response together.
         """
-        trained = {
-            "policy": True,
-            "rollout_model": bool(self.config.rollout_model and self.config.rollout_model.optimizer),
-        }
-        return sum((3 if trained[role] else 1) * cost.sequence(tokens) for role, cost in self.costs.items())
+        passes = {"policy": 3}
+        if self.config.uses_rollout_model(iteration):
+            passes["rollout_model"] = 3 if self.config.rollout_model.optimizer else 1
+        return sum(number * self.costs[role].sequence(tokens) for role, number in passes.items())
 
     def send_weights(self, engine: Engine, role: Role) -> None:
         """Copy the learner's weights of one model into an engine and verify by digest that all of them arrived.

@@ -1,5 +1,7 @@
 """The evaluator measures both models of a run while it trains them."""
 
+from collections.abc import Mapping
+
 from jackpot.core.types import Prompt, Role
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
@@ -13,11 +15,11 @@ class Evaluator:
 
     Args:
         folder: gets a file with every response of every evaluation.
-        engine_check: measures how far each engine's log-probs are from training's.
+        engine_checks: by model, measures how far the log-probs of its engine are from training's.
     """
 
-    def __init__(self, components: RunComponents, folder: RunFolder, engine_check: EngineCheck) -> None:
-        self._components, self._folder, self._engine_check = components, folder, engine_check
+    def __init__(self, components: RunComponents, folder: RunFolder, engine_checks: Mapping[Role, EngineCheck]) -> None:
+        self._components, self._folder, self._engine_checks = components, folder, engine_checks
         self._prompts: dict[str, list[Prompt]] = {}  # of each set that was evaluated
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -27,11 +29,12 @@ class Evaluator:
         rollout model is its own: its numbers stand under both names.
         """
         parts = self._components
-        shared = parts.policy_engine is parts.engine
-        if not shared:
-            parts.send_weights(parts.policy_engine, "policy")
         engines: dict[Role, Engine] = {"policy": parts.policy_engine}
-        engines |= {} if shared else {"rollout_model": parts.engine}
+        engines |= {} if parts.policy_engine is parts.engine else {"rollout_model": parts.engine}
+        current = parts.next_writers(iteration).values()
+        others = {role: engine for role, engine in engines.items() if engine not in current}
+        for role, engine in others.items():
+            parts.send_weights(engine, role)
         results = {role: self._run(engine, OWN_SET) for role, engine in engines.items()}
         values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
         for role, result in results.items():
@@ -40,14 +43,15 @@ class Evaluator:
             result = results.get(role, results["policy"])
             engine = engines.get(role, parts.engine)
             values |= {f"eval/{role}_{name}": value for name, value in result.role_metrics().items()}
-            values[f"eval/{role}_engine_gap"] = self._engine_check.gap(role, engine, result.rollouts, iteration + 1)
+            check = self._engine_checks.get(role, self._engine_checks["policy"])
+            values[f"eval/{role}_engine_gap"] = check.gap(engine, result.rollouts, iteration + 1)
         for benchmark in parts.benchmarks:
             result = self._run(parts.policy_engine, benchmark)
             self._folder.save_evaluation(iteration, benchmark, result)
             values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
             values["tokens/evaluate"] += result.tokens
-        if not shared:
-            parts.policy_engine.sleep()
+        for engine in others.values():
+            engine.sleep()
         return values
 
     def _run(self, engine: Engine, name: str) -> Evaluation:

@@ -13,7 +13,7 @@ from torch import Tensor
 from jackpot.config.run import Config, Sampling
 from jackpot.core.errors import EngineError, JackpotError, TrainingError
 from jackpot.core.prng import fold_in
-from jackpot.core.types import Role, Rollout
+from jackpot.core.types import Role, Rollout, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
@@ -43,17 +43,19 @@ class EngineCheck:
 
     Args:
         learner: holds the weights that the engine should hold.
+        role: the model that generates what is checked.
         record: called with every event: what a thorough check found, what cannot be checked, why the run stops.
     """
 
-    def __init__(self, config: Config, learner: Learner, record: RecordEvent) -> None:
-        self._config, self._learner, self._record = config, learner, record
+    def __init__(self, config: Config, learner: Learner, role: Role, record: RecordEvent) -> None:
+        self._config, self._learner, self._role, self._record = config, learner, role, record
+        self._column = Version._fields.index(role)  # of `Rollout.versions`
         self._thorough_checks = 0  # done since the start
         self._evidence = SamplingEvidence()
         self._unchecked = False  # whether the event has been recorded that a batch could not be scored
 
     def check_batch(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Check the rollout batch of an iteration.
+        """Check the rollouts of an iteration that the model generated.
 
         A rollout generated with older weights than the learner holds cannot be scored again and is passed over.
 
@@ -71,14 +73,16 @@ class EngineCheck:
             return
         is_thorough = self._thorough_checks < THOROUGH_CHECKS
         seed = fold_in(config.seed, "glance", iteration)
-        now = self._learner.version.rollout_model
+        now = self._learner.version[self._column]
         chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
-        chosen = [one for one in chosen if one.sampled_mask.any() and bool((one.versions[:, 1] == now).all())]
+        chosen = [
+            one for one in chosen if one.sampled_mask.any() and bool((one.versions[:, self._column] == now).all())
+        ]
         with _recorded(self._record, iteration):
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
             if chosen:
-                score = self._score("rollout_model", chosen)
+                score = self._score(chosen)
                 gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
             else:
                 self._check_ahead(rollouts, now, iteration)
@@ -86,10 +90,10 @@ class EngineCheck:
         if is_thorough and chosen:
             self._thorough_checks += 1
             tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
-            found = {"event": "engine_check", "tokens": tokens, "sampling_evidence": evidence}
+            found = {"event": "engine_check", "model": self._role, "tokens": tokens, "sampling_evidence": evidence}
             self._record(iteration, found | gaps)
 
-    def gap(self, role: Role, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
+    def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
         """Return the mean |p_engine - p_training| of rollouts just generated; NaN where none of them can be used.
 
         Raises:
@@ -102,7 +106,7 @@ class EngineCheck:
             return math.nan
         with _recorded(self._record, iteration):
             check_ids(chosen, engine.capabilities.vocab_size)
-        score = self._score(role, chosen)
+        score = self._score(chosen)
         if not config.guard.check_engine:
             return engine_gap(chosen, score(config.sampling))
         with _recorded(self._record, iteration):
@@ -114,7 +118,7 @@ class EngineCheck:
 
         Then an event says once after a start that nothing is scored again.
         """
-        versions = torch.cat([rollout.versions[:, 1] for rollout in rollouts]).unique().tolist()
+        versions = torch.cat([rollout.versions[:, self._column] for rollout in rollouts]).unique().tolist()
         if not versions or now in versions:
             return
         carried = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
@@ -129,10 +133,10 @@ class EngineCheck:
             why = f"generated ahead with older weights: version {carried}, the learner has {now}"
             self._record(iteration, {"event": "engine_not_checked", "why": why})
 
-    def _score(self, role: Role, rollouts: Sequence[Rollout]) -> ScoreFn:
+    def _score(self, rollouts: Sequence[Rollout]) -> ScoreFn:
         config, pads = self._config, self._learner.pads
         batches = plain_batches(rollouts, config.batch.micro_batch_tokens, config.seed, pads)
-        return lambda sampling: self._learner.score(role, batches, sampling)
+        return lambda sampling: self._learner.score(self._role, batches, sampling)
 
     def _precisions(self, engine: Engine) -> list[str]:
         capabilities, config = engine.capabilities, self._config

@@ -37,7 +37,9 @@ _NOT_SHOWN = (
 )
 
 
-def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResult], components: RunComponents) -> Sums:
+def training_sums(
+    samples: Sequence[TrainingSample], results: Sequence[StepResult], components: RunComponents, iteration: int
+) -> Sums:
     """Add up the metrics of all optimizer steps of an iteration, and count what was trained on.
 
     The metrics of `WITH_STANDARD_ERROR`, and the effective share `mismatch/ess` that is computed from one of them, are
@@ -48,7 +50,7 @@ def training_sums(samples: Sequence[TrainingSample], results: Sequence[StepResul
         first = _total(results[: len(results) // epochs])
         sums |= {name: first[name] for name in (*WITH_STANDARD_ERROR, *_ACCEPTANCE_ERROR) if name in first}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
-    flops = epochs * sum(components.training_flops(tokens_read(sample.rollout)) for sample in samples)
+    flops = epochs * sum(components.training_flops(tokens_read(sample.rollout), iteration) for sample in samples)
     return sums | {
         "reward/frac_zero_std": Mean.numbers([not sample.advantages.any() for sample in samples]),
         "tokens/train": Sum.number(trained),

@@ -8,7 +8,7 @@ An accumulated step equals the step on the whole batch: gradients are summed as 
 clipping, by denominators that cover all micro-batches and ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,8 +74,9 @@ class JointLearner(Learner):
         temperature: of the sampling; every log-prob here uses it.
         num_top_log_probs: K of the policy's own top-k.
         max_length: the sampling limit on response tokens, for `aggregate: constant`.
-        engine_is_exact: the engine samples from the weights it is sent, neither quantized nor truncated, so that a
-            forward pass of the rollout model can stand in for p_inf.
+        exact_engines: models whose engine samples from the weights it is sent, neither quantized nor truncated, so that
+            a forward pass of the model can stand in for p_inf.
+        is_mixed: not all rollouts are the rollout model's.
         autocast: dtype of the forward pass; None for the weights' own.
         rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the
             gradient of all its steps.
@@ -83,6 +84,7 @@ class JointLearner(Learner):
             constant weight.
         ess_scaling: as in `JointOptimizer`.
         advantage: key of `objectives.advantages.ADVANTAGES`; a critic takes its place.
+        within_model: as in `response_advantages`.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
         head: how the joint head is computed.
@@ -100,23 +102,26 @@ class JointLearner(Learner):
         temperature: float,
         num_top_log_probs: int,
         max_length: int,
-        engine_is_exact: bool,
+        exact_engines: Collection[Role],
         autocast: torch.dtype | None,
         advantage: str,
         rollout_model_each_step: bool = True,
         distill_control: DistillControlConfig | None = None,
         ess_scaling: str | None = None,
+        is_mixed: bool = False,
+        within_model: bool = False,
         critic: Critic | None = None,
         reference: Reference | None = None,
         head: HeadOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
+        self._runs_both = self._separate  # in the rollout batch that is trained on
         self._objective, self._rollout_objective = objective, rollout_model_objective
         self._distill_control = distill_control
         self._temperature, self._top, self._max_length = temperature, num_top_log_probs, max_length
-        self._engine_is_exact, self._autocast = engine_is_exact, autocast
-        self._advantage, self._critic, self._reference = advantage, critic, reference
+        self._exact_engines, self._autocast, self._is_mixed = exact_engines, autocast, is_mixed
+        self._advantage, self._within_model, self._critic, self._reference = advantage, within_model, critic, reference
         optimizers: dict[Role, ModelOptimizer] = {"policy": policy_optimizer}
         optimizers |= {"critic": critic.optimizer} if critic else {}
         optimizers |= {"rollout_model": rollout_model_optimizer} if rollout_model_optimizer else {}
@@ -161,9 +166,12 @@ class JointLearner(Learner):
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
             return self._critic.compute_advantages(scored, self._precision())
-        return response_advantages(self._advantage, scored)
+        return response_advantages(self._advantage, scored, self._within_model)
 
-    def train(self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
+    def train(
+        self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
+    ) -> list[StepResult]:
+        self._runs_both = self._separate and with_rollout_model
         steps, last = self.compute_old_log_probs(mini_batches), len(mini_batches) - 1
         return [
             self.update(micro_batches, trace, self._rollout_model_each_step or index == last)
@@ -250,9 +258,7 @@ class JointLearner(Learner):
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
-        loss = joint_loss(
-            self._objective, self._rollout_objective, batch, scores, old, inputs, totals, self._max_length
-        )
+        loss = joint_loss(self._objective, self._active_objective, batch, scores, old, inputs, totals, self._max_length)
         splits = trace and loss.rollout_model_ppo.requires_grad
         split = GradientSplit(loss.rollout_model_ppo, hidden["rollout_model"]) if splits else None
         (loss.policy + loss.rollout_model).backward()
@@ -314,9 +320,16 @@ class JointLearner(Learner):
         Raises:
             ConfigError: as `check_exact`.
         """
+        if not self._is_mixed:
+            batch = replace(batch, by_policy=None)
         if self._normalizer(old) == "exact":
             check_exact(self._generated_by(self.version, batch), batch.response_mask)
         return batch_to(batch, self._device)
+
+    @property
+    def _active_objective(self) -> RolloutModelObjective | None:
+        """The rollout model's objective; None where it is not trained on this rollout batch."""
+        return self._rollout_objective if self._runs_both else None
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
         """Name how Z is estimated; not exactly where `old` holds the Z in use."""
@@ -353,10 +366,10 @@ class JointLearner(Learner):
                 gather_ids=batch.at_sampled(batch.top_ids),
                 only_log_probs=not with_reference,
             )
-            log_probs = head.policy.log_probs if self._separate else head.log_probs
+            log_probs = head.policy.log_probs if self._runs_both else head.log_probs
             wanted = self._reference if with_reference else None
             reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
-        distill = self._rollout_objective.distill if self._rollout_objective else None
+        distill = self._active_objective.distill if self._active_objective else None
         current = self._generated_by(self.version, batch)
         if budget is None:
             return token_scores(head, batch, current, lam, normalizer, distill, reference_kl)
@@ -371,11 +384,14 @@ class JointLearner(Learner):
         with self._precision():
             found = self._head.z_for_budget(*models, temperature=self._temperature, budget=budget)
         z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in found)
+        if batch.by_policy is not None:  # p_inf is the policy's own, and every ratio 1
+            own = batch.by_policy[:, None] & batch.response_mask
+            z, lam = torch.where(own, budget, z), torch.where(own, 1.0 / budget, lam)
         return replace(scores, z=known_z(z), lam=lam)
 
     def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
         """Report the weight of the distillation in this step, and set that of the next one where it is controlled."""
-        objective, control = self._rollout_objective, self._distill_control
+        objective, control = self._active_objective, self._distill_control
         if objective is None:
             return {}
         if control and steps_rollout_model:
@@ -399,9 +415,12 @@ class JointLearner(Learner):
         kept tokens, and p_training, untruncated, sums to that mass on them.
         """
         batch, at = micro.tokens, self._old_version if micro.old else self.version
-        gap = (old.rollout_model_old_log_probs.exp() - batch.rollout_log_probs.exp()).abs()
-        own = batch.response_mask & (batch.versions[..., 1] == at.rollout_model)
-        kept = (old.rollout_model_old_log_probs - batch.rollout_log_probs).exp()
+        log_probs = old.rollout_model_old_log_probs
+        if batch.by_policy is not None:
+            log_probs = torch.where(batch.by_policy[:, None], old.old_log_probs, log_probs)
+        gap = (log_probs.exp() - batch.rollout_log_probs.exp()).abs()
+        own = batch.response_mask & _has_version(batch, at)
+        kept = (log_probs - batch.rollout_log_probs).exp()
         return {
             "mismatch/engine_gap": Mean.of(gap, own),
             "mismatch/engine_gap_max": Max.of(gap, own),
@@ -418,11 +437,15 @@ class JointLearner(Learner):
         return sums
 
     def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
-        return list(self._models.items()) if self._separate else [("policy", self._models["policy"])]
+        return list(self._models.items()) if self._runs_both else [("policy", self._models["policy"])]
 
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
-        """Mark the tokens sampled from the distribution that the rollout model has in training: [B, T] bool."""
-        return (batch.versions[..., 1] == version.rollout_model) & self._engine_is_exact
+        """Mark the tokens sampled from the distribution that the model of theirs has in training: [B, T] bool."""
+        only = "rollout_model" if self._separate else "policy"
+        is_exact: bool | Tensor = only in self._exact_engines
+        if batch.by_policy is not None:
+            is_exact = torch.where(batch.by_policy[:, None], "policy" in self._exact_engines, is_exact)
+        return _has_version(batch, version) & is_exact
 
     def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
         """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
@@ -438,3 +461,11 @@ class JointLearner(Learner):
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
+
+
+def _has_version(batch: TokenBatch, version: Version) -> Tensor:
+    """Mark the tokens that were sampled with the weights that their model has in `version`: [B, T] bool."""
+    by_rollout_model = batch.versions[..., 1] == version.rollout_model
+    if batch.by_policy is None:
+        return by_rollout_model
+    return torch.where(batch.by_policy[:, None], batch.versions[..., 0] == version.policy, by_rollout_model)

@@ -63,17 +63,18 @@ class JointOptimizer:
 
         Args:
             sums: metrics of the optimizer step over all micro-batches and ranks, on the device; the count of
-                `ROLE/loss` is the denominator of the model's gradient.
+                `ROLE/loss` is the denominator of the model's gradient. A model without it has no gradient and stays.
             steps_rollout_model: False to add its gradient up further, where the rollout model does not step each time.
 
         Returns:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
-        active = [role for role in self._optimizers if role != "rollout_model" or not self._accumulator]
+        trained = [role for role in self._optimizers if f"{role}/loss" in sums]
+        active = [role for role in trained if role != "rollout_model" or not self._accumulator]
         counts = {role: sums[f"{role}/loss"].count for role in active}
         norms = {role: self._prepare(role, counts[role]) for role in active}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
-        if self._accumulator:
+        if self._accumulator and "rollout_model" in trained:
             is_finite = self._accumulator.add(sums["rollout_model/loss"].count, is_finite)
             if steps_rollout_model:
                 active.append("rollout_model")

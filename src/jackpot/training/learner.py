@@ -43,13 +43,16 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def train(self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool) -> list[StepResult]:
+    def train(
+        self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
+    ) -> list[StepResult]:
         """Take all optimizer steps on one rollout batch.
 
         Args:
             mini_batches: one for each optimizer step, each as its micro-batches.
             trace: also return what costs extra: per-token columns for saved rollouts, and how the rollout model's
                 gradient splits into its two losses.
+            with_rollout_model: False to run and train the policy alone, on rollouts of its own.
         """
 
     @abstractmethod

@@ -57,20 +57,22 @@ class Trainer:
         prompts = PromptStream(components.task, "train", config.seed)
         self._sampler = Sampler(
             config,
-            components.engine,
+            components.writers,
             components.task,
             components.tokenizer,
-            components.rollout_cost,
+            components.costs,
             prompts,
             self._clock,
             folder.event,
         )
-        self._engine_check = EngineCheck(config, components.learner, folder.event)
+        self._engine_checks = {
+            role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
+        }
         bad_steps = state["non_finite"] if state else 0
         self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, bad_steps)
         self._rollback = RollbackGuard(config, folder)
         self.rolls_back = False  # whether the run is to start again, from an earlier checkpoint
-        self._evaluator = Evaluator(components, folder, self._engine_check)
+        self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
         self.iteration = -1  # the last one that is finished; 0 is the evaluation before training
         if state is not None:
@@ -95,15 +97,20 @@ class Trainer:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
                 with self._clock("check"):
-                    self._engine_check.check_batch(parts.engine, batch.unfiltered, number)
+                    for role, check in self._engine_checks.items():
+                        own = [one for one in batch.unfiltered if one.sampled_by == role]
+                        check.check_batch(parts.writers[role], own, number)
                 with self._sampler.overlap_with_training(number + 1), self._clock("train"):
                     samples = parts.learner.compute_advantages(batch.scored)
-                    results = parts.learner.train(list(self._mini_batches(samples)), self._saves_rollouts(number))
+                    mini_batches = list(self._mini_batches(samples))
+                    trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
+                    results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
                 with self._clock("sync"):
-                    parts.send_weights(parts.engine, "rollout_model")
+                    for role, engine in parts.next_writers(number).items():
+                        parts.send_weights(engine, role)
                 with self._clock("save"):
                     self._save(number, samples, results)
-                if self._finish_steps(number, results, batch.sums | training_sums(samples, results, parts)):
+                if self._finish_steps(number, results, batch.sums | training_sums(samples, results, parts, number)):
                     self.rolls_back = not stop.requested
                     return False
             self._checkpointer.save_last(self._state())

@@ -36,7 +36,8 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "policy": load_model(policy_folder, torch.float32),
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
-    learner = make_learner(config, models, is_exact=not engine.capabilities.quantized, critic=None)
+    exact = [] if engine.capabilities.quantized else ["rollout_model"]
+    learner = make_learner(config, models, exact_engines=exact, critic=None)
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version

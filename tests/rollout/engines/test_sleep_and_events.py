@@ -70,9 +70,9 @@ def test_engines_sleep_when_there_is_nothing_to_generate(
     asleep = []
     train = JointLearner.train
 
-    def watched(learner: JointLearner, *arguments: Any) -> Any:
+    def watched(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
         asleep.append([engine.is_asleep for engine in engines])
-        return train(learner, *arguments)
+        return train(learner, *arguments, **named)
 
     monkeypatch.setattr(JointLearner, "train", watched)
     run(small_config(*overrides), tmp_path)
@@ -91,7 +91,7 @@ def test_events_of_engines_are_logged_once_with_their_iteration(engines, tmp_pat
 
 
 def test_events_before_the_run_broke_are_logged(engines, tmp_path: Path, monkeypatch) -> None:
-    def broken(learner: JointLearner, *arguments: Any) -> Any:
+    def broken(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
         engines[0].events.append({"event": "server lost", "version": [0, 0]})
         raise Killed
 

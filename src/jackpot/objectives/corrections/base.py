@@ -12,7 +12,7 @@ temperature. A sequence is never split between micro-batches.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,13 @@ class CorrectionInputs:
     advantages: Tensor  # of the policy; only corrections in `signed` read them, and those read their sign alone
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
     lam: Tensor | None = None  # the lam of each token, at which Z is, where a budget chooses it; None: the correction's
+    by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """Return the response mask, and where two models sampled, the tokens of each: [B, T] bool, by the suffix of a
+        metric's name."""
+        return {"": self.response_mask} | split_by_model(self.response_mask, self.by_policy)
 
     def lam_or(self, lam: float) -> float | Tensor:
         """Return the lam of each token, [B, T], 1 where masked; `lam` where the correction has one for all."""
@@ -60,6 +67,34 @@ class Correction:
     capped: Tensor  # bool, where the cap lowered the weight or the band rejected the token
     capped_c2: Tensor  # bool, where the cap c2 lowered p_proximal / p_target
     kappa: Tensor  # scalar, float64: the factor on Z that the weights contain; 1 where they contain none
+    kappa_of_policy: Tensor | None = None  # the same of what the policy sampled, where two models did; else None
+
+    @property
+    def kappas(self) -> "Kappas":
+        """Both factors."""
+        return Kappas(self.kappa, self.kappa_of_policy)
+
+
+class Kappas(NamedTuple):
+    """Holds the factors on Z of one optimizer step: scalars, float64."""
+
+    kappa: Tensor  # of tokens that the rollout model sampled; of all where there is no other
+    of_policy: Tensor | None = None  # of tokens that the policy sampled, where two models did
+
+    @property
+    def named(self) -> dict[str, Tensor | None]:
+        """Return both as arguments of `correction_result`."""
+        return {"kappa": self.kappa, "kappa_of_policy": self.of_policy}
+
+    def by_response(self, by_policy: Tensor | None) -> Tensor:
+        """Return the factor of each response, [B, 1], or where there is one of all, [].
+
+        Args:
+            by_policy: [B] bool, None where one model sampled all.
+        """
+        if self.of_policy is None or by_policy is None:
+            return self.kappa
+        return torch.where(by_policy[:, None], self.of_policy, self.kappa)
 
 
 class CorrectionFn(Protocol):
@@ -87,6 +122,18 @@ class CorrectionFn(Protocol):
             totals: sums over an optimizer step; {} where there are none, and then kappa is 1.
         """
         ...
+
+
+def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
+    """Split a mask [B, T] by the model that sampled a response, by the suffix of a metric's name; {} where one did all.
+
+    Args:
+        by_policy: [B] bool, None where one model sampled all.
+    """
+    if by_policy is None:
+        return {}
+    own = by_policy[:, None]
+    return {"_by_policy": mask & own, "_by_rollout_model": mask & ~own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +169,14 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Sums:
 
     Names: `acceptance` a(x); `z` the estimate that enters weights; `acceptance_minus_z`, whose mean is 0 within its
     standard error where Z is exact (a martingale difference: uncorrelated between tokens); `z_bound_width`;
-    `rollout_mass` and `target_mass` captured by the top-k sets.
+    `rollout_mass` and `target_mass` captured by the top-k sets. Where two models sampled, acceptance and Z of
+    each too, with `_by_policy` and `_by_rollout_model` behind the name.
     """
     mask, z = inputs.response_mask, inputs.z
     accepted = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, inputs.lam_or(lam))
     return {
-        "acceptance": Mean.of(accepted, mask),
-        "z": Mean.of(z.value, mask),
+        **{f"acceptance{model}": Mean.of(accepted, own) for model, own in inputs.masks.items()},
+        **{f"z{model}": Mean.of(z.value, own) for model, own in inputs.masks.items()},
         "acceptance_minus_z": Mean.of(accepted - z.value, mask),
         "z_bound_width": Mean.of(z.upper - z.lower, mask),
         "rollout_mass": Mean.of(z.rollout_mass, mask),
@@ -144,6 +192,7 @@ def correction_result(
     capped: Tensor | None = None,
     capped_c2: Tensor | None = None,
     kappa: Tensor | None = None,
+    kappa_of_policy: Tensor | None = None,
 ) -> Correction:
     """Build a `Correction` from tensors that broadcast to [B, T], masking each of them.
 
@@ -152,6 +201,7 @@ def correction_result(
         accepted: acceptance mask, bool or float; None accepts every token.
         capped, capped_c2: bool; None where there is no such cap.
         kappa: scalar, float64; None where the weights do not contain kappa.
+        kappa_of_policy: the same of tokens that the policy sampled, where two models sampled.
     """
     mask = inputs.response_mask
     ones, never = torch.ones_like(inputs.rollout_log_probs), torch.zeros_like(mask)
@@ -162,4 +212,5 @@ def correction_result(
         capped=never if capped is None else capped & mask,
         capped_c2=never if capped_c2 is None else capped_c2 & mask,
         kappa=torch.ones((), dtype=torch.float64, device=ones.device) if kappa is None else kappa,
+        kappa_of_policy=kappa_of_policy,
     )

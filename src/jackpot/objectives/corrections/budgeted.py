@@ -39,7 +39,7 @@ from jackpot.config.corrections import (
 )
 from jackpot.core.metrics import Sums
 from jackpot.objectives import obrs
-from jackpot.objectives.corrections.base import BaseCorrection, Correction, CorrectionInputs, correction_result
+from jackpot.objectives.corrections.base import BaseCorrection, Correction, CorrectionInputs, Kappas, correction_result
 
 MASKS = {
     "sampled": lambda acceptance, uniforms: obrs.accept(acceptance, uniforms).to(acceptance.dtype),
@@ -75,17 +75,24 @@ class ZWeighted(Budgeted):
         is_free_of_bias = self.settings.normalizer == "exact"
         return "none" if self.settings.kappa == "auto" and is_free_of_bias else self.settings.kappa
 
-    def _kappa_value(self, inputs: CorrectionInputs, totals: Sums) -> Tensor:
-        """kappa of the given sums, a scalar in float64; 1 with `kappa: none` or without sums."""
+    def _kappas(self, inputs: CorrectionInputs, totals: Sums) -> Kappas:
+        """kappa of the given sums; 1 with `kappa: none` or without sums."""
         device = inputs.rollout_log_probs.device
-        if self.kappa == "none" or not totals:
-            return torch.ones((), dtype=torch.float64, device=device)
-        return obrs.kappa(totals["acceptance"].total, totals["z"].total).to(device)
 
-    def _obrs_weight(self, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
+        def quotient(model: str) -> Tensor:
+            return obrs.kappa(totals[f"acceptance{model}"].total, totals[f"z{model}"].total).to(device)
+
+        if self.kappa == "none" or not totals:
+            return Kappas(torch.ones((), dtype=torch.float64, device=device))
+        if inputs.by_policy is None:
+            return Kappas(quotient(""))
+        of_policy, count = quotient("_by_policy"), totals["z_by_rollout_model"].count.to(device)
+        return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), of_policy), of_policy)
+
+    def _obrs_weight(self, inputs: CorrectionInputs, kappas: Kappas) -> Tensor:
         """kappa Z max(lam, rho), before the cap c1: [B, T]."""
         lam = inputs.lam_or(self.lam)
-        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _kappa_z(inputs, kappa), lam)
+        return obrs.weight(inputs.rollout_log_probs, inputs.target_log_probs, _kappa_z(inputs, kappas), lam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +118,10 @@ class Obrs(ZWeighted):
         return "prepass" if wanted == "auto" and self.settings.beyond_c1 == "drop" else wanted
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        kappa = self._kappa_value(inputs, totals)
+        kappas = self._kappas(inputs, totals)
         accepted = _accepted(inputs, self.lam, self.settings.mask)
-        weight = self._obrs_weight(inputs, kappa)
-        return _capped(inputs, weight, self.settings, accepted, kappa, BEYOND_C1[self.settings.beyond_c1])
+        weight = self._obrs_weight(inputs, kappas)
+        return _capped(inputs, weight, self.settings, accepted, kappas, BEYOND_C1[self.settings.beyond_c1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +134,8 @@ class ReweightOnly(ZWeighted):
     settings: ReweightOnlyCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        kappa = self._kappa_value(inputs, totals)
-        return _capped(inputs, self._obrs_weight(inputs, kappa), self.settings, None, kappa)
+        kappas = self._kappas(inputs, totals)
+        return _capped(inputs, self._obrs_weight(inputs, kappas), self.settings, None, kappas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +148,9 @@ class ZOnly(ZWeighted):
     settings: ZOnlyCorrection
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        kappa, c1 = self._kappa_value(inputs, totals), self.settings.c1
-        weight = _kappa_z(inputs, kappa)
-        return correction_result(inputs, weight.clamp(max=c1), capped=weight > c1, kappa=kappa)
+        kappas, c1 = self._kappas(inputs, totals), self.settings.c1
+        weight = _kappa_z(inputs, kappas)
+        return correction_result(inputs, weight.clamp(max=c1), capped=weight > c1, **kappas.named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +200,7 @@ def _capped(
     weight: Tensor,
     settings: OBRSCorrection | ReweightOnlyCorrection | TargetOnlyCorrection | CoinOnlyCorrection,
     accepted: Tensor | None = None,
-    kappa: Tensor | None = None,
+    kappas: Kappas | None = None,
     bound: Callable[[Tensor, float], Tensor] = BEYOND_C1["cap"],
 ) -> Correction:
     """min(weight, c1) * min(p_proximal / p_target, c2), both caps from the settings; `bound` is one of BEYOND_C1."""
@@ -204,7 +211,7 @@ def _capped(
         accepted=accepted,
         capped=weight > settings.c1,
         capped_c2=to_proximal > settings.c2,
-        kappa=kappa,
+        **(kappas.named if kappas else {}),
     )
 
 
@@ -214,6 +221,6 @@ def _accepted(inputs: CorrectionInputs, lam: float, mask: Mask) -> Tensor:
     return MASKS[mask](acceptance, inputs.uniforms)
 
 
-def _kappa_z(inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
+def _kappa_z(inputs: CorrectionInputs, kappas: Kappas) -> Tensor:
     """kappa Z in the log-probs' dtype: [B, T]."""
-    return (kappa * inputs.z.value.double()).to(inputs.rollout_log_probs.dtype)
+    return (kappas.by_response(inputs.by_policy) * inputs.z.value.double()).to(inputs.rollout_log_probs.dtype)

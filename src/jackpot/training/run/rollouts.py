@@ -83,6 +83,7 @@ def _table(
         "answer": _strings([rollout.prompt.answers for rollout in rollouts]),
         "response": _strings([decode(tokenizer, rollout.token_ids) for rollout in rollouts]),
         "finish": _strings([rollout.finish for rollout in rollouts]),
+        "sampled_by": _strings([rollout.sampled_by or "" for rollout in rollouts]),
         "reward": _numbers(np.array([item.score.reward for item in samples], dtype=np.float64)),
         "correct": _numbers(np.array(verdicts, dtype=bool), [verdict is not None for verdict in verdicts]),
         "prompt_ids": _lists([torch.tensor(rollout.prompt.token_ids, dtype=torch.int64) for rollout in rollouts]),

@@ -67,7 +67,7 @@ def show_setting(console: Console, key: str) -> None:
             print_line(console, f"  {line}")
         _show_list(console, below)
         return
-    [setting] = below
+    setting, *in_block = below
     for title, text in (
         (setting.key, ""),
         ("  values", setting.summary("values")),
@@ -78,6 +78,8 @@ def show_setting(console: Console, key: str) -> None:
         if text or title == setting.key:
             print_line(console, f"{title:<11}{text}".rstrip())
     print_line(console, f"  {setting.summary('meaning')}")
+    if in_block:
+        _show_list(console, in_block)
 
 
 def settings_page() -> str:

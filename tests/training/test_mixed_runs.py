@@ -1,0 +1,140 @@
+"""Runs in which both models generate rollouts: each its own p_inf, Z, kappa, baseline and engine check."""
+
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, train, write
+from helpers.runs import assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
+from jackpot.config.run import OptimizerConfig
+from jackpot.core.types import Score, ScoredRollout
+from jackpot.training.advantages import response_advantages
+from jackpot.training.run.folder import RunFolder
+
+POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
+LINEAR = OptimizerConfig(learning_rate=5e3, eps=1e4, max_grad_norm=1e6)  # steps of AdamW that are 0.5 times gradients
+ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
+
+
+def test_a_share_of_0_is_the_on_policy_run_bit_for_bit_and_one_of_1_is_the_run_without_a_share(tmp_path, finished_run):
+    alone = run(small_config(arm="on_policy"), tmp_path / "on_policy")
+    share = run(small_config("rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
+    ours, theirs = weights(tmp_path / "on_policy", "policy"), weights(tmp_path / "share 0", "policy")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in (
+        "policy/loss",
+        "flops/train",
+        "flops/rollout",
+        "obrs/z",
+        "mismatch/engine_gap",
+        "eval/policy_accuracy",
+    ):
+        assert [line.get(name) for line in alone] == [line.get(name) for line in share], name
+    held = tmp_path / "held"
+    run(small_config("rollout_model.share={schedule: step, hold: 9}"), held)
+    today = finished_run()
+    for role in ("policy", "rollout_model"):
+        ours, theirs = weights(held, role), weights(today, role)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for ours, theirs in zip(metrics(held), metrics(today), strict=True):
+        numbers = {name: value for name, value in theirs.items() if isinstance(value, float)}
+        assert {name: ours[name] for name in numbers} == pytest.approx(numbers, rel=1e-12)  # sums of another order
+
+
+@pytest.mark.parametrize("overrides", [(ANNEALED,), (ANNEALED, "batch.mini_batch_size=8", "rollout_model.split=group")])
+def test_an_annealed_run_that_was_killed_ends_as_one_that_was_not(tmp_path, overrides):
+    config = small_config(*overrides)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
+    run(config, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+    first, *_, last = read_lines(tmp_path / "whole")[1:]
+    assert (first["sampling/rollout_model_share"], last["sampling/rollout_model_share"]) == (1.0, 0.0)
+    assert "rollout_model/loss" in first and "rollout_model/loss" not in last  # nothing is left for it to do
+    assert last["flops/train"] / last["tokens/train"] < 0.95 * first["flops/train"] / first["tokens/train"]
+
+
+def test_every_part_of_a_mixed_run_tells_the_models_apart(tmp_path):
+    config = small_config("rollout_model.share=0.5", "batch.ahead=1", "iterations=2", "rollouts.every=1")
+    run(config, tmp_path)
+    events = RunFolder(tmp_path).read("events.jsonl")
+    assert {event["model"] for event in events if event["event"] == "engine_check"} == {"policy", "rollout_model"}
+    line = read_lines(tmp_path)[1]
+    assert line["obrs/acceptance_by_policy"] > 0.999 > 0.99 > line["obrs/acceptance_by_rollout_model"]
+    assert line["mismatch/ratio_above_10_by_policy"] == 0.0
+    assert line["flops/rollout_by_policy"] + line["flops/rollout_by_rollout_model"] == line["flops/rollout"]
+    assert line["flops/rollout_by_policy"] > 2 * line["flops/rollout_by_rollout_model"]
+    rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
+    by_prompt = {
+        row["prompt_uid"]: {one["sampled_by"] for one in rows if one["prompt_uid"] == row["prompt_uid"]} for row in rows
+    }
+    assert sorted(by_prompt.values(), key=min) == [{"policy"}] * 2 + [{"rollout_model"}] * 2
+    for row in rows:
+        assert row["sampled_by"] == "rollout_model" or min(row["z"]) > 0.999
+
+
+def written_by(role, model, seed):
+    """Rollouts whose uids no other model's rollouts have."""
+    items = write(model, prompts=3, seed=seed, num_top_log_probs=5)
+    return [replace(item, rollout=replace(item.rollout, sampled_by=role)) for item in items]
+
+
+OWN, OTHERS = written_by("policy", POLICY, 1), written_by("rollout_model", ROLLOUT_MODEL, 2)
+SETTINGS = {
+    "kappa of another pass": (dict(kappa="prepass"), 60),
+    "kappa repaired": (dict(kappa="auto", kappa_tolerance=0.0), 60),
+    "one micro-batch": (dict(kappa="auto"), 10_000),
+    "no kappa": (dict(kappa="none", mask="expected"), 60),
+    "exact": (dict(normalizer="exact", kappa="auto"), 60),
+}
+
+
+def policy_move(items, rollout_model, budget, **settings):
+    """By what the policy moves in one step, times its tokens: a sum over tokens, as the rate is linear."""
+    objective = policy_objective(**settings)
+    is_mixed = len({item.rollout.sampled_by for item in items}) > 1
+    changes = dict(optimizer=LINEAR, is_frozen=True, is_mixed=is_mixed, num_top_log_probs=5)
+    learner = make_learner(POLICY, rollout_model, objective=objective, **changes)
+    start = parameters(learner, "policy").double()
+    train(learner, batches(items, budget=budget))
+    tokens = sum(int(item.rollout.sampled_mask.sum()) for item in items)
+    return (parameters(learner, "policy").double() - start) * tokens
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_mixed_step_is_the_sum_of_what_each_models_rollouts_give_alone(name):
+    """The policy's own as in a run without a rollout model, the others as in one with nothing else, kappa included."""
+    settings, budget = SETTINGS[name]
+    own = policy_move(OWN, None, budget, **settings)
+    others = policy_move(OTHERS, ROLLOUT_MODEL, budget, **settings)
+    both = policy_move([*OWN, *OTHERS], ROLLOUT_MODEL, budget, **settings)
+    assert (both - own - others).norm() < 1e-4 * both.norm()
+    assert min(own.norm(), others.norm()) > 0.1 * both.norm()
+
+
+def test_kappa_is_each_models_own():
+    objective = policy_objective(kappa="prepass")
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, is_mixed=True, num_top_log_probs=2)
+    (result,) = train(learner, batches([*OWN, *OTHERS]))
+    (other,) = train(make_learner(POLICY, ROLLOUT_MODEL, objective=objective, num_top_log_probs=2), batches(OTHERS))
+    found = {name: entry.value.item() for name, entry in result.metrics.items() if name.startswith("obrs/kappa")}
+    assert found["obrs/kappa_by_rollout_model"] == pytest.approx(other.metrics["obrs/kappa"].value.item(), rel=1e-6)
+    assert found["obrs/kappa_by_policy"] != pytest.approx(found["obrs/kappa_by_rollout_model"], rel=1e-4)
+
+
+def test_rewards_are_compared_within_the_group_or_within_what_one_model_generated_of_it():
+    rewards = {("policy", 0): 1.0, ("policy", 1): 0.0, ("rollout_model", 0): 1.0, ("rollout_model", 1): 1.0}
+    (first, *_), items = OWN, []
+    for (role, number), reward in rewards.items():
+        rollout = replace(first.rollout, uid=f"{role}{number}", sampled_by=role)
+        items.append(ScoredRollout(rollout=rollout, score=Score(reward=reward)))
+
+    def advantages(name, baseline):
+        return [
+            float(sample.advantages[0]) for sample in response_advantages(name, items, within_model=baseline == "model")
+        ]
+
+    assert advantages("dr_grpo", "group") == pytest.approx([0.25, -0.75, 0.25, 0.25])
+    assert advantages("dr_grpo", "model") == pytest.approx([0.5, -0.5, 0.0, 0.0])
+    assert advantages("rloo", "group") == pytest.approx([1 / 3, -1.0, 1 / 3, 1 / 3])
