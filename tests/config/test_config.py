@@ -328,6 +328,13 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
             "with lam 1 even equal models are accepted at 1",
         ),
         ({"distill_control": {"metric": "acceptance"}, "objective.correction.lam": 8.0}, "are accepted at 0.125"),
+        (
+            {
+                "distill_control": {"metric": "acceptance"},
+                "objective.correction": {"budget": 0.8, "normalizer": "exact"},
+            },
+            "which objective.correction.budget holds already",
+        ),
     ],
 )
 def test_a_distillation_that_cannot_be_controlled_is_refused(changes, said):

@@ -1,18 +1,19 @@
 """`guard.rollback`: a run that collapses goes back to an earlier checkpoint and goes on with smaller steps."""
 
 import json
-from contextlib import closing
+import signal
 from pathlib import Path
 
 import pytest
 
 from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.core.errors import CheckpointError, TrainingError
-from jackpot.launch.local import launch
+from jackpot.launch.local import train_run
 from jackpot.training.collapse import fall_of
 from jackpot.training.rollback import RollbackGuard
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.training.run.rollbacks import Rollback, Rollbacks
+from jackpot.training.trainer import MetricsLine
 
 # A hundred times the quickstart's learning rate: nothing is right after one iteration.
 COLLAPSES = (
@@ -59,11 +60,15 @@ def test_without_a_checkpoint_from_before_a_collapsed_run_stops(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_or_after_its_rollback_ends_bit_equal(tmp_path: Path) -> None:
+def test_a_run_stopped_before_or_killed_after_its_rollback_ends_bit_equal(tmp_path: Path) -> None:
     config = small_config(*COLLAPSES, GUARD)
     run_and_copy(config, tmp_path / "whole", tmp_path / "after", after=3)
-    with closing(launch(config, tmp_path / "before", lambda line: None)) as trainer:
-        assert not trainer.train() and trainer.rolls_back
+
+    def interrupt(line: MetricsLine) -> None:
+        if line["iteration"] == 2:  # where the collapse is found
+            signal.raise_signal(signal.SIGINT)
+
+    assert not train_run(config, tmp_path / "before", interrupt)
     assert Rollbacks(tmp_path / "before").pending and not events(tmp_path / "before", "rollback")
     moved = tmp_path / "before" / "checkpoints" / "step-2"  # as if a kill came between the checkpoints that are moved
     (tmp_path / "before" / "superseded" / "1" / "checkpoints").mkdir(parents=True)

@@ -540,6 +540,11 @@ class Config(Strict):
             )
         control = self.rollout_model and self.rollout_model.distill_control
         most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
+        if control and control.metric == "acceptance" and getattr(self.objective.correction, "budget", None):
+            raise ValueError(
+                "rollout_model.distill_control.metric is 'acceptance', which objective.correction.budget holds already "
+                "however far apart the models are; use metric: kl"
+            )
         if control and control.metric == "acceptance" and control.target >= most:
             raise ValueError(
                 f"rollout_model.distill_control.target is {control.target:g}, and with lam "

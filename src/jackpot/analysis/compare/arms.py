@@ -151,8 +151,8 @@ def _stop_rule(plan: ComparisonPlan) -> StopRule:
         collapse = collapse_of(lines, events, run.config) if stops else None
         if collapse:
             return f"collapsed: {collapse.why}"
-        points = list(points_of(lines, run.config))
-        if plan.budget is not None and points and spent_on(points[-1], plan.unit) >= plan.budget:
+        points = list(points_of(lines, run.config)) if plan.budget is not None else []
+        if points and spent_on(points[-1], plan.unit) >= plan.budget:
             return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
         return None
 

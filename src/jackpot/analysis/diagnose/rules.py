@@ -88,6 +88,14 @@ RULES: tuple[Rule, ...] = (
         explanation="the run stopped itself; events.jsonl says why",
         suggestion="lower policy.optimizer.learning_rate or policy.optimizer.max_grad_norm and continue",
     ),
+    Rule(
+        group="bug",
+        metric="events/rollback",
+        high=0.0,
+        aggregate=latest,
+        explanation="the policy collapsed, and the run went back to an earlier checkpoint; events.jsonl says why",
+        suggestion="lower policy.optimizer.learning_rate, or set objective.correction=obrs",
+    ),
     *(
         Rule(
             group="bug",

@@ -1,0 +1,27 @@
+"""Which runs a comparison stops."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import small_config
+from jackpot.analysis.compare.arms import ComparisonPlan, _stop_rule
+from jackpot.analysis.compare.process import ArmRun
+
+FALLEN = [{"iteration": n, "eval/policy_accuracy": accuracy} for n, accuracy in enumerate((0.6, 0.0, 0.0))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "plan", "stops"),
+    [
+        ((), ComparisonPlan(), True),
+        ((), ComparisonPlan(stop_collapsed=False), False),
+        (("guard.rollback={}",), ComparisonPlan(), False),
+    ],
+)
+def test_a_collapsed_run_is_stopped_unless_its_own_guard_takes_it_back(overrides, plan, stops) -> None:
+    run = ArmRun(
+        arm="a", seed=0, folder=Path("a"), log=Path("a.log"), config=small_config("evaluation.problems=64", *overrides)
+    )
+    why = _stop_rule(plan)(run, FALLEN, [])
+    assert (why is not None and why.startswith("collapsed: 0.0% right at iteration 1")) == stops
