@@ -57,7 +57,9 @@ SKIPPED = of_learner(
 AGES = of_learner(
     "fill_ins_are_used_only_while_the_writing_weights_are_in_training",
     "the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others",
+    "the_kept_mass_is_that_of_the_tokens_which_the_engine_may_sample",
 )
+STEP_SIZE = of_learner("the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size")
 STEP = of_learner(
     "a_single_step_needs_no_scores_of_its_own_and_costs_no_extra_forward",
     "old_log_probs_of_several_steps_are_those_before_the_first_update",
@@ -68,6 +70,10 @@ FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [f"objectives/obrs.py::{name}" for name in ("acceptance", "accept", "log_kept_mass", "exact_z", "weight")],
         ("objectives/test_obrs.py", *CORRECTIONS),
+    ),
+    "objectives/kernels/linear_head.py::LinearHead.z_for_budget": of_learner(
+        "a_budget_chooses_the_lam_of_every_position_so_that_z_is_the_budget",
+        "a_budget_rejects_evenly_what_the_policy_itself_generated",
     ),
     "objectives/obrs.py::topk_z": ("objectives/test_topk_z.py",),
     "objectives/obrs.py::kappa": CORRECTIONS,
@@ -84,7 +90,7 @@ FORMULAS = {  # "file::function": tests
     "objectives/losses.py::k2": ("objectives/test_regularizers.py",),
     "objectives/losses.py::k3": ("objectives/test_regularizers.py",),
     **dict.fromkeys(
-        [f"objectives/advantages.py::{name}" for name in ("grpo", "dr_grpo", "rloo", "gae")],
+        [f"objectives/advantages.py::{name}" for name in ("grpo", "dr_grpo", "rloo", "opo", "gae")],
         ("objectives/test_advantages.py",),
     ),
     **dict.fromkeys(
@@ -110,7 +116,7 @@ FORMULAS = {  # "file::function": tests
         ],
         REPAIR,
     ),
-    "training/joint_optimizer.py::JointOptimizer.step": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::JointOptimizer.step": (ROLLOUT_MODEL_STEPS, *STEP_SIZE),
     "training/joint_optimizer.py::JointOptimizer._prepare": (ROLLOUT_MODEL_STEPS,),
     "training/joint_optimizer.py::JointOptimizer._reason_to_skip": (*SKIPPED, ROLLOUT_MODEL_STEPS),
     "training/joint_learner.py::JointLearner.train": (ROLLOUT_MODEL_STEPS,),
