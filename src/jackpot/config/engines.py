@@ -45,12 +45,27 @@ class _Engine(Strict):
     """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one."""
 
 
+class DraftConfig(Strict):
+    """Settings of drafts: the rollout model proposes tokens, and the policy accepts or replaces them, several in one
+    forward pass (arXiv 2211.17192, 2302.01318). The responses are the policy's."""
+
+    tokens: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = 4
+    """Tokens that are proposed before each forward pass of the policy; auto: from 4 on, two more after a pass that
+    accepted all and one less after one that did not, for each response on its own, 1 to 16."""
+    lam: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """A draft x of the rollout model's distribution q is accepted with probability min(1, p(x) / (lam q(x))). With 1
+    the tokens have the policy's distribution p; a smaller number accepts more, and the log-probs that are reported are
+    those of the distribution that drew the token, between p and q."""
+
+
 class TransformersEngineConfig(_Engine):
     """Hugging Face transformers decodes in the learner's process. It runs everywhere."""
 
     name: Literal["transformers"] = "transformers"
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention kernel: torch's fused one where the model supports it, or plain matrix products."""
+    draft: DraftConfig | None = None
+    """Have the rollout model draft the tokens that the policy generates; null: the policy generates them alone."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 

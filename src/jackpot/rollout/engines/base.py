@@ -102,6 +102,10 @@ class Engine(ABC):
         """
         return []
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return and forget the engine's own metrics since the last call, by name, of responses that are finished."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Free the model. Closing twice is allowed; any other call after it raises EngineError."""

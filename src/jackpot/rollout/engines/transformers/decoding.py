@@ -198,10 +198,13 @@ class DecodingBatch:
         if not is_finite.all():
             step = int(is_finite.all(dim=1).int().argmin())
             row = int(self._rows[~is_finite[step]].min())
-            raise EngineError(
-                f"the model gave no finite distribution for token {self._num_generated + step} of "
-                f"{self._all_requests[row].uid} at {self._version}; look for NaN in the weights that were sent last"
-            )
+            raise self._no_distribution(row, self._num_generated + step)
+
+    def _no_distribution(self, row: int, token: int) -> EngineError:
+        return EngineError(
+            f"the model gave no finite distribution for token {token} of {self._all_requests[row].uid} at "
+            f"{self._version}; look for NaN in the weights that were sent last"
+        )
 
     def _take(self, records: Tensor) -> list[Rollout]:
         """Keep the draws [N, 2 + 2K] of a step; remove and return the rows that this finished."""
@@ -215,11 +218,15 @@ class DecodingBatch:
         is_finished = is_stop | (self._limits[self._rows] == self._num_generated)  # [N]
         if not is_finished.any():
             return []
-        finished = self._rollouts(self._rows[is_finished], is_stop[is_finished])
+        finished = self._rollouts(self._rows[is_finished], self._num_generated, is_stop[is_finished])
+        self._remove(is_finished)
+        return finished
+
+    def _remove(self, is_finished: Tensor) -> None:
+        """Remove the rows where `is_finished` [N] is True, once their rollouts are made."""
         order = _compaction(~is_finished)
         self._reorder(order)
         self._rows = self._rows[order]  # last: after an error before this line `requests` has the finished ones too
-        return finished
 
     def _reorder(self, order: Tensor) -> None:
         """Replace row i of the model's rows by the old row `order[i]`; the others leave."""
@@ -228,9 +235,9 @@ class DecodingBatch:
             self._runner.reorder(on_device)
             self._last_tokens, self._keys = self._last_tokens[on_device], self._keys[on_device]
 
-    def _rollouts(self, rows: Tensor, is_stop: Tensor) -> list[Rollout]:
-        """Return the rollouts of rows [F] that end now, with all tokens so far; True in `is_stop` [F]: a stop token."""
-        draw = _unpack(self._records[rows, : self._num_generated])
+    def _rollouts(self, rows: Tensor, length: int, is_stop: Tensor) -> list[Rollout]:
+        """Return the rollouts of rows [F] that end with `length` tokens; True in `is_stop` [F]: with a stop token."""
+        draw = _unpack(self._records[rows, :length])
         versions = torch.tensor(self._version).expand(*draw.tokens.shape, 2)
         columns = (*draw, torch.ones_like(draw.tokens, dtype=torch.bool), versions.contiguous())
         return [

@@ -8,7 +8,7 @@ in a million tokens in float32, far more often in bfloat16.
 
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.engines import TransformersEngineConfig, is_quantized
+from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
@@ -28,6 +28,7 @@ from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.in_flight import InFlightRequests
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
+from jackpot.rollout.engines.transformers.drafting import DraftCounts, DraftedBatch
 from jackpot.rollout.engines.transformers.static_decoding import (
     GraphCapture,
     StaticBatch,
@@ -53,6 +54,7 @@ class TransformersEngine(Engine):
         *,
         eos_token_ids: Sequence[int],
         version: Version,
+        drafter: "TransformersEngine | None" = None,
     ) -> None:
         """Take over a loaded model and prepare it as the settings say.
 
@@ -63,10 +65,12 @@ class TransformersEngine(Engine):
                 prompt and 1.5 times the longest response so far. Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
+            drafter: the engine whose model proposes tokens as `settings.draft` says, with the weights that it holds at
+                the time; None: this engine's model generates alone.
 
         Raises:
-            EngineError: weights of several dtypes, no context length in the config, or a model that cannot be quantized
-                as the settings say.
+            EngineError: weights of several dtypes, no context length in the config, a model that cannot be quantized as
+                the settings say, or a drafter whose model or attention does not allow drafts.
             ModelError: an output layer that is not supported.
         """
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -76,10 +80,12 @@ class TransformersEngine(Engine):
         self._settings = settings
         self._weights: ModelWeights | None = ModelWeights(model, settings.quantization)
         self._model: PreTrainedModel | None = model.eval()
+        self._draft = drafter and _draft_model(model, drafter)
+        self._draft_counts = DraftCounts()
         self._capabilities = Capabilities(
             vocab_size=output_layer(model).out_features,
             num_top_log_probs=output_layer(model).out_features,
-            max_model_len=int(context),
+            max_model_len=min(int(context), drafter.capabilities.max_model_len) if drafter else int(context),
             quantized=is_quantized(settings),
             dtype=self._weights.dtype,
             device=model.device.type,
@@ -87,7 +93,9 @@ class TransformersEngine(Engine):
         self._events = self._weights.events
         self._capture: GraphCapture | None = None  # None: `DecodingBatch` decodes
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
-        if not is_eager and decodes_statically(model):
+        if not is_eager and drafter is not None:
+            self._events.append(decoding_event("growing", False, "rows accept different numbers of drafts"))
+        elif not is_eager and decodes_statically(model):
             self._capture = GraphCapture(model.device.type)
         elif not is_eager:
             why = f"{type(model).__name__} with these settings has no attention for it"
@@ -160,8 +168,13 @@ class TransformersEngine(Engine):
             source.clear()
         return events
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of drafts (docs/metrics.md), where the engine has a drafter."""
+        counts, self._draft_counts = self._draft_counts, DraftCounts()
+        return counts.metrics()
+
     def close(self) -> None:
-        self._model = self._weights = self._batch = None
+        self._draft = self._model = self._weights = self._batch = None
         self._queue.clear()
         self._in_flight.clear()
 
@@ -190,8 +203,31 @@ class TransformersEngine(Engine):
         alike = takewhile(lambda request: batch_settings(request.sampling) == shared, self._queue)
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
-        make = DecodingBatch if self._capture is None else partial(StaticBatch, capture=self._capture)
+        make: Callable[..., DecodingBatch] = DecodingBatch
+        if self._draft is not None:
+            settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
+            make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
+        elif self._capture is not None:
+            make = partial(StaticBatch, capture=self._capture)
         batch = make(self._check_open(), requests, self._eos_token_ids, max_model_len, self._version)
         for _ in requests:
             self._queue.popleft()
         return batch
+
+
+def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
+    """Return the model of the engine that drafts for `model`, or raise EngineError where it cannot."""
+    draft = drafter._check_open()
+    for role, one in {"policy": model, "rollout model": draft}.items():
+        if not decodes_statically(one):
+            raise EngineError(
+                f"the {role} {type(one).__name__} has no attention for rows of different lengths, which drafts need; "
+                f"set engine.attn_implementation=sdpa and engine.kv_cache_dtype=null, or leave engine.draft out"
+            )
+    sizes = output_layer(model).out_features, output_layer(draft).out_features
+    if sizes[0] != sizes[1]:
+        raise EngineError(
+            f"the output layers of policy and rollout model differ in size, {sizes[0]} and {sizes[1]}; drafts need one "
+            f"vocabulary"
+        )
+    return draft

@@ -93,6 +93,42 @@ class BatchKVCache(Cache):
             layer.reorder_cache(beam_idx, moved)
 
 
+class RaggedKVLayer(BatchKVLayer):
+    """Holds keys and values of rows of different lengths, each token in the column of its position.
+
+    Columns behind the last token of a row are what was there before, or 0; a mask hides them.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, max_length: int) -> None:
+        """Take over keys and values, [N, heads, S, D] each."""
+        super().__init__(max_length)
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self._rows, self._length = len(keys), keys.shape[2]
+
+    def write_at(self, columns: Tensor, length: int) -> None:
+        """Say where the next call of `update` writes.
+
+        Args:
+            columns: [N, T] int64.
+            length: columns of the cache that attention reads from now on; at least 1 + the last column of any row.
+        """
+        if length > self.keys.shape[2]:
+            self._reallocate(slice(0, self._rows), self._length)
+        self._columns, self._length = columns, length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, [N, heads, T, D] each; return all, as views that the next call overwrites."""
+        index = self._columns[:, None, :, None].expand_as(key_states)
+        self.keys[: self._rows].scatter_(2, index, key_states)
+        self.values[: self._rows].scatter_(2, index, value_states)
+        return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
+
+    def _grown(self, states: Tensor) -> Tensor:
+        buffer = super()._grown(states)
+        buffer[:, :, states.shape[2] :] = 0.0  # attention reads what its mask hides: it must be finite
+        return buffer
+
+
 def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | DynamicCache:
     """Return an empty cache for rows of at most `max_length` tokens, prompts included.
 

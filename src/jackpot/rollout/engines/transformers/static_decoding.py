@@ -27,7 +27,7 @@ from jackpot.rollout.engines.transformers.kv_cache import grown_length
 
 STEPS = 8  # tokens of a row between two waits
 _FEW_ROWS = 8  # no row leaves a batch of so few: reading the weights takes most of their step
-_STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
+STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
 
 Step = Callable[[], None]
 
@@ -41,12 +41,31 @@ def static_attention(
     static_masks: list[Tensor],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `grouped_attention` with the mask of the layer, out of `static_masks`: [N, 1, 1, S] for each."""
+    """Compute `grouped_attention` with the mask of the layer, out of `static_masks`, as of `layer_masks`."""
     options.pop("sliding_window", None)  # the mask has it
     return grouped_attention(module, query, key, value, static_masks[module.layer_idx], **options)
 
 
-AttentionInterface.register(_STATIC, static_attention)
+AttentionInterface.register(STATIC, static_attention)
+
+
+def layer_masks(
+    first: Tensor, last: Tensor, columns: int, windows: list[int | None], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return what each layer's attention adds to its scores, [N, 1, T, S]: 0, or -inf for keys outside its window.
+
+    Args:
+        first, last: the columns between which a query sees keys, both included, [N or 1, T or 1].
+        columns: S.
+        windows: of each layer, as of `layer_windows`; those with equal windows share one tensor.
+    """
+    places, last = torch.arange(columns, device=last.device), last[..., None]
+    hidden = (places < first[..., None]) | (places > last)
+    made: dict[int | None, Tensor] = {}
+    for window in set(windows):
+        far = hidden if window is None else hidden | (places <= last - window)
+        made[window] = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)[:, None]
+    return [made[window] for window in windows]
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
@@ -179,27 +198,16 @@ class StaticBatch(DecodingBatch):
         """Generate one token in every row; all is read and written in place, and nothing waits for the device."""
         column, model = self._column, self._model
         positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the end
-        with AttentionSet(model.config.get_text_config(), _STATIC):
+        with AttentionSet(model.config.get_text_config(), STATIC):
             states = backbone(model)(
                 input_ids=self._last_tokens[:, None],
                 position_ids=positions[:, None],
                 past_key_values=self._cache,
                 use_cache=True,
-                static_masks=self._masks(),
+                static_masks=layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype),
             ).last_hidden_state
         draws = uniforms(self._keys, column + (1 - self._prompt_length))
         draw = draw_tokens(head_logits(model, states[:, -1]), draws, **self._settings._asdict())
         self._last_tokens.copy_(draw.tokens)
         self._draws.copy_(torch.cat([self._draws[1:], pack_draw(draw)[None]]))
         column.add_(1)
-
-    def _masks(self) -> list[Tensor]:
-        """Return what each layer's attention adds to its scores, [N, 1, 1, S], one tensor for each window."""
-        columns = torch.arange(self._room, device=self._column.device)
-        hidden = (columns < self._padding[:, None]) | (columns > self._column)
-        made: dict[int | None, Tensor] = {}
-        for window in set(self._windows):
-            far = hidden if window is None else hidden | (columns <= self._column - window)
-            mask = torch.zeros(far.shape, dtype=self._model.dtype, device=far.device)
-            made[window] = mask.masked_fill_(far, -torch.inf)[:, None, None]
-        return [made[window] for window in self._windows]

@@ -1,0 +1,63 @@
+"""Speculative sampling (arXiv 2211.17192, 2302.01318): one model drafts tokens, another one accepts or replaces them.
+
+A draft x ~ q is accepted with a(x) = min(1, p(x) / (lam q(x))), and replaced otherwise by a token of the residual
+distribution r = (p - q a)+ / sum (p - q a)+. The token that stands there is then drawn from
+
+    m = q a + (1 - sum q a) r,   with q a = min(q, p / lam).
+
+At lam = 1 it is p: the residual is all that is missing from it. With lam < 1 more drafts are accepted and m is not p;
+(p - q a)+ is (p - q)+ for every lam up to 1. Torch only, pure.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jackpot.models.sampling import sample_tokens
+
+
+class Verdict(NamedTuple):
+    """What became of the draft in each of `N` places."""
+
+    accepted: Tensor  # [N] bool
+    others: Tensor  # [N] int64, the token that stands in the place of a draft that was not accepted, or of none
+    log_probs: Tensor  # [N, V], m: nats
+
+
+def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:
+    """Accept or replace the draft in each of `N` places that do not depend on each other.
+
+    Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where it is NaN.
+
+    Args:
+        log_probs: log p, [N, V].
+        draft_probs: q, [N, V].
+        drafts: [N] int64, drawn from q.
+        uniforms: [N, 2] float64 in [0, 1), of the acceptance and of the other token.
+        lam: in (0, 1]; 1 is exact.
+    """
+    probs, index = log_probs.exp(), drafts[:, None]
+    chosen = draft_probs.gather(1, index)  # [N, 1]
+    is_draft = chosen > 0.0
+    accepted = is_draft & (uniforms[:, :1] * lam * chosen < probs.gather(1, index))
+    residual = (probs - draft_probs).clamp_(min=0.0)
+    is_empty = ~(residual.sum(-1, keepdim=True) > 0.0)  # also where the draft is NaN
+    residual = torch.where(is_empty, probs, residual)
+    others = sample_tokens(residual, uniforms[:, 1])
+    if lam < 1.0:
+        kept = torch.minimum(draft_probs, probs / lam)
+        rejected = (draft_probs - kept).sum(-1, keepdim=True)  # 1 - sum kept, without its rounding
+        mixed = kept + rejected * residual / residual.sum(-1, keepdim=True)
+        log_probs = torch.where(is_draft, mixed.log(), log_probs)
+    return Verdict(accepted[:, 0], others, log_probs)
+
+
+def tokens_per_verification(acceptance: float, drafted: int) -> float:
+    """Return the expected tokens of one pass that verifies drafts, (1 - alpha^(k+1)) / (1 - alpha).
+
+    Args:
+        acceptance: alpha, the probability that a draft is accepted where those before it were, in [0, 1].
+        drafted: k, the drafts that the pass verifies.
+    """
+    return sum(acceptance**count for count in range(drafted + 1))

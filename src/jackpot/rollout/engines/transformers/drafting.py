@@ -1,0 +1,264 @@
+"""Decode a batch with drafts: a second model proposes the next tokens of every row, and one forward pass verifies them.
+
+Rows accept different numbers of drafts and so have different lengths. In the caches of both models a token stands in
+the column of its position, where the next pass overwrites a rejected one; no query sees a column behind its own.
+
+Shapes: `R` rows at the start, `N` of them unfinished, `k` most drafts of a row, `S` columns of a cache, `D` size of a
+head, `V` vocabulary, `K` top log-probs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.config.engines import DraftConfig
+from jackpot.core.prng import fold_in, key_tensor, uniforms
+from jackpot.core.types import Rollout
+from jackpot.models.drafts import verify
+from jackpot.models.forward import backbone, head_logits, output_layer
+from jackpot.models.packed_attention import AttentionSet, layer_windows
+from jackpot.models.sampling import Draw, sample_tokens, sampling_log_probs
+from jackpot.objectives.kernels.topk import top_k as largest
+from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRunner, pack_draw, threads_for
+from jackpot.rollout.engines.transformers.kv_cache import RaggedKVLayer
+from jackpot.rollout.engines.transformers.static_decoding import STATIC, layer_masks
+
+_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # of a row whose number of drafts follows what is accepted
+_MAX_PROBS = 2**26  # numbers of distributions [.., V] that are verified at once
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts what drafts are worth and what they cost, over responses."""
+
+    tokens: int = 0  # generated
+    passes: int = 0  # of a row through the policy, that of its prompt too
+    verifications: int = 0  # those of these passes that verified drafts
+    verified: int = 0  # tokens that they gave, the one behind the last accepted draft too
+    judged: int = 0  # drafts before which all were accepted
+    accepted: int = 0  # of these
+    read_alone: int = 0  # tokens that the policy reads to generate the same responses alone
+    read_by_policy: int = 0
+    read_by_draft: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of drafts by name; none where nothing was generated."""
+        if not self.tokens:
+            return {}
+        return {
+            "draft/accepted_length": self.verified / self.verifications if self.verifications else math.nan,
+            "draft/acceptance": self.accepted / self.judged if self.judged else math.nan,
+            "draft/policy_passes_per_token": self.passes / self.tokens,
+            "draft/policy_reads": self.read_by_policy / self.read_alone,
+            "draft/draft_reads": self.read_by_draft / self.read_alone,
+        }
+
+
+class RaggedRunner:
+    """Runs tokens of rows of different lengths through a model, each row behind what the cache holds of it."""
+
+    def __init__(self, model: PreTrainedModel, prompts: ModelRunner) -> None:
+        """Take over the cache of a runner that has read the prompts, for a model that `decodes_statically`."""
+        self._model, self._windows, self._cache = model, layer_windows(model.config), prompts.cache
+        width, padding = prompts.length, prompts.length - prompts.positions  # [N]
+        columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)  # [N, S]
+        for number, layer in enumerate(self._cache.layers):
+            states = [
+                one[: len(columns), :, :width].take_along_dim(columns[:, None, :, None], dim=2)
+                for one in (layer.keys, layer.values)
+            ]
+            self._cache.layers[number] = RaggedKVLayer(*states, prompts.max_length)
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run tokens [N, T] at positions [N, T], which are on the CPU; return the hidden states that predict the next
+        tokens, [N, T, H]."""
+        length, positions = int(positions.max()) + 1, positions.to(tokens.device)
+        for layer in self._cache.layers:
+            layer.write_at(positions, length)
+        first = torch.zeros_like(positions[:, :1])
+        with AttentionSet(self._model.config.get_text_config(), STATIC):
+            return backbone(self._model)(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                static_masks=layer_masks(first, positions, length, self._windows, self._model.dtype),
+            ).last_hidden_state
+
+    def reorder(self, order: Tensor) -> None:
+        """Replace row i by the old row `order[i]`; rows not in `order` leave the batch."""
+        self._cache.reorder_cache(order)
+
+
+class DraftedBatch(DecodingBatch):
+    """Decodes as `DecodingBatch`, several tokens of a row a call; the prompts and the first token it leaves to that.
+
+    The draft of token t, its acceptance and the token in its place have uniforms of their own, hashed from the seed and
+    t. How many tokens a row drafts depends on that row alone, so a response does not depend on its batch.
+    """
+
+    def __init__(self, *arguments: Any, draft: PreTrainedModel, settings: DraftConfig, counts: DraftCounts) -> None:
+        """Take the arguments of a `DecodingBatch`.
+
+        Args:
+            draft: model that proposes tokens; it and the model that verifies them both `decodes_statically`.
+            counts: what the drafts of these responses are worth is added to it.
+        """
+        super().__init__(*arguments)
+        self._draft_model, self._lam, self._counts = draft, settings.lam, counts
+        self._follows_acceptance = settings.tokens == "auto"
+        self._wanted = torch.full_like(self._limits, _FIRST_DRAFTS if self._follows_acceptance else settings.tokens)
+        self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
+        seeds = [request.seed for request in self._all_requests]
+        keys = [key_tensor([fold_in(use, seed) for seed in seeds]) for use in ("draft", "accept draft", "token")]
+        self._streams = torch.stack(keys, dim=1)  # [R, 3], of uniforms
+        self._policy: RaggedRunner | None = None  # None before the second call
+
+    @torch.no_grad()
+    def step(self) -> list[Rollout]:
+        """Generate the first token of every row, later up to k + 1; remove and return the rows that this finished."""
+        with threads_for(len(self._rows) * self._model.num_parameters()):
+            if not self._num_generated:
+                self._counts.passes += len(self._rows)
+                self._counts.tokens += len(self._rows)
+                self._counts.read_alone += int(self._prompt_lengths.sum())
+                self._counts.read_by_policy += int(self._prompt_lengths.sum())
+                return super().step()
+            if self._policy is None:
+                self._start()
+            room = self._limits[self._rows] - self._lengths[self._rows] - 1
+            drafted = torch.minimum(self._wanted[self._rows], room)  # [N]
+            records = self._verify(*self._propose(drafted)).cpu()  # the only transfer of a call to the CPU
+        return self._take_verified(records, drafted)
+
+    def _start(self) -> None:
+        """Have the draft read the prompts, and take over the caches of both models."""
+        prompts = [request.prompt.token_ids for request in self._all_requests]
+        reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
+        reader.prefill()
+        self._last_position = min(self._runner.max_length - 1, self._max_position)
+        self._policy, self._draft = RaggedRunner(self._model, self._runner), RaggedRunner(self._draft_model, reader)
+        del self._runner
+        self._lengths = torch.ones_like(self._limits)  # [R], generated tokens
+        self._tail = torch.stack(
+            [torch.tensor([one[-1] for one in prompts]), self._records[:, 0, 0].long()], dim=1
+        )  # [R, 2]
+        self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
+
+    def _reorder(self, order: Tensor) -> None:
+        if self._policy is None:
+            super()._reorder(order)
+        elif len(order):
+            for runner in (self._policy, self._draft):
+                runner.reorder(order.to(self._model.device))
+
+    def _positions(self, first: int, last: int) -> Tensor:
+        """Return positions counted from the last token of each row, [N, last - first + 1].
+
+        A row that drafts less than others gets positions beyond its end, where nothing is read that counts.
+        """
+        ends = self._prompt_lengths[self._rows, None] + self._lengths[self._rows, None] - 1
+        return (ends + torch.arange(first, last + 1)).clamp(max=self._last_position)
+
+    def _uniforms(self, stream: int, first: int, last: int) -> Tensor:
+        """Return the uniforms of the next tokens, [N, last - first + 1], counted from the first one without a draw."""
+        tokens = self._lengths[self._rows, None] + torch.arange(first, last + 1)
+        return uniforms(self._streams[self._rows, stream, None], tokens).to(self._model.device)
+
+    def _log_probs(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        settings = self._settings
+        return sampling_log_probs(head_logits(model, hidden), settings.temperature, settings.top_k, settings.top_p)
+
+    def _propose(self, drafted: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft tokens, [N, k + 1], from distributions [N, k + 1, V] that are 0 where a row drafts nothing, as in the
+        last place.
+
+        At first the last two tokens are read: after a pass that accepted all drafts, the draft's cache lacks one.
+        """
+        model, device = self._draft_model, self._model.device
+        tokens = self._tail[self._rows].to(device)
+        nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
+        drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
+        for number in range(int(drafted.max())):
+            hidden = self._draft(tokens, self._positions(number - (number == 0), number))[:, -1]
+            distribution = self._log_probs(model, hidden).exp_()
+            tokens = sample_tokens(distribution, self._uniforms(0, number, number)[:, 0])[:, None]
+            is_drafted = (drafted > number)[:, None].to(device)
+            drafts.insert(-1, tokens)
+            probs.insert(-1, torch.where(is_drafted, distribution, nothing))
+        return torch.cat(drafts, dim=1), torch.stack(probs, dim=1)
+
+    def _verify(self, drafts: Tensor, probs: Tensor) -> Tensor:
+        """Return the token in each place, as if all drafts before it were accepted: [N, k + 1, 3 + 2K], packed draws
+        and at last 1 where it is the draft.
+
+        Args:
+            drafts, probs: as of `_propose`.
+        """
+        last = drafts.shape[1] - 1
+        tokens = torch.cat([self._tail[self._rows, 1:].to(drafts.device), drafts[:, :-1]], dim=1)
+        hidden = self._policy(tokens, self._positions(0, last))
+        random = torch.stack([self._uniforms(1, 0, last), self._uniforms(2, 0, last)], dim=-1)  # [N, k + 1, 2]
+        flat = [
+            one.flatten(0, 1).split(max(1, _MAX_PROBS // probs.shape[-1])) for one in (hidden, probs, drafts, random)
+        ]
+        return torch.cat([self._judge(*parts) for parts in zip(*flat, strict=True)]).unflatten(0, drafts.shape)
+
+    def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
+        """Return some rows of `_verify`, flat."""
+        verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
+        tokens = torch.where(verdict.accepted, drafts, verdict.others)
+        top = largest(verdict.log_probs, self._settings.num_top_log_probs)
+        log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
+        return torch.cat([pack_draw(Draw(tokens, log_probs, top[1], top[0])), verdict.accepted[:, None].int()], dim=1)
+
+    def _take_verified(self, records: Tensor, drafted: Tensor) -> list[Rollout]:
+        """Keep each row's tokens up to the first that is not a draft; remove and return the rows that this finished.
+
+        Args:
+            records: as of `_verify`, on the CPU.
+            drafted: [N], the tokens that each row drafted.
+        """
+        rows, places = self._rows, torch.arange(records.shape[1])
+        tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
+        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (places <= accepted[:, None])
+        has_stop = is_stop.any(dim=1)
+        taken = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N]
+        row, place = (places < taken[:, None]).nonzero(as_tuple=True)
+        draws, at = records[row, place, :-1], self._lengths[rows[row]] + place
+        if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
+            first = int(is_finite.int().argmin())
+            raise self._no_distribution(int(rows[row[first]]), int(at[first]))
+        self._records[rows[row], at] = draws
+        read = torch.cat([self._tail[rows, 1:], tokens], dim=1)
+        self._tail[rows] = read.gather(1, taken[:, None] - torch.tensor([1, 0]))
+        self._lengths[rows] += taken
+        self._count(drafted, accepted, taken)
+        if self._follows_acceptance:
+            grown = torch.where(accepted == drafted, drafted + 2, drafted - 1)
+            self._wanted[rows] = grown.clamp(1, _MOST_DRAFTS)
+        is_finished = has_stop | (self._limits[rows] == self._lengths[rows])
+        finished: list[Rollout] = []
+        for length in self._lengths[rows[is_finished]].unique().tolist():
+            ended = is_finished & (self._lengths[rows] == length)
+            finished += self._rollouts(rows[ended], length, has_stop[ended])
+        if finished:
+            self._remove(is_finished)
+        return finished
+
+    def _count(self, drafted: Tensor, accepted: Tensor, taken: Tensor) -> None:
+        """Count one pass of the policy; all [N]."""
+        counts, verifies = self._counts, drafted > 0
+        counts.tokens += int(taken.sum())
+        counts.passes += len(taken)
+        counts.verifications += int(verifies.sum())
+        counts.verified += int(taken[verifies].sum())
+        counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
+        counts.accepted += int(accepted.sum())
+        counts.read_alone += int(taken.sum())
+        counts.read_by_policy += int(drafted.sum()) + len(drafted)
+        counts.read_by_draft += int(drafted[verifies].sum() + verifies.sum())
