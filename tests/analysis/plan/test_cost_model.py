@@ -16,6 +16,7 @@ from jackpot.analysis.plan.cost_model import (
     STEP_SECONDS,
     TRAINING_SHARE,
     WEIGHT_BYTES_PER_SECOND,
+    Drafts,
     EngineSpeed,
     Gpu,
     Hours,
@@ -210,3 +211,28 @@ def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
     lengths = Lengths(prompt=1024, mean=128, limit=128)
     engine = EngineSpeed(model=model, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
     assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)
+
+
+DRAFT = ModelCost(parameters=20, trained=20, body=3, head=1, pair=1, cache=2)
+
+
+@pytest.mark.parametrize("bandwidth", [50.0, 1e9], ids=["limited by memory", "limited by operations"])
+def test_a_pass_over_drafts_costs_more_and_gives_more_tokens(bandwidth: float) -> None:
+    gpu = GPU._replace(bandwidth=bandwidth)
+    drafts = Drafts(DRAFT, tokens=2, acceptance=0.5)
+    given = 1 + 0.5 + 0.25  # tokens of a pass
+    pairs = 5 * 3 + 5 * 5 / 2  # of a response token and one before it, of one sequence
+    passes = 5 / given  # all four sequences at once
+    moved = passes * (100 + 2 * 20) + 4 * pairs * (6 + 2 * 2) / given
+    flops = 4 * 3 * ((14 + 4) * 5 + (2 + 1) * pairs) / given
+    prefill = 4 * ((10 + 3) * 3 + (2 + 1) * 9 / 2 + 4 + 1)
+    speed = GPU.bf16 * GENERATION_SHARE
+    decoding = max(flops / speed, moved * 2 / (bandwidth * BANDWIDTH_SHARE))
+    expected = decoding + 3 * passes * STEP_SECONDS + prefill / speed
+    assert writing(drafts=drafts).seconds(4, FIXED, gpu) == pytest.approx(expected)
+
+
+def test_drafts_need_room_for_the_keys_of_both_models() -> None:
+    room = 2.5 * 6 * 2 * (3 + 25 / 10)  # of two and a half sequences of the model alone
+    alone, drafted = writing(cache_bytes=room), writing(cache_bytes=room, drafts=Drafts(DRAFT, 2, 0.5))
+    assert drafted.concurrent(100, FIXED) == pytest.approx(alone.concurrent(100, FIXED) * 6 / 8)

@@ -106,6 +106,18 @@ def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
 
 
 @pytest.mark.slow
+def test_each_way_to_generate_stands_beside_the_run() -> None:
+    found = planned("joint_8b", "jackpot").stated
+    small, halves, drafted, alone = found.by_writer.values()
+    assert small.iterations == pytest.approx(found.hours.iterations)
+    assert alone == pytest.approx(found.alone)  # one optimizer step on a batch, as on-policy
+    assert small.generation < drafted.generation < alone.generation
+    assert drafted.training == small.training > alone.training
+    assert halves.generation < small.generation + alone.generation
+    assert planned("joint_8b", "on_policy").stated.by_writer == {}
+
+
+@pytest.mark.slow
 def test_what_on_policy_would_take_is_what_the_arm_on_policy_takes() -> None:
     joint, alone = planned("joint_8b", "jackpot").stated, planned("joint_8b", "on_policy").stated
     assert joint.alone.generation == pytest.approx(alone.hours.generation, rel=1e-6)

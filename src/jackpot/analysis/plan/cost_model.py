@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jackpot.models.drafts import tokens_per_verification
+
 
 class Gpu(NamedTuple):
     """Holds the data sheet of a GPU. Drivers report 5 to 7 % more memory, used by CUDA's context and fragmentation."""
@@ -51,6 +53,9 @@ MEAN_RESPONSE_SHARE, LEAST_MEAN_RESPONSE = 0.25, 200
 mathematics with a limit of 8,192 tokens generate one to three thousand; on GSM8K some 200 at any limit."""
 MEAN_PROMPT = 120
 """Tokens of a prompt where no prompt can be read. GSM8K has 103 in the log of verl's issue 1208."""
+ACCEPTANCE = 0.8
+"""Probability that a draft of the rollout model is accepted where those before it were. Assumed: a run with
+`engine.draft` reports it as draft/acceptance."""
 DYNAMIC_ROUNDS = 2.0
 """Rollout batches generated for each one trained on, where groups of equal reward are dropped. Assumed."""
 
@@ -141,6 +146,14 @@ class ModelCost:
         return body + self.head * lengths.mean
 
 
+class Drafts(NamedTuple):
+    """Describes the model whose drafts an engine's model verifies."""
+
+    model: ModelCost
+    tokens: int  # drafts before each pass of the engine's model
+    acceptance: float  # probability that one is accepted where those before it were
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpeed:
     """Computes how fast an engine generates, from its model, limits and GPUs."""
@@ -151,6 +164,7 @@ class EngineSpeed:
     cache_bytes: float  # room of one engine for keys and values, bytes
     gpus: int  # tensor-parallel GPUs of one engine
     peak: float  # FLOP/s of one GPU at the engine's precision
+    drafts: Drafts | None = None  # None: the model generates alone
 
     def concurrent(self, sequences: float, lengths: Lengths) -> float:
         """Return how many of `sequences` one engine decodes at once.
@@ -158,19 +172,29 @@ class EngineSpeed:
         The response of a running sequence has, on average over time, half of the mean square over the mean of tokens.
         """
         length = lengths.prompt + lengths.square / (2 * lengths.mean)
-        room = self.cache_bytes / (self.model.cache * self.number_bytes * length)
+        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)
+        room = self.cache_bytes / (cache * self.number_bytes * length)
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu) -> float:
-        """Return the seconds in which one engine generates `sequences` responses, the longest of them last."""
-        model, concurrent = self.model, self.concurrent(sequences, lengths)
+        """Return the seconds in which one engine generates `sequences` responses, the longest of them last.
+
+        With k drafts a pass of the model reads k + 1 tokens, and the other model takes k passes over as many before it.
+        """
+        concurrent, drafts = self.concurrent(sequences, lengths), self.drafts
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent)
-        moved = steps * model.parameters + sequences * lengths.response_pairs * model.cache
-        flops = sequences * ((model.body + model.head) * lengths.mean + model.pair * lengths.response_pairs)
-        prefill = sequences * (model.body * lengths.prompt + model.pair * lengths.prompt**2 / 2 + model.head)
+        count = drafts.tokens if drafts else 0
+        models = [(self.model, 1)] + ([(drafts.model, count)] if drafts else [])  # with the passes of a step
+        tokens = tokens_per_verification(drafts.acceptance, count) if drafts else 1.0  # that a step gives
+        moved = flops = prefill = 0.0
+        for model, passes in models:
+            moved += passes * (steps * model.parameters + sequences * lengths.response_pairs * model.cache) / tokens
+            read = (model.body + model.head) * lengths.mean + model.pair * lengths.response_pairs
+            flops += sequences * read * (count + 1) / tokens
+            prefill += sequences * (model.body * lengths.prompt + model.pair * lengths.prompt**2 / 2 + model.head)
         speed, bandwidth = self.gpus * self.peak * GENERATION_SHARE, self.gpus * gpu.bandwidth * BANDWIDTH_SHARE
         decoding = max(flops / speed, moved * self.number_bytes / bandwidth)
-        return decoding + steps * STEP_SECONDS + prefill / speed
+        return decoding + steps / tokens * (count + 1) * STEP_SECONDS + prefill / speed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from jackpot.analysis.plan.cost_model import (
+    ACCEPTANCE,
     DYNAMIC_ROUNDS,
     GPUS,
+    Drafts,
     EngineSpeed,
     Gpu,
     Hours,
@@ -42,6 +44,7 @@ from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.load import DTYPES
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
+MOST_DRAFTS = 8  # before a pass of the policy, that are tried
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
@@ -53,6 +56,7 @@ class MachineEstimate(NamedTuple):
     shard: Shard
     hours: Hours | None  # None where the run does not fit
     alone: Hours | None  # of the policy alone, on-policy: it generates as many responses, one step on each batch
+    by_writer: Mapping[str, Hours]  # by which model generates the same batches; none without a rollout model
 
 
 class CostEstimate(NamedTuple):
@@ -112,9 +116,9 @@ class _Estimator:
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours on `count` GPUs of a kind."""
         here = self.shard(kind, count)
-        return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None)))
+        return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None, {})))
 
-    def _hours(self, gpu: Gpu, count: int, here: Shard) -> tuple[Hours, Hours]:
+    def _hours(self, gpu: Gpu, count: int, here: Shard) -> tuple[Hours, Hours, dict[str, Hours]]:
         config, costs = self._config, self._costs
         own = needs_of(config, "policy", config.engine, self._prompt)
         engines = {name: self._engine_speed(one, here.tensor_parallel[name], gpu) for name, one in self._needs.items()}
@@ -127,7 +131,40 @@ class _Estimator:
         return (
             hours._replace(evaluating=evaluation_hours(sets, evaluations, self.lengths, gpu, count)),
             run_hours(alone, policy_engine, policy, self._others, config.iterations * times, gpu, count, peak),
+            self._by_writer(work, policy_engine, engines["engine"], gpu, count, peak),
         )
+
+    def _by_writer(
+        self, work: Work, policy: EngineSpeed, rollout_model: EngineSpeed, gpu: Gpu, count: int, peak: float
+    ) -> dict[str, Hours]:
+        """Return the hours, without evaluations, in which each model generates the same batches, or half of each.
+
+        Both models are trained but where the policy generates alone; a batch has the same optimizer steps.
+        """
+        costs = self._costs
+        if "rollout_model" not in costs:
+            return {}
+
+        def hours(engine: EngineSpeed, share: float = 1.0, roles: Mapping[Role, ModelCost] = costs) -> Hours:
+            part, models = replace(work, sequences=work.sequences * share), [*roles.values()]
+            return run_hours(part, engine, models, self._others, self._config.iterations, gpu, count, peak)
+
+        small = hours(rollout_model)
+        drafted = {
+            f"policy, {number} {'drafts' if number > 1 else 'draft'} a pass": hours(
+                replace(policy, drafts=Drafts(costs["rollout_model"], number, ACCEPTANCE))
+            )
+            for number in range(1, MOST_DRAFTS + 1)
+        }
+        fastest = min(drafted, key=lambda name: drafted[name].generation)
+        halves = [hours(engine, 0.5).generation for engine in (policy, rollout_model)]
+        sending = small.sending + hours(policy).sending
+        return {
+            "rollout model": small,
+            "each a half, in turn": small._replace(generation=sum(halves), sending=sending),
+            fastest: drafted[fastest]._replace(sending=sending),
+            "policy alone": hours(policy, roles={"policy": costs["policy"]}),
+        }
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
         return EngineSpeed(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.memory import MemoryPlan
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
@@ -140,8 +141,33 @@ def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
     show_table(console, "GPUs and hours by arithmetic (docs/cost.md)", _COLUMNS, rows, _COLUMNS[1:])
+    _show_writers(console, estimate.stated)
     for sentence in (_memory(estimate.stated), *_assumptions(config, estimate)):
         print_line(console, sentence)
+
+
+def _show_writers(console: Console, row: MachineEstimate) -> None:
+    """Print what the run would take if other models generated the same rollouts; nothing without a rollout model."""
+    if not row.by_writer:
+        return
+    alone = row.by_writer["policy alone"].iterations
+    cells = [
+        (
+            name,
+            *map(_hours, (hours.generation, hours.training, hours.iterations)),
+            f"{1 - hours.iterations / alone:.0%}",
+        )
+        for name, hours in row.by_writer.items()
+    ]
+    title, columns = f"Which model generates the rollouts, on {_name(row)}", ("", "rollout", "train", "hours", "saved")
+    show_table(console, title, columns, cells, columns[1:])
+    fastest = min(row.by_writer, key=lambda name: row.by_writer[name].iterations)
+    print_line(
+        console,
+        "Hours without evaluations, with the same batches and optimizer steps. Drafts are the rollout model's "
+        "(engine.draft) and change nothing that is sampled; the number of them that is fastest where each is accepted "
+        f"with the assumed chance {ACCEPTANCE:g}. The least hours: {fastest}.",
+    )
 
 
 def is_on_policy(config: Config) -> bool:
