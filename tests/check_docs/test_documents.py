@@ -37,7 +37,7 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     from_run = set()
     for number, (arm, more) in enumerate(
         (
-            ("obrs", ("batch.micro_batch_tokens=128", "rollout_model.share=0.5")),
+            ("obrs", ("batch.micro_batch_tokens=128", "rollout_model.share=0.5", "engine.draft={}")),
             ("on_policy", ()),
             ("obrs", (*critic, *more_settings)),
         )

@@ -58,6 +58,9 @@ class ScriptedEngine:
         self.collected += [rollout.uid for rollout in taken]
         return taken
 
+    def take_metrics(self):
+        return {}
+
 
 def answer(request):
     return Rollout(

@@ -55,7 +55,7 @@ class DraftConfig(Strict):
     lam: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """A draft x of the rollout model's distribution q is accepted with probability min(1, p(x) / (lam q(x))). With 1
     the tokens have the policy's distribution p; a smaller number accepts more, and the log-probs that are reported are
-    those of the distribution that drew the token, between p and q."""
+    those of the distribution that drew the token, between p and q, in evaluations too."""
 
 
 class TransformersEngineConfig(_Engine):
@@ -65,7 +65,9 @@ class TransformersEngineConfig(_Engine):
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention kernel: torch's fused one where the model supports it, or plain matrix products."""
     draft: DraftConfig | None = None
-    """Have the rollout model draft the tokens that the policy generates; null: the policy generates them alone."""
+    """Have the rollout model draft what the policy generates: its share of the rollouts (`rollout_model.share`, 0 for
+    all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Not run on a
+    GPU."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 

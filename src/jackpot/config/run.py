@@ -27,7 +27,13 @@ from jackpot.config.corrections import (
     TISCorrection,
     ZCorrection,
 )
-from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMServerEngineConfig, is_quantized
+from jackpot.config.engines import (
+    DraftConfig,
+    EngineConfig,
+    TransformersEngineConfig,
+    VLLMServerEngineConfig,
+    is_quantized,
+)
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -507,7 +513,12 @@ class Config(Strict):
 
     def uses_rollout_model(self, iteration: int) -> bool:
         """Return whether there is a rollout model with anything left to do in an iteration."""
-        return self.rollout_model is not None and self.rollout_model.is_used(iteration)
+        return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
+
+    @property
+    def draft(self) -> DraftConfig | None:
+        """Return how the rollout model drafts what the policy generates; None where it does not."""
+        return getattr(self.evaluation.engine or self.engine, "draft", None) if self.rollout_model else None
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -527,6 +538,14 @@ class Config(Strict):
             )
         if self.batch.group_size == 1 and self.batch.filter_groups:
             raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
+        drafts = getattr(self.evaluation.engine or self.engine, "draft", None)
+        mixes = self.rollout_model is not None and self.rollout_model.is_mixed
+        if drafts and not (mixes and isinstance(self.engine, TransformersEngineConfig)):
+            raise ValueError(
+                "engine.draft has the rollout model draft the rollouts that the policy generates, which needs "
+                "engine=transformers and a rollout_model with a share below 1; set rollout_model.share=0.0, for all of "
+                "them, or engine.draft=null"
+            )
         one_model = isinstance(self.engine, VLLMServerEngineConfig) and self.evaluation.engine is None
         if one_model and self.rollout_model is not None:
             raise ValueError(
@@ -567,6 +586,11 @@ class Config(Strict):
             raise ValueError(
                 f"normalizer 'exact' sums over the untruncated vocabulary, but the engine samples with top_p "
                 f"{self.sampling.top_p} and top_k {self.sampling.top_k}; use top_p 1 and top_k 0, or normalizer: topk"
+            )
+        if correction.normalizer == "exact" and self.draft and self.draft.lam < 1.0:
+            raise ValueError(
+                f"normalizer 'exact' takes p_inf from training, but engine.draft.lam {self.draft.lam:g} samples from "
+                f"another distribution; use lam 1, or normalizer: topk"
             )
         if correction.normalizer == "exact" and is_quantized(self.engine):
             raise ValueError(

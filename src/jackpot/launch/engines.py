@@ -1,5 +1,7 @@
 """Make an engine from its settings, with its own copy of a model."""
 
+from functools import partial
+
 import torch
 
 from jackpot.config.engines import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
@@ -11,11 +13,14 @@ from jackpot.rollout.engines.vllm.engine import VLLMEngine
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
 
-def make_engine(settings: EngineConfig, path: str, device: torch.device, version: Version) -> Engine:
+def make_engine(
+    settings: EngineConfig, path: str, device: torch.device, version: Version, drafter: Engine | None = None
+) -> Engine:
     """Make the engine that the settings name, with the model in `path`.
 
     Args:
         device: the learner's device.
+        drafter: engine of the model that drafts for this one, both of them `TransformersEngine`; None: none does.
 
     Raises:
         ConfigError: a setting that the engine does not have on this device.
@@ -25,5 +30,5 @@ def make_engine(settings: EngineConfig, path: str, device: torch.device, version
         return VLLMEngine(path, settings, device=device, version=version)
     is_remote = isinstance(settings, VLLMServerEngineConfig)
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote else device)
-    engine = VLLMServerEngine if is_remote else TransformersEngine
+    engine = VLLMServerEngine if is_remote else partial(TransformersEngine, drafter=drafter)
     return engine(model, settings, eos_token_ids=eos_token_ids(model), version=version)

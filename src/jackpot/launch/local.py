@@ -228,7 +228,8 @@ def make_engines(
     undo.callback(engine.close)
     if settings is None and "rollout_model" not in paths:
         return engine, engine
-    policy_engine = make_engine(settings or config.engine, paths["policy"], device, version)
+    drafter = engine if config.draft else None
+    policy_engine = make_engine(settings or config.engine, paths["policy"], device, version, drafter)
     undo.callback(policy_engine.close)
     return engine, policy_engine
 

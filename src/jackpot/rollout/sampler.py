@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
 from jackpot.core.clock import Clock
-from jackpot.core.metrics import Mean, Sum, Sums
+from jackpot.core.metrics import Mean, Sum, Sums, add_sums
 from jackpot.core.prng import fold_in, uniforms
 from jackpot.core.types import Prompt, Role, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
@@ -47,6 +47,7 @@ class GenerationBatch:
     generated: list[Rollout]
     discarded: dict[str, str]  # uid of an unusable rollout and the reason, `aborted` or `non_finite`
     groups: list[PromptGroup]  # by prompt, without discarded rollouts and without empty groups
+    sums: Sums  # the engines' own metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +148,8 @@ class Sampler:
 
     def _submit(self, iteration: int) -> _PendingBatch:
         """Submit the requests of one generation batch to the engine."""
+        for engine in self._engines.values():
+            engine.take_metrics()  # those of an evaluation
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
             sampled_by = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
@@ -183,6 +186,11 @@ class Sampler:
             generated=[rollouts[uid] for uid in order],
             discarded={uid: discarded[uid] for uid in order if uid in discarded},
             groups=[groups[prompt] for prompt in members if groups[prompt].members],
+            sums={
+                name: Mean.number(value)
+                for engine in self._engines.values()
+                for name, value in engine.take_metrics().items()
+            },
         )
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
@@ -202,7 +210,9 @@ class Sampler:
         """Return the metrics of what was generated, and of what each of two models generated."""
         generated = [rollout for batch in batches for rollout in batch.generated]
         discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
-        sums = _rollout_sums(generated, list(discarded.values()), groups, self._costs)
+        drafts = add_sums(*(batch.sums for batch in batches))
+        costs = self._costs | ({"policy": _drafted_cost(self._costs, drafts)} if drafts else {})
+        sums = drafts | _rollout_sums(generated, list(discarded.values()), groups, costs)
         if not (self._config.rollout_model and self._config.rollout_model.is_mixed):
             return sums
         for role in self._engines:
@@ -213,7 +223,7 @@ class Sampler:
                 for group in groups
             ]
             parts = [part for part in parts if part.members]
-            found = _rollout_sums(own, reasons, parts, self._costs) if own else {}
+            found = _rollout_sums(own, reasons, parts, costs) if own else {}
             sums |= {f"{name}_by_{role}": entry for name, entry in found.items()}
         written = [rollout.sampled_by == "rollout_model" for rollout in generated]
         return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
@@ -225,6 +235,16 @@ class Sampler:
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
         return PromptGroup(members=members, has_equal_rewards=all_equal([score.reward for score in scores]))
+
+
+def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Sums) -> ForwardCost:
+    """Return the cost of a forward pass of the policy, with all that both models read for the same responses."""
+    policy, draft = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
+    own, other = costs["policy"], costs["rollout_model"]
+    return ForwardCost(
+        per_token=round(policy * own.per_token + draft * other.per_token),
+        per_pair=round(policy * own.per_pair + draft * other.per_pair),
+    )
 
 
 def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> list[Role]:

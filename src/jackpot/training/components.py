@@ -47,7 +47,8 @@ class RunComponents:
     def next_writers(self, iteration: int) -> dict[Role, Engine]:
         """Return the engines that need the weights of after an iteration to generate rollouts."""
         roles = self.config.writers(iteration + 1, iteration + 1 + self.config.batch.ahead)
-        return {role: self.writers[role] for role in roles}
+        drafts = self.config.draft is not None and "policy" in roles
+        return {role: engine for role, engine in self.writers.items() if role in roles or drafts}
 
     def training_flops(self, tokens: int, iteration: int) -> int:
         """Return the FLOPs of training on one sequence: a forward pass of each model, and of twice that backward.

@@ -145,9 +145,8 @@ class _Estimator:
         if "rollout_model" not in costs:
             return {}
 
-        def hours(engine: EngineSpeed, share: float = 1.0, roles: Mapping[Role, ModelCost] = costs) -> Hours:
-            part, models = replace(work, sequences=work.sequences * share), [*roles.values()]
-            return run_hours(part, engine, models, self._others, self._config.iterations, gpu, count, peak)
+        def hours(engine: EngineSpeed, part: Work = work, roles: Mapping[Role, ModelCost] = costs) -> Hours:
+            return run_hours(part, engine, [*roles.values()], self._others, self._config.iterations, gpu, count, peak)
 
         small = hours(rollout_model)
         drafted = {
@@ -157,7 +156,8 @@ class _Estimator:
             for number in range(1, MOST_DRAFTS + 1)
         }
         fastest = min(drafted, key=lambda name: drafted[name].generation)
-        halves = [hours(engine, 0.5).generation for engine in (policy, rollout_model)]
+        half = replace(work, sequences=work.sequences / 2)
+        halves = [hours(engine, half).generation for engine in (policy, rollout_model)]
         sending = small.sending + hours(policy).sending
         return {
             "rollout model": small,

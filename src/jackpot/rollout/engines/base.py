@@ -36,7 +36,8 @@ class Capabilities:
     vocab_size: int  # number of token ids of the model
     num_top_log_probs: int  # largest number of top log-probs that the engine returns for a token
     max_model_len: int  # largest length of a prompt and its response together, tokens
-    quantized: bool  # True where the engine computes with other numbers than the weights it was sent
+    quantized: bool  # True where the engine samples from another distribution than that of the weights it was sent:
+    # it computes with other numbers, or accepts drafts with lam below 1
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on: "cpu", "cuda"
 

@@ -116,7 +116,7 @@ def test_responses_have_the_exact_distribution(tokens, lam):
             assert rollout.top_log_probs[place].numpy() == pytest.approx(np.log(np.sort(own)[::-1][:2]), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3 with windows", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3 with windows", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_log_probs_are_those_of_one_pass_of_the_policy_over_the_whole_response(name):
     """Responses are longer than the window and end at different times, one of them at the end of the context."""
     model = make_model(name).double()
@@ -158,6 +158,7 @@ def test_a_draft_that_is_the_policy_is_accepted_whole(tokens, passes):
     assert engine.take_metrics() == {}
 
 
+@pytest.mark.slow
 def test_the_number_of_drafts_follows_the_acceptance():
     model, requests = make_model("llama").double(), make_requests([5, 9], group=2, num_new=20)
     reads = {}

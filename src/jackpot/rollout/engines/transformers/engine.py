@@ -81,12 +81,13 @@ class TransformersEngine(Engine):
         self._weights: ModelWeights | None = ModelWeights(model, settings.quantization)
         self._model: PreTrainedModel | None = model.eval()
         self._draft = drafter and _draft_model(model, drafter)
+        is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         self._draft_counts = DraftCounts()
         self._capabilities = Capabilities(
             vocab_size=output_layer(model).out_features,
             num_top_log_probs=output_layer(model).out_features,
             max_model_len=min(int(context), drafter.capabilities.max_model_len) if drafter else int(context),
-            quantized=is_quantized(settings),
+            quantized=is_quantized(settings) or is_relaxed,
             dtype=self._weights.dtype,
             device=model.device.type,
         )

@@ -1,0 +1,63 @@
+"""Runs in which the policy generates the rollouts and the rollout model drafts them."""
+
+import pytest
+
+from helpers.runs import assert_same_run, read_lines, run, run_and_copy, small_config
+from jackpot.core.errors import ConfigError
+from jackpot.training.run.folder import RunFolder
+
+DRAFTED = ("rollout_model.share=0.0", "engine.draft={tokens: 2}")
+
+
+def test_the_policy_generates_what_a_fresh_rollout_model_drafts(tmp_path):
+    config = small_config(*DRAFTED, "batch.ahead=1", "iterations=2")
+    run(config, tmp_path)
+    lines = read_lines(tmp_path)[1:]
+    for line in lines:
+        assert line["sampling/rollout_model_share"] == 0.0
+        assert 1.0 < line["draft/accepted_length"] <= 3.0 and 0.0 < line["draft/acceptance"] <= 1.0
+        assert line["draft/policy_passes_per_token"] < 1.0
+        assert line["rollout_model/grad_norm"] > 0.0  # it is still trained
+    assert lines[0]["mismatch/engine_gap"] < 1e-5  # the weights of the next batch, generated ahead, have moved on
+    assert lines[0]["obrs/acceptance"] > 0.999
+    checks = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]
+    assert checks and {event["model"] for event in checks} == {"policy"}
+
+
+def test_drafts_count_in_the_flops(tmp_path):
+    lines = {}
+    for name, overrides in {"alone": DRAFTED[:1], "drafted": DRAFTED}.items():
+        run(small_config(*overrides, "iterations=1", "batch.prompts=2", "evaluation.problems=2"), tmp_path / name)
+        line = read_lines(tmp_path / name)[1]
+        lines[name] = line["flops/rollout"] / line["tokens/rollout"]
+        reads = line.get("draft/policy_reads")
+    assert reads < lines["drafted"] / lines["alone"] < 2.0 * reads
+
+
+@pytest.mark.slow
+def test_a_drafted_run_that_was_killed_ends_as_one_that_was_not(tmp_path):
+    config = small_config(*DRAFTED[:1], "engine.draft={tokens: auto}")
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
+    run(config, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+
+
+def test_relaxed_drafts_are_corrected_as_the_distribution_that_drew_them(tmp_path):
+    run(small_config(*DRAFTED[:1], "engine.draft={tokens: 2, lam: 0.3}", "iterations=1"), tmp_path)
+    line = read_lines(tmp_path)[1]
+    assert line["mismatch/engine_gap"] > 1e-3
+    assert line["mismatch/ratio"] == pytest.approx(1.0, abs=0.1) and line["obrs/acceptance"] < 0.999
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout_model=null",), "share below 1"),
+        (("rollout_model.share=1.0",), "share below 1"),
+        (("engine.draft.lam=0.5", "objective.correction={name: obrs, normalizer: exact}"), "lam 0.5"),
+        (("engine=vllm", "evaluation.engine={name: transformers, draft: {}}"), "share below 1"),
+    ],
+)
+def test_settings_that_drafts_do_not_go_with_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(*DRAFTED, *overrides)
