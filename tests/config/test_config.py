@@ -16,6 +16,7 @@ import jackpot
 from helpers.paths import ROOT
 from jackpot.config import build as config_build
 from jackpot.config import corrections as config_corrections
+from jackpot.config import objective as config_objective
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
 from jackpot.config.base import model_classes
@@ -377,7 +378,9 @@ def test_the_engine_of_evaluations_says_what_differs_from_engine_or_is_a_whole_e
 def test_a_correction_by_name_has_that_corrections_defaults():
     assert build({"objective.correction": "tis"}).objective.correction == config.TISCorrection()
     assert build({"objective.correction": {"cap": 2.0, "name": "tis"}}).objective.correction.cap == 2.0
-    assert build({"objective.correction": {"lam": 2.0}}).objective.correction == config.OBRSCorrection(lam=2.0)
+    assert build({"objective.correction": {"lam": 2.0}}).objective.correction == config_corrections.OBRSCorrection(
+        lam=2.0
+    )
     assert build({"rollout_model.correction": {"cap": 2.0}}).rollout_model.correction.name == "tis"
 
 
@@ -527,7 +530,7 @@ def test_an_arm_may_exchange_the_correction():
         "arms": {"tis": {"objective": {"correction": {"name": "tis", "cap": 2.0}}}, "obrs": {}},
     }
     assert build_config(recipe, "tis").objective.correction == config.TISCorrection(cap=2.0)
-    assert build_config(recipe, "obrs").objective.correction == config.OBRSCorrection(lam=2.0)
+    assert build_config(recipe, "obrs").objective.correction == config_corrections.OBRSCorrection(lam=2.0)
 
 
 def test_an_unknown_arm_lists_the_known_ones():
@@ -612,14 +615,14 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     def allowed(block, field):
         return set(re.findall(r"'([\w-]+)'", str(block.model_fields[field].annotation)))
 
-    assert allowed(config.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys() | {"gae"}
-    assert allowed(config.ReferenceConfig, "kl_loss_type") == losses.SAMPLED_KL.keys() | {"exact"}
-    assert allowed(config.ObjectiveConfig, "loss_agg_mode") == losses.LOSS_AGG_MODES.keys()
-    assert allowed(config.ObjectiveConfig, "count") == joint.COUNTS.keys()
-    assert allowed(config.OBRSCorrection, "mask") == MASKS.keys()
-    assert allowed(config.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
+    assert allowed(config_objective.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys() | {"gae"}
+    assert allowed(config_objective.ReferenceConfig, "kl_loss_type") == losses.SAMPLED_KL.keys() | {"exact"}
+    assert allowed(config_objective.ObjectiveConfig, "loss_agg_mode") == losses.LOSS_AGG_MODES.keys()
+    assert allowed(config_objective.ObjectiveConfig, "count") == joint.COUNTS.keys()
+    assert allowed(config_corrections.OBRSCorrection, "mask") == MASKS.keys()
+    assert allowed(config_corrections.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
-    assert allowed(config.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
+    assert allowed(config_corrections.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
     names = {block.model_fields["name"].default for block in blocks(Config) if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys() | {"custom"}
     tasks = model_classes(Config.model_fields["task"].annotation)
@@ -630,7 +633,7 @@ def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
     defaults = {
         (name, repr(field.default))
-        for module in (config, config_corrections)
+        for module in (config, config_corrections, config_objective)
         for block in vars(module).values()
         if isinstance(block, type) and issubclass(block, pydantic.BaseModel)
         for name, field in block.model_fields.items()

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jackpot.config.run import BatchConfig, Config, ObjectiveConfig, OptimizerConfig, PolicyConfig
+from jackpot.config.objective import ObjectiveConfig
+from jackpot.config.run import BatchConfig, Config, OptimizerConfig, PolicyConfig
 from jackpot.core.errors import ConfigError, unknown_name
 from jackpot.launch.objectives import policy_objective
 from jackpot.objectives.corrections import CORRECTIONS

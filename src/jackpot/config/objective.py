@@ -1,0 +1,75 @@
+"""Settings of the policy's loss, `objective` in a recipe."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from jackpot.config.base import Count, Finite, NonNegative, Strict
+from jackpot.config.corrections import OBRSCorrection, PolicyCorrection
+
+
+class ReferenceConfig(Strict):
+    """Settings of a frozen model that the policy stays near, by the term kl_loss_coef * KL(policy || reference)."""
+
+    path: str | None = None
+    """Folder or hub name of the reference; null: the policy as it is at the start of the run."""
+    kl_loss_coef: Finite = 0.001
+    """Coefficient of the KL divergence in the loss."""
+    kl_loss_type: Literal["exact", "k2", "k3"] = "exact"
+    """Estimator of the KL divergence: summed over the vocabulary (exact), or from the sampled tokens: k2 (verl's mse)
+    or k3 (verl's low_var_kl, GRPO's)."""
+
+
+class OverlongBufferConfig(Strict):
+    """Settings of DAPO's soft penalty of long responses, which grows over the last tokens (arXiv 2503.14476 eq. 13)."""
+
+    len: Count
+    """Response tokens before `sampling.max_new_tokens` over which the penalty falls from 0 to -`penalty_factor`."""
+    penalty_factor: Finite = 1.0
+    """Penalty of a response that reaches the limit, in units of reward."""
+
+
+class ObjectiveConfig(Strict):
+    """Settings of the policy's loss: correction, advantages, clip, denominator and additional terms."""
+
+    correction: PolicyCorrection = OBRSCorrection()
+    """Correction of the mismatch between the engine that sampled the rollouts and the policy."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
+    """Advantage estimator; `gae` needs a critic."""
+    surrogate: Literal["ppo", "gspo", "gmpo", "cispo"] = "ppo"
+    """What is maximized of a token: PPO's clipped ratio times advantage; the same with the response's geometric mean of
+    ratios, clipped as a whole (gspo) or token by token before the mean (gmpo); or the log-prob times the advantage and
+    the clipped ratio, which carries no gradient (cispo). The correction's weights multiply each of them."""
+    baseline: Literal["group", "model"] = "group"
+    """Responses whose rewards the advantage of one is compared with: all to its prompt, or those that the same model
+    generated (`rollout_model.split: group`), of which one alone has the advantage 0. With `advantage: rloo` each is
+    compared with the others alone, which is unbiased whichever model generated them."""
+    clip_low: NonNegative | None = 0.2
+    """The surrogate's clip of the ratio from below, at 1 - clip_low; null: no clip. gspo needs a far closer one."""
+    clip_high: NonNegative | None = 0.2
+    """The surrogate's clip of the ratio from above, at 1 + clip_high; null: no clip."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """Denominator of the loss over an optimizer step: tokens (DAPO), each response's tokens and then responses (GRPO),
+    or responses times `sampling.max_new_tokens` (Dr. GRPO)."""
+    count: Literal["proposed", "accepted"] = "proposed"
+    """Tokens that the denominator counts: all that the model sampled, or those that the correction accepts."""
+    entropy_coeff: NonNegative = 0.0
+    """Coefficient of the entropy bonus: the exact entropy at every response token, nats."""
+    reference: ReferenceConfig | None = None
+    """Penalty that keeps the policy near a frozen model; null: none."""
+    overlong_buffer: OverlongBufferConfig | None = None
+    """Penalty of responses near the length limit; null: none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObjectiveConfig":
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.count == "accepted":
+            raise ValueError(
+                "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens, accepted or not; use "
+                "count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean"
+            )
+        if self.count == "accepted" and (self.entropy_coeff or self.reference):
+            raise ValueError(
+                "count 'accepted' divides by the accepted tokens, but entropy_coeff and reference act on all response "
+                "tokens; use count: proposed with them"
+            )
+        return self
