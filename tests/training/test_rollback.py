@@ -42,6 +42,7 @@ def test_a_run_that_collapses_goes_back_and_ends_as_good_as_it_began(tmp_path: P
     (event,) = events(tmp_path, "rollback")
     assert (event["iteration"], event["number"], event["back_from"], event["back_to"]) == (0, 1, 2, 0)
     assert "0.0% right at iteration 1, after" in event["why"] and event["rate_factor"] == 0.01
+    assert Rollbacks(tmp_path).pending is None
     left = tmp_path / "superseded" / "1"
     assert accuracies(left) == [0.0, 0.0]
     assert sorted(path.name for path in (left / "checkpoints").iterdir()) == ["step-1", "step-2"]

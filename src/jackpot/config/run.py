@@ -345,7 +345,7 @@ class RollbackConfig(Strict):
 
     A policy has collapsed where in two evaluations in a row it has less than half of its best accuracy, by more than
     two standard errors, or where `guard.max_non_finite_steps` would stop the run. It goes back to the newest checkpoint
-    that is not younger than its last good evaluation.
+    that is not younger than its last good evaluation; with this guard iteration 0 has a checkpoint too.
     """
 
     times: Annotated[Count, MAY_CHANGE] = 2
