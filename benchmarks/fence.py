@@ -37,8 +37,8 @@ ARMS = {  # of small recipes
     "regimes": "joint_each_step joint_once ahead frozen int8_rollouts fp8_rollouts fp8_kv "
     "stale_64_epochs joint_stale_64",
     "objectives": "grpo dr_grpo rloo reinforce_pp reinforce_pp_baseline dapo ppo reference reference_k3 entropy",
-    "corrections": "ppo_is is tis_adjusted icepop drop seq_tis seq_mask geo_mask "
-    "mask_only reweight_only z_only target_only coin_only",
+    "corrections": "ppo_is is tis_adjusted icepop drop seq_tis seq_mask geo_mask prefix min_prefix f_tis "
+    "dppo dppo_topk mask_only reweight_only z_only target_only coin_only",
 }
 
 

@@ -141,6 +141,7 @@ RATIO_CORRECTIONS = corrections.CORRECTIONS.keys() - {
     "z_only",
     "target_only",
     "coin_only",
+    "dppo",
 }
 UNKNOWN_VALUES = [
     ("objective.correction", "obsr", "; did you mean 'obrs'?", ", ".join(sorted([*corrections.CORRECTIONS, "custom"]))),
@@ -242,6 +243,9 @@ def test_a_constant_denominator_with_accepted_counts_is_refused():
 def test_topk_without_top_log_probs_is_refused():
     assert "normalizer 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0})
     build({"sampling.num_top_log_probs": 0, "objective.correction": "tis"})
+    topk = {"objective.correction.name": "dppo", "objective.correction.divergence": "topk"}
+    assert "divergence 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0} | topk)
+    build({"sampling.num_top_log_probs": 0, "objective.correction": "dppo"})
     build({"sampling.num_top_log_probs": 0, "objective.correction.normalizer": "exact"})
 
 

@@ -18,7 +18,10 @@ from mutants.operators import mutants
 
 pytestmark = pytest.mark.mutants
 PACKAGE = Path(jackpot.__file__).parent
-CORRECTIONS = tuple(f"objectives/test_{name}.py" for name in ("corrections", "ratio_corrections", "attribution"))
+CORRECTIONS = (
+    *(f"objectives/test_{name}corrections.py" for name in ("", "ratio_", "signed_")),
+    "objectives/test_attribution.py",
+)
 ROLLOUT_MODEL_STEPS = "training/test_rollout_model_steps.py"
 
 
@@ -96,7 +99,14 @@ FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [
             f"objectives/corrections/ratios.py::{name}"
-            for name in ("TruncatedImportanceSampling.apply", "_ratio_within", "SequenceMask.apply")
+            for name in ("TruncatedImportanceSampling.apply", "_ratio_within", "SequenceMask.apply", "MinPrefix.apply")
+        ],
+        CORRECTIONS,
+    ),
+    **dict.fromkeys(
+        [
+            f"objectives/corrections/signed.py::{name}"
+            for name in ("Prefix.apply", "FTIS.apply", "DPPO.apply", "binary_variation", "topk_variation")
         ],
         CORRECTIONS,
     ),

@@ -27,6 +27,11 @@ EVERY = [
     ("seq_tis", {"cap": 1.5}),
     ("seq_mask", {"low": 0.2, "high": 3.0}),
     ("geo_mask", {"low": 0.7, "high": 1.4}),
+    ("prefix", {"low": 0.5, "high": 0.5}),
+    ("min_prefix", {"cap": 0.7}),
+    ("f_tis", {"cap": 1.5, "max_kl": 0.5}),
+    ("dppo", {"max_tv": 0.1, "cap": 1.5}),
+    ("dppo", {"divergence": "topk", "max_tv": 0.1}),
     ("mask_only", {"lam": 0.8, "mask": "sampled"}),
     ("reweight_only", dict(lam=0.8, c1=1.5, c2=1.25, kappa="prepass")),
     ("z_only", dict(lam=0.8, c1=0.5, kappa="prepass")),
@@ -387,7 +392,7 @@ def test_weights_have_the_dtype_of_the_log_probs(name, numbers):
 
 
 def test_an_unknown_correction_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"did you mean 'obrs'.*is, mask_only, none, obrs, ppo_is, .*, z_only"):
+    with pytest.raises(ConfigError, match=r"did you mean 'obrs'.*is, mask_only, .*none, obrs, ppo_is, .*, z_only"):
         make_correction("obsr")
     assert {name for name, _ in EVERY} | {"ppo_is", "tis_adjusted"} == CORRECTIONS.keys()
 

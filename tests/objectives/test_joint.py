@@ -294,6 +294,21 @@ def test_every_surrogate_takes_every_corrections_weight_token_by_token(name, cor
     torch.testing.assert_close(scores.log_probs.grad, -factor * token_slopes(name, case, ratios), rtol=RTOL, atol=1e-14)
 
 
+def test_a_trust_region_compares_the_current_policy_with_the_engines_list_by_the_sign_of_the_advantages():
+    case = Case(seed=3, lam=1.0)
+    settings = objective("dppo", divergence="topk", max_tv=0.45, target="new", proximal="new")
+    loss = loss_of(settings, None, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
+    log_p, kept = case.log_softmax("policy"), []
+    for n, (row, t) in enumerate(case.mask.nonzero().tolist()):
+        p, inf = np.exp(log_p[n]), case.log_inf[row, t].exp().numpy()
+        listed = case.batch.top_ids[row, t].numpy()
+        rest = abs((1 - p[listed].sum()) - (1 - inf[listed].sum()))
+        variation = (np.abs(p[listed] - inf[listed]).sum() + rest) / 2
+        chosen, advantage = case.ids[row, t].item(), case.batch.advantages[row, t].item()
+        kept.append(float(variation <= 0.45 or (p[chosen] - inf[chosen]) * advantage < 0))
+    assert loss.correction.accept_mask[case.mask].tolist() == kept and {0.0, 1.0} == set(kept)
+
+
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("count", ["proposed", "accepted"])
 @pytest.mark.parametrize("mask", ["sampled", "expected"])

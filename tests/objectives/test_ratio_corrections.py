@@ -150,6 +150,24 @@ def test_the_geometric_mean_divides_by_the_tokens_of_the_model_and_not_by_the_wi
     assert correction.accept_mask.sum() == 0.0 and correction.capped.sum() == 2
 
 
+def by_smallest_before(inputs, rule):
+    """Return {index: (weight, kept, capped)} by a rule on log rho + the smallest log rho of the tokens before it."""
+    found = {}
+    for row in rows_of(inputs):
+        for number, (at, log_ratio) in enumerate(row):
+            before = [other for _, other in row[:number]]
+            found[at] = rule(log_ratio + (min(before) if before else 0.0))
+    return found
+
+
+@pytest.mark.parametrize("cap", [0.5, 1.0, math.inf])
+def test_min_prefix_weighs_by_the_ratio_times_the_smallest_one_before_it(cap):
+    inputs = spread_inputs()
+    wanted = by_smallest_before(inputs, lambda log_w: (min(exp(log_w), cap), 1.0, exp(log_w) > cap))
+    assert_is(make_correction("min_prefix", cap=cap).apply(inputs, {}), wanted)
+    assert any(capped for *_, capped in wanted.values()) == (cap < math.inf)
+
+
 def test_tis_adjusted_is_tis_and_ppo_is_weighs_nothing():
     inputs = spread_inputs()
     rule = by_token(inputs, lambda rho: (min(rho, 1.3), 1.0, rho > 1.3))
@@ -175,6 +193,11 @@ def huge_outcomes():
             "geo_mask",
             {"low": 0.5, "high": 2.0},
             lambda rows: by_response(rows, lambda r, n: (1.0, float(0.5 <= exp(r / n) <= 2.0), exp(r / n) > 2.0)),
+        ),
+        (
+            "min_prefix",
+            {"cap": 2.0},
+            lambda rows: by_smallest_before(rows, lambda log_w: (min(exp(log_w), 2.0), 1.0, exp(log_w) > 2.0)),
         ),
     ]
 
@@ -206,7 +229,7 @@ def test_a_band_that_is_upside_down_is_refused(name):
         make_correction(name, low=0.0, high=0.0)
 
 
-@pytest.mark.parametrize("name", ["tis", "tis_adjusted", "drop", "seq_tis"])
+@pytest.mark.parametrize("name", ["tis", "tis_adjusted", "drop", "seq_tis", "min_prefix", "f_tis", "dppo"])
 @pytest.mark.parametrize("cap", [0.0, -1.0, math.nan])
 def test_a_cap_that_is_not_above_zero_is_refused(name, cap):
     with pytest.raises(ConfigError, match=f"correction {name}: cap: {cap} was given. Input should be greater than 0"):

@@ -137,6 +137,59 @@ class GeometricMaskCorrection(_BandCorrection):
     """Largest geometric mean of rho of a response that is kept; null or .inf: no bound."""
 
 
+class _NewestCorrection(_RatioCorrection):
+    """A correction by rho whose target is the current policy unless set otherwise, as in its paper."""
+
+    proximal: Literal["old", "new"] = "new"
+    """Log-probs that PPO's ratio is taken from and that rho is formed with: of the policy before the iteration's first
+    update (old), or of the current policy without its gradient (new)."""
+
+
+class PrefixCorrection(_NewestCorrection):
+    """Each token is weighted by the product of rho over its prefix, in a band that widens along the response (CTPO)."""
+
+    name: Literal["prefix"] = "prefix"
+    low: Bound = 0.025
+    """How far the log of the product may be below 0 at the first token, and sqrt(t) times that at token t, where the
+    advantage is negative; null or .inf: no bound."""
+    high: Bound = 0.05
+    """How far the log of the product may be above 0 at the first token, and sqrt(t) times that at token t; null or
+    .inf: no bound."""
+
+
+class MinPrefixCorrection(_NewestCorrection):
+    """Each token is weighted by its rho times the smallest rho before it, capped (after MinPRO)."""
+
+    name: Literal["min_prefix"] = "min_prefix"
+    cap: Bound = 3.0
+    """Largest weight of a token; null or .inf: no cap."""
+
+
+class FTISCorrection(_NewestCorrection):
+    """TIS that drops the tokens of negative advantage of responses far from the policy (F-TIS)."""
+
+    name: Literal["f_tis"] = "f_tis"
+    cap: Bound = 2.0
+    """Largest weight of a token; null or .inf: no cap."""
+    max_kl: Bound = 50.0
+    """Largest KL of a response, nats, estimated as -log R, at which its tokens of negative advantage are kept; null or
+    .inf: they always are."""
+
+
+class DPPOCorrection(_NewestCorrection):
+    """TIS that drops tokens whose update would lead further out of a total variation of max_tv (DPPO)."""
+
+    name: Literal["dppo"] = "dppo"
+    divergence: Literal["binary", "topk"] = "binary"
+    """How the total variation between p_inf and p_target is measured: from the sampled token alone (binary), or from
+    the most probable tokens that the engine returns (topk)."""
+    max_tv: Bound = 0.15
+    """Largest total variation, at most 1, at which the update of a token may lead further away from p_inf; null or
+    .inf: no bound."""
+    cap: Bound = 20.0
+    """Largest weight of a token; null or .inf: no cap."""
+
+
 class TargetCorrection(Strict):
     """A correction with a target of its own: OBRS and its parts."""
 
@@ -256,6 +309,9 @@ RatioCorrection = (
     | SequenceTISCorrection
     | SequenceMaskCorrection
     | GeometricMaskCorrection
+    | PrefixCorrection
+    | MinPrefixCorrection
+    | FTISCorrection
 )
 BudgetedCorrection = (
     OBRSCorrection
@@ -267,9 +323,11 @@ BudgetedCorrection = (
 )
 CORRECTION_SETTINGS = {
     settings.model_fields["name"].default: settings
-    for settings in (*get_args(RatioCorrection), *get_args(BudgetedCorrection))
+    for settings in (*get_args(RatioCorrection), DPPOCorrection, *get_args(BudgetedCorrection))
 }
 PolicyCorrection = Annotated[
-    RatioCorrection | BudgetedCorrection | CustomCorrection, Field(discriminator="name"), by_name("obrs")
+    RatioCorrection | DPPOCorrection | BudgetedCorrection | CustomCorrection,
+    Field(discriminator="name"),
+    by_name("obrs"),
 ]
 RolloutModelCorrection = Annotated[RatioCorrection, Field(discriminator="name"), by_name("tis")]

@@ -450,6 +450,7 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
+        self._check_top_k()
         if isinstance(self.objective.correction, ZCorrection):
             self._check_z(self.objective.correction)
         advantage, overlong = self.objective.advantage, self.objective.overlong_buffer
@@ -504,12 +505,15 @@ class Config(Strict):
             )
         return self
 
+    def _check_top_k(self) -> None:
+        for key, instead in (("normalizer", "exact"), ("divergence", "binary")):
+            if getattr(self.objective.correction, key, None) == "topk" and self.sampling.num_top_log_probs == 0:
+                raise ValueError(
+                    f"{key} 'topk' needs the engine's top-k, but sampling.num_top_log_probs is 0; set it (20 is usual) "
+                    f"or use {key}: {instead}"
+                )
+
     def _check_z(self, correction: ZCorrection) -> None:
-        if correction.normalizer == "topk" and self.sampling.num_top_log_probs == 0:
-            raise ValueError(
-                "normalizer 'topk' needs the engine's top-k, but sampling.num_top_log_probs is 0; set it (20 is usual) "
-                "or use normalizer: exact"
-            )
         if correction.normalizer == "exact" and self.sampling.truncated:
             raise ValueError(
                 f"normalizer 'exact' sums over the untruncated vocabulary, but the engine samples with top_p "

@@ -19,6 +19,7 @@ from jackpot.core.metrics import Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.budgeted import MaskOnly, Obrs, ReweightOnly, ZOnly
+from jackpot.objectives.corrections.signed import DPPO
 from jackpot.objectives.joint import references
 from jackpot.objectives.losses import clip_share
 
@@ -104,12 +105,13 @@ def _of_sign(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, 
 
 
 def needs_z(setting: CorrectionSetting) -> bool:
-    """Tell whether the correction weighs by Z."""
-    return isinstance(setting.objective.correction, Obrs | ReweightOnly | ZOnly)
+    """Tell whether the correction reads Z."""
+    correction = setting.objective.correction
+    return isinstance(correction, _BY_Z) or (isinstance(correction, DPPO) and correction.settings.divergence == "topk")
 
 
 def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-    if needs_z(setting) or isinstance(setting.objective.correction, MaskOnly):  # accepts Z of a state
+    if isinstance(setting.objective.correction, (*_BY_Z, MaskOnly)):  # the mask accepts Z of a state
         return kappa * inputs.z.value
     return torch.ones_like(inputs.z.value)
 
@@ -141,4 +143,5 @@ def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, to
     return _MaskAveraged(lowest.weights, chance, chance, lowest)
 
 
+_BY_Z = (Obrs, ReweightOnly, ZOnly)  # weigh by Z
 _LARGEST_UNIFORM = 1.0 - 2.0**-53

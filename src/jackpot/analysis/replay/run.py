@@ -275,7 +275,10 @@ _NO_LISTS = (
     "policy_top_ids, policy_top_log_probs)"
 )
 _NO_OLD = "Z of the old policy is needed, and the top-k lists are those of the policy that is updated"
-_NO_ADVANTAGES = "there are no advantages, so each counts as +1, and PPO's clip is that of positive ones"
+_NO_ADVANTAGES = (
+    "there are no advantages, so each counts as +1, and PPO's clip, dppo, f_tis and prefix reject what they reject of "
+    "positive ones"
+)
 
 
 def _policy(config: Config | None, model: str | None, temperature: float) -> str:

@@ -11,7 +11,8 @@ from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective
 
 CLIP = 0.2  # PPO's clip where a run sets none or maximizes another surrogate, or where the file is not of a run
-WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask")  # weigh a token by its whole response
+# read other tokens of the response than the one that they weigh or reject
+WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
 PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _OTHER = {  # settings replayed in addition to the defaults
     "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}),
@@ -19,6 +20,9 @@ _OTHER = {  # settings replayed in addition to the defaults
     "drop": ({"cap": 10.0},),
     "seq_tis": ({"cap": 5.0},),
     "geo_mask": ({"low": 0.9, "high": 1.1},),
+    "prefix": ({"low": 1.0, "high": 1.0},),
+    "f_tis": ({"max_kl": 2.0},),
+    "dppo": ({"divergence": "topk"},),
     "obrs": ({"mask": "expected"}, {"mask": "expected", "c1": 10.0}),
 }
 _TO_NEW = {"target": "new", "proximal": "new"}
@@ -40,7 +44,7 @@ class CorrectionSetting:
 
     @property
     def weighs_whole_responses(self) -> bool:
-        """Whether a token's weight depends on its whole response."""
+        """Whether a token's factor depends on other tokens of its response."""
         return self.name in WHOLE_RESPONSE
 
     @property

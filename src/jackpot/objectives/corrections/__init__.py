@@ -1,6 +1,7 @@
 """Corrections for rollouts that another distribution than the policy generated, by name.
 
-`ratios` holds those that read the ratio alone, `budgeted` OBRS and its parts, `base` the interface. Each class states
+`ratios` holds those that read the ratio alone, `signed` those that read the sign of the advantage too, `budgeted` OBRS
+and its parts, `base` the interface. Each class states
 its formula, its source and what it is biased towards; it reads its numbers from its settings in
 `config/corrections.py`, where the defaults stand.
 """
@@ -16,11 +17,13 @@ from jackpot.objectives.corrections.ratios import (
     GeometricMask,
     IcePop,
     ImportanceSampling,
+    MinPrefix,
     SequenceMask,
     SequenceTIS,
     TruncatedImportanceSampling,
     Uncorrected,
 )
+from jackpot.objectives.corrections.signed import DPPO, FTIS, Prefix
 
 __all__ = ["CORRECTIONS", "Correction", "CorrectionFn", "CorrectionInputs", "make_correction", "measure_overlap"]
 
@@ -35,6 +38,10 @@ CORRECTIONS = {  # name -> class, constructed from the settings of that name
     "seq_tis": SequenceTIS,
     "seq_mask": SequenceMask,
     "geo_mask": GeometricMask,
+    "prefix": Prefix,
+    "min_prefix": MinPrefix,
+    "f_tis": FTIS,
+    "dppo": DPPO,
     "obrs": Obrs,
     "mask_only": MaskOnly,
     "reweight_only": ReweightOnly,

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jackpot.config.corrections import (
     DropCorrection,
     GeometricMaskCorrection,
     IcePopCorrection,
     ISCorrection,
+    MinPrefixCorrection,
     NoCorrection,
     PPOISCorrection,
     SequenceMaskCorrection,
@@ -140,6 +142,27 @@ class SequenceMask(BaseCorrection):
         inside = (log_ratio >= _log(self.settings.low)) & (log_ratio <= _log(self.settings.high))
         weights = torch.where(inside, log_ratio, -torch.inf).exp()
         return correction_result(inputs, weights, accepted=inside, capped=~inside)
+
+
+@dataclass(frozen=True, slots=True)
+class MinPrefix(BaseCorrection):
+    """`min_prefix`: w = min(rho_t min over s < t of rho_s, cap); the first token has w = min(rho_1, cap).
+
+    After MinPRO, arXiv 2601.22718: the smallest ratio of the prefix stands for the product of all. The paper clips
+    from below too; its bounds and its code are not known to us, so 0 and `cap` are ours.
+
+    Between `tis`, which leaves prefixes to the rollout model, and `prefix`: biased against all that follows a token
+    which the policy finds improbable, and so against late tokens, as the smallest of many ratios is below 1.
+    """
+
+    settings: MinPrefixCorrection
+
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        up_to = torch.where(inputs.response_mask, inputs.log_ratio, torch.inf).cummin(-1).values
+        before = pad(up_to[:, :-1], (1, 0), value=torch.inf)
+        log_weight = inputs.log_ratio + torch.where(before.isposinf(), 0.0, before)
+        log_cap = math.log(self.settings.cap)
+        return correction_result(inputs, log_weight.clamp(max=log_cap).exp(), capped=log_weight > log_cap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,239 @@
+"""Corrections that read the sign of the advantage, against loops, enumeration and the losses of their papers' code."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.objectives.obrs import exact_z, known_z, topk_z
+
+# Rows: a hole (a tool wrote two tokens), two whole ones, an empty response, padding behind.
+MASK = torch.tensor(
+    [[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
+    dtype=torch.bool,
+)
+
+
+def random_inputs(advantages=(1.0, -1.0, 0.0, 1.0, -0.5), mask=MASK, seed=3, spread=0.6) -> CorrectionInputs:
+    """Draw log-probs whose distributions differ by `spread` nats; masked entries would change every result if read."""
+    draw = torch.Generator().manual_seed(seed)
+    rollout = -0.2 - torch.rand(mask.shape, generator=draw, dtype=torch.float64)
+    target = rollout + spread * torch.randn(mask.shape, generator=draw, dtype=torch.float64)
+    target = torch.where(mask, target, 9.0)
+    return CorrectionInputs(
+        rollout_log_probs=rollout,
+        target_log_probs=target,
+        proximal_log_probs=target,
+        response_mask=mask,
+        uniforms=torch.zeros(mask.shape, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64)[:, None].expand(mask.shape),
+        z=known_z(torch.ones_like(rollout)),
+    )
+
+
+def rows_of(inputs):
+    """Return, for every response, [(index, log rho, A)] of its sampled tokens."""
+    found = []
+    for row, mask in enumerate(inputs.response_mask.tolist()):
+        there = [(row, t) for t, is_there in enumerate(mask) if is_there]
+        ratio = inputs.target_log_probs - inputs.rollout_log_probs
+        found.append([(at, ratio[at].item(), inputs.advantages[at].item()) for at in there])
+    return found
+
+
+def assert_is(found, wanted):
+    """Check {index: (weight, kept, capped)}, and that other entries are 0; the weight of a rejected token is free."""
+    for at in itertools.product(*map(range, found.weights.shape)):
+        weight, kept, capped = wanted.get(at, (0.0, 0.0, False))
+        assert found.accept_mask[at].item() == kept
+        assert found.capped[at].item() == capped
+        assert (found.weights * found.accept_mask)[at].item() == pytest.approx(weight * kept, rel=1e-10)
+    assert not found.capped_c2.any() and found.kappa.item() == 1.0
+
+
+# prefix
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.3), (0.6, 0.1), (math.inf, 0.1), (0.1, math.inf)])
+def test_prefix_weighs_by_the_product_up_to_the_token_inside_a_band_that_grows_with_the_root_of_its_number(low, high):
+    inputs, wanted = random_inputs(), {}
+    for row in rows_of(inputs):
+        total = 0.0
+        for number, (at, log_ratio, advantage) in enumerate(row, start=1):
+            total += log_ratio
+            out = total > high * math.sqrt(number) or (advantage < 0 and total < -low * math.sqrt(number))
+            wanted[at] = math.exp(total), float(not out), out
+    assert_is(make_correction("prefix", low=low, high=high).apply(inputs, {}), wanted)
+    assert {kept for _, kept, _ in wanted.values()} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_prefix_towards_the_current_policy_has_the_gradient_of_ctpos_clipped_loss(advantage):
+    """Its loss: the larger of -R A and -clip(R) A, and for A < 0 at most -e^(high sqrt t) A; R's gradient is its own
+    token's."""
+    low, high = 0.2, 0.3
+    inputs = random_inputs([advantage] * 5)
+    log_probs = inputs.target_log_probs.clone().requires_grad_()
+    log_ratio = torch.where(MASK, log_probs - inputs.rollout_log_probs, 0.0)
+    log_product = log_ratio.detach().cumsum(-1) + log_ratio - log_ratio.detach()
+    band = MASK.cumsum(-1).clamp(min=1).sqrt()
+    clipped = torch.minimum(torch.maximum(log_product, -low * band), high * band)
+    loss = torch.maximum(-log_product.exp() * advantage, -clipped.exp() * advantage)
+    if advantage < 0:
+        loss = torch.minimum(loss, -(high * band).exp() * advantage)
+    loss[MASK].sum().backward()
+    found = make_correction("prefix", low=low, high=high).apply(inputs, {})
+    torch.testing.assert_close(-advantage * found.weights * found.accept_mask, log_probs.grad * MASK)
+
+
+def test_prefix_corrects_the_states_and_a_ratio_of_the_token_alone_does_not():
+    """E_inf of w f(prefix, token) = E_target of f, by enumeration of all responses of two history-dependent models."""
+    vocabulary, length = 3, 4
+    draw = torch.Generator().manual_seed(0)
+    responses = list(itertools.product(range(vocabulary), repeat=length))
+    tables = [
+        {
+            prefix: torch.randn(vocabulary, generator=draw, dtype=torch.float64).log_softmax(-1)
+            for t in range(length)
+            for prefix in itertools.product(range(vocabulary), repeat=t)
+        }
+        for _ in range(2)
+    ]
+    worth = {one[:t]: math.sin(7.0 * sum(one[:t]) + t) for one in responses for t in range(1, length + 1)}
+    rollout, target = (
+        torch.stack([torch.stack([table[one[:t]][one[t]] for t in range(length)]) for one in responses])
+        for table in tables
+    )
+    values = torch.tensor([[worth[one[: t + 1]] for t in range(length)] for one in responses], dtype=torch.float64)
+    everywhere = torch.ones_like(rollout, dtype=torch.bool)
+    inputs = replace(
+        random_inputs([1.0] * len(responses), everywhere), rollout_log_probs=rollout, target_log_probs=target
+    )
+
+    def mean(log_probs, weights):
+        return (log_probs.sum(-1).exp() @ (weights * values)).tolist()  # of each token number
+
+    exact = mean(target, torch.ones_like(target))
+    prefix = make_correction("prefix", low=math.inf, high=math.inf).apply(inputs, {})
+    assert mean(rollout, prefix.weights) == pytest.approx(exact, rel=1e-10)
+    token = mean(rollout, make_correction("is").apply(inputs, {}).weights)
+    assert token[0] == pytest.approx(exact[0], rel=1e-10) and token[-1] != pytest.approx(exact[-1], rel=0.05)
+
+
+# f_tis
+
+
+@pytest.mark.parametrize(("cap", "max_kl"), [(1.1, 0.3), (math.inf, 0.0001), (2.0, math.inf)])
+def test_f_tis_is_tis_that_drops_bad_responses_far_from_the_policy(cap, max_kl):
+    inputs, wanted = random_inputs([-1.0, -1.0, 1.0, -1.0, -0.5], spread=0.3), {}
+    for row in rows_of(inputs):
+        far = -math.fsum(log_ratio for _, log_ratio, _ in row) > max_kl
+        for at, log_ratio, advantage in row:
+            out = far and advantage < 0
+            wanted[at] = min(math.exp(log_ratio), cap), float(not out), out or math.exp(log_ratio) > cap
+    assert_is(make_correction("f_tis", cap=cap, max_kl=max_kl).apply(inputs, {}), wanted)
+    dropped = {at[0] for at, (_, kept, _) in wanted.items() if not kept}
+    assert dropped <= {0, 1, 4} and bool(dropped) == (max_kl < math.inf)
+
+
+# dppo
+
+
+@pytest.mark.parametrize(("max_tv", "cap"), [(0.1, 1.2), (0.15, 20.0), (math.inf, math.inf)])
+def test_dppo_drops_what_verl_calls_invalid_by_the_probability_of_the_sampled_token(max_tv, cap):
+    inputs, wanted = random_inputs(), {}
+    for row in rows_of(inputs):
+        for at, log_ratio, advantage in row:
+            difference = math.exp(inputs.target_log_probs[at]) - math.exp(inputs.rollout_log_probs[at])
+            is_valid = difference <= max_tv if advantage > 0 else difference >= -max_tv
+            out = not is_valid and advantage != 0.0
+            wanted[at] = min(math.exp(log_ratio), cap), float(not out), out or math.exp(log_ratio) > cap
+    assert_is(make_correction("dppo", max_tv=max_tv, cap=cap).apply(inputs, {}), wanted)
+    assert {kept for _, kept, _ in wanted.values()} == ({1.0} if max_tv == math.inf else {0.0, 1.0})
+
+
+def distributions(states=6, vocabulary=8, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    start = torch.randn(states, vocabulary, generator=draw, dtype=torch.float64)
+    moved = start + torch.randn(start.shape, generator=draw, dtype=torch.float64)
+    return start.log_softmax(-1), moved.log_softmax(-1)
+
+
+def partition_variation(rollout, target, own):
+    """Half the sum of |p_target - p_inf| over the tokens in `own` each, and all others as one."""
+    others = [x for x in range(len(rollout)) if x not in own]
+    cells = [[x] for x in own] + [others]
+    return sum(abs(sum(target[x] - rollout[x] for x in cell)) for cell in cells) / 2.0
+
+
+def assert_threshold_is(inputs, variations):
+    """Check that `dppo` drops the token of each state, moved away from p_inf, while max_tv is below these."""
+    for n, variation in enumerate(variations):
+        for scale, kept in ((1.0 - 1e-9, 0.0), (1.0 + 1e-9, 1.0)):
+            correction = make_correction("dppo", divergence="topk", max_tv=variation * scale)
+            assert correction.apply(inputs, {}).accept_mask[0, n].item() == kept
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_dppo_measures_the_variation_over_the_top_k_and_all_others_as_one(fills):
+    """With fill-ins, over the policy's top k too. It is a lower bound on the total variation."""
+    rollout, target = distributions()
+    top, target_top = rollout.topk(3), target.topk(3)
+    z = topk_z(
+        rollout_top_log_probs=top.values,
+        target_at_rollout_top=target.gather(-1, top.indices),
+        rollout_top_ids=top.indices,
+        target_top_ids=target_top.indices,
+        target_top_log_probs=target_top.values,
+        fill_ins=rollout.gather(-1, target_top.indices),
+        fill_valid=torch.full((len(rollout),), fills),
+        lam=1.0,
+    )
+    wanted = []
+    for n in range(len(rollout)):
+        own = set(top.indices[n].tolist()) | (set(target_top.indices[n].tolist()) if fills else set())
+        wanted.append(partition_variation(rollout[n].exp().tolist(), target[n].exp().tolist(), own))
+    exact = 1.0 - exact_z(rollout, target, 1.0)
+    below = exact - torch.tensor(wanted, dtype=torch.float64)
+    assert (below > -1e-12).all() and (below > 0.01).any()
+    assert_threshold_is(outward(rollout, target, z), wanted)
+
+
+def test_dppo_measures_the_whole_variation_where_z_is_of_the_whole_vocabulary():
+    rollout, target = distributions()
+    z = exact_z(rollout, target, 1.0)
+    exact = ((rollout.exp() - target.exp()).abs().sum(-1) / 2.0).tolist()
+    assert_threshold_is(outward(rollout, target, known_z(z)), exact)
+
+
+def outward(rollout, target, z):
+    """Inputs of one response, a token of each state that the policy prefers, with A > 0."""
+    chosen = (target - rollout).argmax(-1, keepdim=True)
+    rows = [rows.gather(-1, chosen).T for rows in (rollout, target)]
+    inputs = random_inputs([1.0], torch.ones(1, len(rollout), dtype=torch.bool))
+    return replace(inputs, rollout_log_probs=rows[0], target_log_probs=rows[1], z=type(z)(*(part[None] for part in z)))
+
+
+def test_dppo_keeps_what_leads_back_to_the_rollout_model_however_far_away_it_is():
+    rollout, target = distributions()
+    inputs = outward(rollout, target, known_z(torch.zeros(len(rollout))))  # a total variation of 1
+    correction = make_correction("dppo", divergence="topk")
+    for advantage, kept in ((1.0, 0.0), (0.0, 1.0), (-1.0, 1.0)):
+        found = correction.apply(replace(inputs, advantages=torch.full_like(inputs.advantages, advantage)), {})
+        assert found.accept_mask.eq(kept).all()
+    even = replace(inputs, target_log_probs=inputs.rollout_log_probs, advantages=torch.ones_like(inputs.advantages))
+    assert correction.apply(even, {}).accept_mask.eq(1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["prefix", "f_tis", "dppo"])
+def test_a_ratio_of_e_to_the_400_overflows_to_nothing(name, dtype):
+    log_ratio = torch.tensor([[400.0, -400.0, 400.0], [-400.0, -400.0, 0.5], [400.0, 400.0, -0.5]], dtype=dtype)
+    inputs = random_inputs([1.0, -1.0, -1.0], torch.ones(3, 3, dtype=torch.bool))
+    inputs = replace(inputs, rollout_log_probs=torch.zeros_like(log_ratio), target_log_probs=log_ratio)
+    found = make_correction(name).apply(inputs, {})
+    assert found.weights.isfinite().all() and found.accept_mask.isfinite().all()
+    assert found.weights.dtype == found.accept_mask.dtype == dtype
