@@ -31,6 +31,8 @@ WRITTEN = write(POLICY)
         (dict(metric="acceptance", target=0.9, horizon=2.0), {ACCEPTANCE: 0.89, KL: 0.0}, 1.05),
         (dict(metric="acceptance", target=0.9, horizon=2.0), {ACCEPTANCE: 0.91, KL: 5.0}, 0.95),
         (dict(metric="acceptance", target=0.9, horizon=2.0), {ACCEPTANCE: 0.2, KL: 0.0}, 1.1),
+        (dict(metric="acceptance", target=0.9), {ACCEPTANCE: 0.95, f"{ACCEPTANCE}_by_rollout_model": 0.8}, 1.02),
+        (dict(metric="acceptance", target=0.9), {ACCEPTANCE: 1.0, f"{ACCEPTANCE}_by_rollout_model": math.nan}, 1.0),
     ],
 )
 def test_the_weight_changes_by_the_relative_error_over_the_horizon(control, measured, wanted) -> None:

@@ -118,8 +118,8 @@ class DistillControlConfig(Strict):
     """
 
     metric: Literal["kl", "acceptance"] = "kl"
-    """What is held: KL(policy || rollout model) in nats a token (kl), or the mean acceptance probability of a token
-    (acceptance), each over an optimizer step."""
+    """What is held: KL(policy || rollout model) in nats a token (kl), or the mean acceptance probability of the
+    tokens that the rollout model sampled (acceptance), each over an optimizer step."""
     target: Finite
     """Value at which the metric is held. For `acceptance` below 1, and errors are relative to 1 - target."""
     horizon: Annotated[float, Field(ge=1.0)] = 10.0
