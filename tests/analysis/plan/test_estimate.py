@@ -111,10 +111,17 @@ def test_each_way_to_generate_stands_beside_the_run() -> None:
     small, halves, drafted, alone = found.by_writer.values()
     assert small.iterations == pytest.approx(found.hours.iterations)
     assert alone == pytest.approx(found.alone)  # one optimizer step on a batch, as on-policy
-    assert small.generation < drafted.generation < alone.generation
+    all_policy = planned("joint_8b", "jackpot", "rollout_model.share=0.0").stated.hours.generation
+    assert small.generation < drafted.generation < all_policy
+    assert alone.generation < all_policy  # which has the engine of the rollout model beside it
     assert drafted.training == small.training > alone.training
     assert halves.generation < small.generation + alone.generation
     assert planned("joint_8b", "on_policy").stated.by_writer == {}
+    half = planned("joint_8b", "jackpot", "rollout_model.share=0.5").stated.hours
+    assert half.generation == pytest.approx(halves.generation)
+    step = planned("joint_8b", "jackpot", "iterations=10", "rollout_model.share={schedule: step, hold: 5}").stated
+    shorter = step.by_writer["rollout model"].generation / small.generation
+    assert step.hours.generation == pytest.approx(shorter * (small.generation + all_policy) / 2)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Estimates the GPUs and hours of a large run: `sharding` and `cost_model` with the numbers of the run."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -44,6 +45,7 @@ from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.load import DTYPES
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
+DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
 MOST_DRAFTS = 8  # before a pass of the policy, that are tried
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
@@ -126,20 +128,37 @@ class _Estimator:
         peak, work = gpu.bf16 if config.precision == "bf16" else gpu.fp32, self._work()
         (alone, times), policy = on_policy(work), [costs["policy"]]
         hours = run_hours(work, engines["engine"], [*costs.values()], self._others, config.iterations, gpu, count, peak)
+        writer = engines.get("evaluation.engine", policy_engine)  # the policy's, beside that of the rollout model
+        if config.rollout_model and config.rollout_model.is_mixed:
+            drafted = writer
+            if config.draft:
+                tokens = DRAFTED if config.draft.tokens == "auto" else config.draft.tokens
+                drafted = replace(writer, drafts=Drafts(costs["rollout_model"], tokens, ACCEPTANCE))
+            hours = hours._replace(generation=_shared_hours(config, work, drafted, engines["engine"], gpu, count))
         sets = _evaluated(config, engines["engine"], engines.get("evaluation.engine", engines["engine"]))
         evaluations = config.iterations // config.evaluation.every + 1
         return (
             hours._replace(evaluating=evaluation_hours(sets, evaluations, self.lengths, gpu, count)),
             run_hours(alone, policy_engine, policy, self._others, config.iterations * times, gpu, count, peak),
-            self._by_writer(work, policy_engine, engines["engine"], gpu, count, peak),
+            self._by_writer(work, policy_engine, writer, engines["engine"], gpu, count, peak),
         )
 
     def _by_writer(
-        self, work: Work, policy: EngineSpeed, rollout_model: EngineSpeed, gpu: Gpu, count: int, peak: float
+        self,
+        work: Work,
+        alone: EngineSpeed,
+        policy: EngineSpeed,
+        rollout_model: EngineSpeed,
+        gpu: Gpu,
+        count: int,
+        peak: float,
     ) -> dict[str, Hours]:
         """Return the hours, without evaluations, in which each model generates the same batches, or half of each.
 
         Both models are trained but where the policy generates alone; a batch has the same optimizer steps.
+
+        Args:
+            alone, policy: the policy's engine without another one beside it, and with that of the rollout model.
         """
         costs = self._costs
         if "rollout_model" not in costs:
@@ -163,7 +182,7 @@ class _Estimator:
             "rollout model": small,
             "each a half, in turn": small._replace(generation=sum(halves), sending=sending),
             fastest: drafted[fastest]._replace(sending=sending),
-            "policy alone": hours(policy, roles={"policy": costs["policy"]}),
+            "policy alone": hours(alone, roles={"policy": costs["policy"]}),
         }
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
@@ -201,6 +220,19 @@ def extra_passes(config: Config) -> float:
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
     needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchored
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
+
+
+def _shared_hours(
+    config: Config, work: Work, policy: EngineSpeed, rollout_model: EngineSpeed, gpu: Gpu, gpus: int
+) -> float:
+    """Return the hours in which both models generate their shares of all rollout batches, one after the other."""
+    shares = Counter(config.rollout_model.share_at(number) for number in range(1, config.iterations + 1))
+    seconds = 0.0
+    for share, iterations in shares.items():
+        for engine, part in ((rollout_model, share), (policy, 1.0 - share)):
+            sequences = part * work.sequences * work.generated * engine.gpus / gpus
+            seconds += iterations * (engine.seconds(sequences, work.lengths, gpu) if part else 0.0)
+    return seconds / 3600
 
 
 def _evaluated(config: Config, rollout: EngineSpeed, policy: EngineSpeed) -> list[tuple[EngineSpeed, int]]:

@@ -77,6 +77,8 @@ def _engine(config: Config) -> str:
     parts = [f"{_precision(settings)}, training in {config.precision}"]
     if isinstance(settings, VLLMServerEngineConfig):
         parts.append(f"servers {', '.join(settings.urls)}")
+    if config.draft:
+        parts.append(f"the rollout model drafts for the policy, tokens {config.draft.tokens}, lam {config.draft.lam:g}")
     if config.batch.ahead:
         parts.append("one rollout batch ahead")
     if other:
