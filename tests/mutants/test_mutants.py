@@ -71,6 +71,9 @@ STEP = of_learner(
 NOT_CARRIED = "training/test_kappa_repair.py::test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried"
 FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
+        ["models/drafts.py::verify", "models/drafts.py::tokens_per_verification"], ("models/test_drafts.py",)
+    ),
+    **dict.fromkeys(
         [f"objectives/obrs.py::{name}" for name in ("acceptance", "accept", "log_kept_mass", "exact_z", "weight")],
         ("objectives/test_obrs.py", *CORRECTIONS),
     ),

@@ -42,7 +42,7 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     is_draft = chosen > 0.0
     accepted = is_draft & (uniforms[:, :1] * lam * chosen < probs.gather(1, index))
     residual = (probs - draft_probs).clamp_(min=0.0)
-    is_empty = ~(residual.sum(-1, keepdim=True) > 0.0)  # also where the draft is NaN
+    is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where the draft is NaN
     residual = torch.where(is_empty, probs, residual)
     others = sample_tokens(residual, uniforms[:, 1])
     if lam < 1.0:
