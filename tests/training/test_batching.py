@@ -212,7 +212,7 @@ def test_dtypes_are_those_of_the_types():
     whole, flags = torch.int64, torch.bool
     assert found == {
         **dict.fromkeys(("prompt_ids", "prompt_index", "response_ids", "top_ids", "versions", "response_index"), whole),
-        **dict.fromkeys(("prompt_mask", "attention_mask", "response_mask"), flags),
+        **dict.fromkeys(("prompt_mask", "attention_mask", "response_mask", "by_policy"), flags),
         **dict.fromkeys(("rollout_log_probs", "advantages", "top_log_probs"), torch.float32),
         "uniforms": torch.float64,
     }

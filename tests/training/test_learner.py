@@ -631,7 +631,9 @@ def test_the_kept_mass_is_that_of_the_tokens_which_the_engine_may_sample(truncat
         kept += (probs * (allowed > 0)).sum(-1)[item.rollout.sampled_mask].tolist()
     wanted = sum(kept) / len(kept)
     assert (wanted < 0.95) == bool(truncation)
-    result = one_step(make_learner(POLICY, ROLLOUT_MODEL, engine_is_exact=not truncation), items)
+    result = one_step(
+        make_learner(POLICY, ROLLOUT_MODEL, exact_engines=() if truncation else ("rollout_model",)), items
+    )
     assert value(result, "mismatch/kept_mass") == pytest.approx(wanted, rel=1e-5)
 
 
