@@ -114,7 +114,7 @@ FORMULAS = {  # "file::function": tests
         CORRECTIONS,
     ),
     **dict.fromkeys(
-        [f"objectives/corrections/budgeted.py::{name}" for name in ("_capped", "ZWeighted._kappa_value")], CORRECTIONS
+        [f"objectives/corrections/budgeted.py::{name}" for name in ("_capped", "ZWeighted._kappas")], CORRECTIONS
     ),
     **dict.fromkeys(
         [f"objectives/joint.py::{name}" for name in ("policy_terms", "policy_loss")],

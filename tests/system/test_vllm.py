@@ -35,8 +35,10 @@ def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
     assert last["mismatch/engine_gap"] < 1e-6
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    config = small_config("engine={name: vllm, kv_cache_memory_bytes: 268435456}")
+@pytest.mark.parametrize("share", ["1.0", "{schedule: linear, hold: 1, until: 4}"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, share: str) -> None:
+    """Also where the rollouts pass from one model's vLLM to the other's."""
+    config = small_config("engine={name: vllm, kv_cache_memory_bytes: 268435456}", f"rollout_model.share={share}")
     run(config, tmp_path / "whole")
     run(config, tmp_path / "stopped", kill_after=2)
     run(config, tmp_path / "stopped")
