@@ -12,6 +12,7 @@ Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -49,6 +50,7 @@ _ENVIRONMENT = {  # defaults of environment variables that the user has not set
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+_TURNS = threading.Lock()  # engines of one process step in turn: two at once abort in vLLM's kernels for CPUs
 _CPU_CACHE_BYTES = 2**30  # of keys and values, where `kv_cache_memory_bytes` is null on a CPU
 
 
@@ -236,7 +238,9 @@ class VLLMEngine(ThreadEngine):
         return self._llm.add_request(request_id, vllm.tokens_input(list(prompt)), parameters)
 
     def _step(self) -> None:
-        for output in self._llm.step():
+        with _TURNS:
+            outputs = self._llm.step()
+        for output in outputs:
             if output.finished:
                 self._handlers.pop(output.request_id)(output)
 
