@@ -9,8 +9,9 @@ from helpers.hub import without_hub
 from helpers.runs import small_config
 from helpers.texts import write_problems
 from jackpot.analysis.plan.cost_model import GPUS
-from jackpot.analysis.plan.estimate import CostEstimate, estimate, extra_passes, is_large
+from jackpot.analysis.plan.estimate import CostEstimate, estimate, extra_passes, is_large, share_hours
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
+from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.config.recipes.listing import list_recipe
 from jackpot.config.run import Config
@@ -122,6 +123,19 @@ def test_each_way_to_generate_stands_beside_the_run() -> None:
     step = planned("joint_8b", "jackpot", "iterations=10", "rollout_model.share={schedule: step, hold: 5}").stated
     shorter = step.by_writer["rollout model"].generation / small.generation
     assert step.hours.generation == pytest.approx(shorter * (small.generation + all_policy) / 2)
+
+
+def test_hours_by_share_meet_at_the_ends_and_two_engines_take_turns() -> None:
+    config = resolve("joint_8b", None, [])
+    gpus = GpusConfig(kind="H100", count=8)
+    shares = share_hours(config, model_sizes(config), prompt_lengths(config), gpus)
+    small, quarter, alone = shares.at(1.0), shares.at(0.25), shares.alone()
+    assert small.generation < alone.generation < quarter.generation  # two tails, one after the other
+    assert small.training == quarter.training > alone.training  # of one model
+    assert quarter.sending == pytest.approx(small.sending + alone.sending)
+    number, drafted = shares.drafted(0.9)
+    assert drafted.generation < shares.at(0.0).generation and drafted.sending == quarter.sending
+    assert number > shares.drafted(0.3)[0]
 
 
 @pytest.mark.slow

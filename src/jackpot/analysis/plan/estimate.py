@@ -1,8 +1,9 @@
 """Estimates the GPUs and hours of a large run: `sharding` and `cost_model` with the numbers of the run."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from jackpot.analysis.plan.cost_model import (
     on_policy,
     run_hours,
 )
-from jackpot.analysis.plan.memory import plan_memory
+from jackpot.analysis.plan.memory import MemoryPlan, plan_memory
 from jackpot.analysis.plan.sharding import (
     COUNTS,
     EngineNeeds,
@@ -98,18 +99,96 @@ def estimate(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareHours:
+    """Computes the hours, without evaluations, in which each model generates a share of the same batches.
+
+    A batch has the same optimizer steps whichever model generates it.
+    """
+
+    work: Work
+    policy: EngineSpeed  # without another engine
+    beside: EngineSpeed  # the policy's, beside that of the rollout model
+    rollout_model: EngineSpeed
+    costs: Mapping[Role, ModelCost]
+    others: float  # FLOPs of reference and critic for one sequence
+    iterations: int
+    gpu: Gpu
+    gpus: int
+    peak: float  # FLOP/s of one GPU at the precision of training
+
+    def run(self, work: Work, engine: EngineSpeed, models: Sequence[ModelCost]) -> Hours:
+        """Return the hours of all iterations of some work, with one engine."""
+        return run_hours(work, engine, models, self.others, self.iterations, self.gpu, self.gpus, self.peak)
+
+    def alone(self) -> Hours:
+        """Return the hours of the policy without a rollout model."""
+        return self.run(self.work, self.policy, [self.costs["policy"]])
+
+    def generation(self, share: float, drafts: Drafts | None = None) -> float:
+        """Return the hours in which the rollout model generates a share of each batch, then the policy the others."""
+        parts = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
+        return sum(
+            self.run(replace(self.work, sequences=self.work.sequences * part), engine, ()).generation
+            for part, engine in parts
+            if part > 0.0
+        )
+
+    def at(self, share: float, drafts: Drafts | None = None) -> Hours:
+        """Return the hours where the rollout model generates a share of each batch, or drafts it, and both are trained.
+
+        The weights of every model that then generates are sent.
+        """
+        whole = self.run(self.work, self.rollout_model, [*self.costs.values()])
+        sending = whole.sending if share > 0.0 or drafts else 0.0
+        if share < 1.0:
+            sending += self.run(self.work, self.beside, ()).sending
+        return whole._replace(generation=self.generation(share, drafts), sending=sending)
+
+    def drafted(self, acceptance: float) -> tuple[int, Hours]:
+        """Return the fastest number of drafts a pass, and the hours where the policy generates all with them.
+
+        Args:
+            acceptance: probability that a draft is accepted where those before it were.
+        """
+        model = self.costs["rollout_model"]
+        hours = {number: self.at(0.0, Drafts(model, number, acceptance)) for number in range(1, MOST_DRAFTS + 1)}
+        fastest = min(hours, key=lambda number: hours[number].generation)
+        return fastest, hours[fastest]
+
+    def by_writer(self) -> dict[str, Hours]:
+        """Return the hours by which model generates the batches."""
+        number, drafted = self.drafted(ACCEPTANCE)
+        return {
+            "rollout model": self.at(1.0),
+            "each a half, in turn": self.at(0.5),
+            f"policy, {number} {'drafts' if number > 1 else 'draft'} a pass": drafted,
+            "policy alone": self.alone(),
+        }
+
+
+def share_hours(
+    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, gpus: GpusConfig
+) -> ShareHours:
+    """Return what computes the hours of a run by its rollout model's share, on GPUs that are taken to have the room."""
+    return _Estimator(config, sizes, prompts).shares(GPUS[gpus.kind], gpus.count)
+
+
 class _Estimator:
     """Holds what does not depend on the GPUs, which is computed once."""
 
     def __init__(self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths) -> None:
-        self._config, self._prompt = config, prompts.longest
-        with sharded():
-            self._memory = plan_memory(config, sizes, prompts.longest)
+        self._config, self._sizes, self._prompt = config, sizes, prompts.longest
         self._blocks, self._needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=mean_response(limit), limit=limit)
         self._costs = {role: _cost(outline(path), sizes[role]) for role, path in model_paths(config, None).items()}
         self._others = _others(config, self.lengths, self._costs["policy"])
+
+    @cached_property
+    def _memory(self) -> MemoryPlan:
+        with sharded():
+            return plan_memory(self._config, self._sizes, self._prompt)
 
     def shard(self, kind: str, count: int) -> Shard:
         """Return the memory on each of `count` GPUs of a kind."""
@@ -118,72 +197,47 @@ class _Estimator:
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours on `count` GPUs of a kind."""
         here = self.shard(kind, count)
-        return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count, here) if here.fits else (None, None, {})))
+        return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count) if here.fits else (None, None, {})))
 
-    def _hours(self, gpu: Gpu, count: int, here: Shard) -> tuple[Hours, Hours, dict[str, Hours]]:
-        config, costs = self._config, self._costs
-        own = needs_of(config, "policy", config.engine, self._prompt)
-        engines = {name: self._engine_speed(one, here.tensor_parallel[name], gpu) for name, one in self._needs.items()}
-        policy_engine = self._engine_speed(own, degree(own, gpu, count) or count, gpu)
-        peak, work = gpu.bf16 if config.precision == "bf16" else gpu.fp32, self._work()
-        (alone, times), policy = on_policy(work), [costs["policy"]]
-        hours = run_hours(work, engines["engine"], [*costs.values()], self._others, config.iterations, gpu, count, peak)
-        writer = engines.get("evaluation.engine", policy_engine)  # the policy's, beside that of the rollout model
+    def _hours(self, gpu: Gpu, count: int) -> tuple[Hours, Hours, dict[str, Hours]]:
+        config, shares = self._config, self.shares(gpu, count)
+        hours = shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
         if config.rollout_model and config.rollout_model.is_mixed:
-            drafted = writer
+            drafts = None
             if config.draft:
                 tokens = DRAFTED if config.draft.tokens == "auto" else config.draft.tokens
-                drafted = replace(writer, drafts=Drafts(costs["rollout_model"], tokens, ACCEPTANCE))
-            hours = hours._replace(generation=_shared_hours(config, work, drafted, engines["engine"], gpu, count))
-        sets = _evaluated(config, engines["engine"], engines.get("evaluation.engine", engines["engine"]))
+                drafts = Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
+            over = Counter(config.rollout_model.share_at(number) for number in range(1, config.iterations + 1))
+            generation = sum(times * shares.generation(share, drafts) for share, times in over.items())
+            hours = hours._replace(generation=generation / config.iterations)
+        sets = _evaluated(config, shares.rollout_model, shares.beside)
         evaluations = config.iterations // config.evaluation.every + 1
+        (alone, times), policy = on_policy(shares.work), [self._costs["policy"]]
         return (
             hours._replace(evaluating=evaluation_hours(sets, evaluations, self.lengths, gpu, count)),
-            run_hours(alone, policy_engine, policy, self._others, config.iterations * times, gpu, count, peak),
-            self._by_writer(work, policy_engine, writer, engines["engine"], gpu, count, peak),
+            Hours(*(times * part for part in shares.run(alone, shares.policy, policy))),
+            shares.by_writer() if "rollout_model" in self._costs else {},
         )
 
-    def _by_writer(
-        self,
-        work: Work,
-        alone: EngineSpeed,
-        policy: EngineSpeed,
-        rollout_model: EngineSpeed,
-        gpu: Gpu,
-        count: int,
-        peak: float,
-    ) -> dict[str, Hours]:
-        """Return the hours, without evaluations, in which each model generates the same batches, or half of each.
-
-        Both models are trained but where the policy generates alone; a batch has the same optimizer steps.
-
-        Args:
-            alone, policy: the policy's engine without another one beside it, and with that of the rollout model.
-        """
-        costs = self._costs
-        if "rollout_model" not in costs:
-            return {}
-
-        def hours(engine: EngineSpeed, part: Work = work, roles: Mapping[Role, ModelCost] = costs) -> Hours:
-            return run_hours(part, engine, [*roles.values()], self._others, self._config.iterations, gpu, count, peak)
-
-        small = hours(rollout_model)
-        drafted = {
-            f"policy, {number} {'drafts' if number > 1 else 'draft'} a pass": hours(
-                replace(policy, drafts=Drafts(costs["rollout_model"], number, ACCEPTANCE))
-            )
-            for number in range(1, MOST_DRAFTS + 1)
-        }
-        fastest = min(drafted, key=lambda name: drafted[name].generation)
-        half = replace(work, sequences=work.sequences / 2)
-        halves = [hours(engine, half).generation for engine in (policy, rollout_model)]
-        sending = small.sending + hours(policy).sending
-        return {
-            "rollout model": small,
-            "each a half, in turn": small._replace(generation=sum(halves), sending=sending),
-            fastest: drafted[fastest]._replace(sending=sending),
-            "policy alone": hours(alone, roles={"policy": costs["policy"]}),
-        }
+    def shares(self, gpu: Gpu, count: int) -> ShareHours:
+        """Return what computes hours by the share of the rollout model."""
+        own = needs_of(self._config, "policy", self._config.engine, self._prompt)
+        policy, beside, rollout_model = (
+            self._engine_speed(one, degree(one, gpu, count) or count, gpu)
+            for one in (own, self._needs.get("evaluation.engine", own), self._needs["engine"])
+        )
+        return ShareHours(
+            work=self._work(),
+            policy=policy,
+            beside=beside,
+            rollout_model=rollout_model,
+            costs=self._costs,
+            others=self._others,
+            iterations=self._config.iterations,
+            gpu=gpu,
+            gpus=count,
+            peak=gpu.bf16 if self._config.precision == "bf16" else gpu.fp32,
+        )
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
         return EngineSpeed(
@@ -220,19 +274,6 @@ def extra_passes(config: Config) -> float:
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
     needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchored
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
-
-
-def _shared_hours(
-    config: Config, work: Work, policy: EngineSpeed, rollout_model: EngineSpeed, gpu: Gpu, gpus: int
-) -> float:
-    """Return the hours in which both models generate their shares of all rollout batches, one after the other."""
-    shares = Counter(config.rollout_model.share_at(number) for number in range(1, config.iterations + 1))
-    seconds = 0.0
-    for share, iterations in shares.items():
-        for engine, part in ((rollout_model, share), (policy, 1.0 - share)):
-            sequences = part * work.sequences * work.generated * engine.gpus / gpus
-            seconds += iterations * (engine.seconds(sequences, work.lengths, gpu) if part else 0.0)
-    return seconds / 3600
 
 
 def _evaluated(config: Config, rollout: EngineSpeed, policy: EngineSpeed) -> list[tuple[EngineSpeed, int]]:
