@@ -287,7 +287,7 @@ def test_the_starters_are_what_the_recipe_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "names"), [([], {"policy", "rollout_model"}), (["--study"], {"policy", "close", "far"})]
+    ("options", "names"), [([], {"policy", "rollout_model"}), (["--study"], {"policy", "close", "far", "gap"})]
 )
 def test_starter_makes_the_models_of_the_package_or_of_the_study(options, names, tmp_path: Path, monkeypatch) -> None:
     for specs in (TOY_MODELS, STUDY_MODELS):

@@ -77,8 +77,8 @@ TOY_MODELS: dict[str, ToyModelSpec] = {
 }
 
 
-# The models of benchmarks/study.yaml: a policy and two rollout models of a sixth of its size, one close to it and one
-# far. They are not in the package: `jackpot starter --study` makes them.
+# The models of benchmarks/study.yaml: a policy, two rollout models of a sixth of its size, one close to it and one far,
+# and one that costs a twelfth of its FLOPs a token. They are not in the package: `jackpot starter --study` makes them.
 STUDY_MODELS: dict[str, ToyModelSpec] = {
     "policy": ToyModelSpec(
         hidden_size=128,
@@ -96,6 +96,16 @@ STUDY_MODELS: dict[str, ToyModelSpec] = {
         TOY_MODELS["rollout_model"],
         mixture=Mixture(correct=0.25, faulty=0.60, guess=0.15, offsets=(-20, -2, 2, 20), fault_rate=0.7),
         steps=1000,
+    ),
+    "gap": ToyModelSpec(  # the policy's habits: what separates the two is their size
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=1,
+        num_kv_heads=1,
+        mixture=TOY_MODELS["policy"].mixture,
+        steps=1600,
+        learning_rate=5e-3,
     ),
 }
 

@@ -216,7 +216,7 @@ def starter(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of weights and examples; 0 makes the models of the package.")
     ] = 0,
-    study: Annotated[bool, typer.Option("--study", help="Make the three models of benchmarks/study.yaml.")] = False,
+    study: Annotated[bool, typer.Option("--study", help="Make the four models of benchmarks/study.yaml.")] = False,
 ) -> None:
     """Train the two starter models from random weights, or with --study those of the study."""
 
