@@ -1,125 +1,392 @@
-"""Which correction helps: tune every arm alike, then run what is reported. Continues where it was cut.
+"""Which way reaches on-policy accuracy for the least rollout FLOPs: tune every arm alike, then run what is reported.
 
-    python benchmarks/study.py            # everything that is not in docs/study/*.jsonl yet
-    python benchmarks/study.py --jobs 2 --stage tuning
+    python benchmarks/study.py --plan          # what runs, and how many core-hours it takes
+    python benchmarks/study.py                 # all panels, continued where they were cut
+    python benchmarks/study.py --panel first --jobs 2
 
-Summaries of finished runs are appended to docs/study/tuning.jsonl and docs/study/reported.jsonl, which are committed;
-what is in them is not run again.
+Each finished run becomes a line of docs/study/PANEL.jsonl, or of docs/study/tuning.jsonl, which are committed; what is
+in them is not run again. All lines are of one commit of src/.
 """
 
 import argparse
-import itertools
-from collections.abc import Sequence
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 
+import jackpot
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
 from jackpot.analysis.compare.summary import RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
+from jackpot.config.changes import settings_of
 from jackpot.config.recipes import resolve
+from jackpot.config.run import Config, ShareSchedule
 from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "benchmarks" / "study.yaml"
-SUMMARIES = ROOT / "docs" / "study"
-RUNS = Path("runs/study")  # the recipe names its models there
-PAIRS = ("close", "far")
-JOINT = ("none", "only_kl", "tis", "tis_new", "expected", "obrs", "obrs_clip")
 FACTORS = (0.5, 1.0, 2.0)  # of the policy's learning rate in the recipe: the grid of every arm
-TUNING_SEEDS = (0,)  # reported with other seeds
+TUNING_SEED = 0  # reported with other seeds
 SEEDS = (101, 102, 103, 104, 105)  # reported; nothing was tuned on them
-LAST = 3  # evaluations whose mean decides between learning rates
-
-Cell = tuple[str, str]  # pair and arm; on_policy has no writer and belongs to both pairs
-
-
-def cells() -> list[Cell]:
-    """Everything that is tuned and reported."""
-    return [("both", "on_policy"), *itertools.product(PAIRS, ("small_on_policy", *JOINT))]
+FEW = SEEDS[:3]
+ALONE = "alone"  # in place of a pair's name, where there is no rollout model
+LONG = 250  # iterations: 1,000 optimizer steps
 
 
-def overrides(cell: Cell, factor: float) -> list[str]:
-    """What makes a run of the recipe's arm one of this cell."""
-    pair, arm = cell
-    rate = factor * resolve(str(RECIPE), arm, []).policy.optimizer.learning_rate
-    settings = [f"policy.optimizer.learning_rate={rate:g}"]
-    if arm == "small_on_policy":
-        settings.append(f"policy.path={RUNS}/models/{pair}")
-    elif pair != "both":
-        settings.append(f"rollout_model.path={RUNS}/models/{pair}")
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One arm of the recipe, with one rollout model."""
+
+    pair: str  # a rollout model of STUDY_MODELS, or ALONE
+    arm: str
+    rate_of: "Cell | None" = None  # the cell whose learning rate it takes; None: it is tuned itself
+    times: float = 1.0  # factor of that learning rate
+    iterations: int | None = None  # None: those of the recipe
+    seeds: tuple[int, ...] = SEEDS
+
+    @property
+    def name(self) -> str:
+        """`far/obrs`, `alone/stale_64_clip x2`, `far/none 250`: what a summary calls its arm."""
+        times = f" x{self.times:g}" if self.times != 1.0 else ""
+        return f"{self.pair}/{self.arm}{times}" + (f" {self.iterations}" if self.iterations else "")
+
+    @property
+    def tuned(self) -> "Cell":
+        """The cell that decides the learning rate."""
+        return self.rate_of or self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One line of a results file."""
+
+    source: str  # commit of src/
+    run: RunSummary
+    draft_acceptance: float | None = None  # mean over iterations; None without drafts
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "run": json.loads(self.run.to_json())})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Finished":
+        fields = json.loads(text)
+        return cls(**{**fields, "run": RunSummary.from_json(json.dumps(fields["run"]))})
+
+
+def cells(pair: str, *arms: str) -> list[Cell]:
+    return [Cell(pair=pair, arm=arm) for arm in arms]
+
+
+ON_POLICY = Cell(pair=ALONE, arm="on_policy")
+JOINT = ("none", "tis", "obrs", "expected", "prefix", "dppo_topk")
+ANNEALED = ("annealed_none", "annealed_tis", "annealed_obrs", "annealed_expected", "annealed_half", "annealed_linear")
+FIRST = (*JOINT, *ANNEALED, "frozen_annealed", "mixed_quarter", "mixed_half")
+GAP = ("none", "tis", "expected", "annealed_expected", "mixed_half")
+STALE = ("clip", "tis_adjusted", "obrs", "expected", "mask_only", "weight_only")
+FOREIGN = ("foreign_none", "foreign_tis", "foreign_obrs")
+ABLATION = ("lam_0.8", "lam_0.9", "lam_1.1", "lam_1.2", "c1_2", "c1_4", "c1_8", "k_10", "k_32")
+FAR_OBRS = Cell(pair="far", arm="obrs")
+
+
+def drafted(pair: str) -> Cell:
+    """Its accuracy is on_policy's; only its cost is measured, on one seed."""
+    return Cell(pair=pair, arm="drafted", rate_of=ON_POLICY, seeds=SEEDS[:1])
+
+
+def twice(those: Iterable[Cell]) -> list[Cell]:
+    """The same at twice the tuned learning rate, each behind its own."""
+    return [one for cell in those for one in (cell, Cell(pair=cell.pair, arm=cell.arm, rate_of=cell, times=2.0))]
+
+
+def stale(staleness: int) -> list[Cell]:
+    return twice(cells(ALONE, *(f"stale_{staleness}_{arm}" for arm in STALE)))
+
+
+PANELS: dict[str, list[Cell]] = {
+    "first": [
+        ON_POLICY,
+        *cells("close", *FIRST),
+        drafted("close"),
+        *cells("far", *FIRST),
+        drafted("far"),
+    ],
+    "gap": [*cells("gap", *GAP), drafted("gap")],
+    "stale": [*stale(64), *stale(128)],
+    "foreign": twice(cells("far", *FOREIGN)),
+    "ablation": [Cell(pair="far", arm=arm, rate_of=FAR_OBRS, seeds=FEW) for arm in ABLATION],
+    "long": [],  # known once `first` is: `long_cells`
+}
+CUT = (
+    "stale: TIS towards the old policy, which generated the rollouts itself: its weights are 1, it is clip",
+    "ablation: no tuning of its own, all at the rate of far/obrs; lam 1, c1 3 and k 20 are far/obrs of `first`",
+    "drafted: one seed at on_policy's rate, for its cost",
+    "long: one pair, far, at the rates of `first`",
+)
+
+# Processor seconds of short runs, one thread of two busy vCPU (AMD EPYC).
+GENERATE = {"policy": 0.14, "rollout_model": 0.09, "drafted": 0.28}  # 256 rollouts, or a part of them
+TRAIN = {"policy": 0.50, "both": 0.62, "frozen": 0.54}  # on 256, in four steps
+STEP = 0.06  # what each further step on them adds
+EVALUATE = {"policy": 1.7, "rollout_model": 1.2}  # 2,048 answers
+START = 4.0  # a process and its models
+
+
+def seconds(config: Config) -> float:
+    """Estimate the processor seconds of a run."""
+    batches, total = config.batch.rollouts / 256, START
+    more = STEP * (config.batch.steps_per_iteration / batches - 4)
+    for iteration in range(1, config.iterations + 1):
+        trained = "policy"
+        if config.uses_rollout_model(iteration):
+            trained = "both" if config.rollout_model.optimizer else "frozen"
+        writers = ("drafted",) if config.draft else config.writers(iteration)
+        total += batches * (TRAIN[trained] + more + sum(GENERATE[writer] for writer in writers))
+    times = config.iterations // config.evaluation.every + 1
+    roles = ("policy", "rollout_model") if config.rollout_model else ("policy",)
+    return total + times * config.evaluation.problems / 2048 * sum(EVALUATE[role] for role in roles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Where the study stands, and what runs."""
+
+    results: Path  # folder of the jsonl files
+    runs: Path  # folder of models and run folders
+    source: str  # commit of src/
+    overrides: tuple[str, ...] = ()  # of every run, for tests
+
+    def config(self, cell: Cell, factor: float, seed: int, is_tuning: bool) -> Config:
+        """Settings of one run. Tuning evaluates at the half and at the end."""
+        base = recipe_of(cell.arm)
+        rate = factor * cell.times * base.policy.optimizer.learning_rate
+        settings = [
+            f"policy.path={self.runs}/models/policy",
+            f"policy.optimizer.learning_rate={rate:g}",
+            f"seed={seed}",
+        ]
+        if cell.pair != ALONE:
+            settings.append(f"rollout_model.path={self.runs}/models/{cell.pair}")
+        if is_tuning:
+            settings.append(f"evaluation.every={max(1, base.iterations // 2)}")
+        if cell.iterations:
+            settings += stretched(base, cell.iterations)
+        return resolve(str(RECIPE), cell.arm, [*settings, *self.overrides])
+
+    def run_of(self, panel: str, cell: Cell, factor: float, seed: int) -> ArmRun:
+        """Describe one run; with the panel `tuning`, its learning rate is one of the grid."""
+        config = self.config(cell, factor, seed, panel == "tuning")
+        arm = tuning_name(cell, factor) if panel == "tuning" else cell.name
+        folder = self.runs / self.source[:12] / panel
+        name = f"{arm.replace('/', '-').replace(' ', '-')}-seed{seed}"
+        return ArmRun(arm=arm, seed=seed, folder=folder / name, log=folder / "logs" / f"{name}.log", config=config)
+
+    def read(self, panel: str) -> list[Finished]:
+        """Finished runs of a panel, or of the tuning."""
+        path = self.results / f"{panel}.jsonl"
+        return [Finished.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def check(self, panel: str, wanted: Sequence[ArmRun]) -> None:
+        """Refuse runs of another commit of src/, and of other settings."""
+        path, runs = self.results / f"{panel}.jsonl", {(one.arm, one.seed): one for one in wanted}
+        for one in self.read(panel):
+            if one.source != self.source:
+                raise SystemExit(
+                    f"{path} has runs of src/ at {one.source}, and src/ is at {self.source}; one study has one commit. "
+                    f"Go on from there: git worktree add ../study {one.source}, and in it git checkout "
+                    f"{current_branch()} -- benchmarks docs/study. Or remove the file and begin it anew."
+                )
+            same = runs.get((one.run.arm, one.run.seed))
+            if same and settings_of(same.config) != one.run.settings:
+                raise SystemExit(
+                    f"{path} has {same.name} with other settings than benchmarks/study.yaml gives it now; remove its "
+                    f"line to run it again, or take back the change."
+                )
+
+    def tuning_runs(self, panel: str) -> list[ArmRun]:
+        """Every learning rate of every cell that decides one."""
+        tuned = dict.fromkeys(cell.tuned for cell in self.cells(panel))
+        return [self.run_of("tuning", cell, factor, TUNING_SEED) for cell in tuned for factor in FACTORS]
+
+    def reported_runs(self, panel: str) -> list[ArmRun]:
+        """Every cell with its learning rate, seed by seed."""
+        tuning, those = self.read("tuning"), self.cells(panel)
+        rates = {cell: best_factor(tuning, cell.tuned) for cell in those}
+        seeds = sorted({seed for cell in those for seed in cell.seeds})
+        return [self.run_of(panel, cell, rates[cell], seed) for seed in seeds for cell in those if seed in cell.seeds]
+
+    def cells(self, panel: str) -> list[Cell]:
+        """Cells of a panel; `long` has none before `first` is complete."""
+        return long_cells(self.read("first")) if panel == "long" else PANELS[panel]
+
+    def is_complete(self, panel: str) -> bool:
+        """Return whether every run of a panel is finished."""
+        finished = {(one.run.arm, one.run.seed) for one in self.read(panel)}
+        wanted = {(cell.name, seed) for cell in self.cells(panel) for seed in cell.seeds}
+        return bool(wanted) and wanted <= finished
+
+    def run(self, panel: str, wanted: Sequence[ArmRun], at_once: int | None) -> None:
+        """Run what has no line yet; each is written down as it ends. A collapsed run is stopped."""
+        self.check(panel, wanted)
+        known = {(one.run.arm, one.run.seed) for one in self.read(panel)}
+        missing = [one for one in wanted if (one.arm, one.seed) not in known]
+        self.results.mkdir(parents=True, exist_ok=True)
+
+        def listen(one: ArmRun, lines: Lines, end: str) -> None:
+            if not end or end == FAILED:
+                return
+            print(f"{panel}: {one.name}: {end}", flush=True)
+            summary = summarize(one.folder, one.arm)
+            if summary.is_done:
+                accepted = [line["draft/acceptance"] for line in lines if line.get("draft/acceptance") is not None]
+                line = Finished(
+                    source=self.source, run=summary, draft_acceptance=fmean(accepted) if accepted else None
+                ).to_json()
+                with (self.results / f"{panel}.jsonl").open("a") as file:
+                    file.write(line + "\n")
+                shutil.rmtree(one.folder / "checkpoints", ignore_errors=True)  # metrics and rollouts stay
+
+        for one in missing:
+            if not (one.folder / "checkpoints").exists():  # killed before its first one, or its line was removed
+                shutil.rmtree(one.folder, ignore_errors=True)
+        if missing:
+            failed = run_all(missing, at_once or runs_at_once(one.config for one in missing), why_to_stop, listen)
+            if failed:
+                raise SystemExit("\n".join(f"{one.name} failed: {end}" for one, end in failed.items()))
+
+    def plan(self, panels: Iterable[str]) -> tuple[str, float]:
+        """The table of what runs, and its core-hours, finished runs included."""
+        rows, total, tuned = [], 0.0, set()
+        for panel in panels:
+            for cell in self.cells(panel) or planned_long_cells():
+                grid = () if cell.tuned in tuned else FACTORS
+                tuned.add(cell.tuned)
+                tuning = len(grid) * seconds(self.config(cell.tuned, 1.0, TUNING_SEED, True)) if grid else 0.0
+                hours = (tuning + len(cell.seeds) * seconds(self.config(cell, 1.0, TUNING_SEED, False))) / 3600
+                rows.append(f"{panel:9} {cell.name:34} {len(grid):6} {len(cell.seeds):8} {hours:10.2f}")
+                total += hours
+        done = sum(len(self.read(panel)) for panel in ("tuning", *panels))
+        head = f"{'panel':9} {'arm':34} tuning reported core-hours"
+        end = f"{total:.1f} core-hours in all, estimated; {done} runs are finished"
+        return "\n".join((head, *rows, end, "Cut:", *(f"  {line}" for line in CUT))), total
+
+
+@cache
+def recipe_of(arm: str) -> Config:
+    """Settings of an arm of the recipe as it stands."""
+    return resolve(str(RECIPE), arm, [])
+
+
+def why_to_stop(one: ArmRun, lines: Lines, events: Lines) -> str | None:
+    """Stop a run that has collapsed."""
+    found = collapse_of(lines, events, one.config)
+    return f"collapsed: {found.why}" if found else None
+
+
+def stretched(base: Config, iterations: int) -> list[str]:
+    """Settings of a run of more iterations, in which the share's schedule ends at the same part of the run."""
+    settings = [f"iterations={iterations}", f"evaluation.every={iterations // 5}"]
+    share = base.rollout_model and base.rollout_model.share
+    if isinstance(share, ShareSchedule):
+        for name in ("hold", "until"):
+            if getattr(share, name) is not None:
+                settings.append(
+                    f"rollout_model.share.{name}={round(getattr(share, name) * iterations / base.iterations)}"
+                )
     return settings
 
 
-def name_of(cell: Cell, factor: float | None = None) -> str:
-    """`far/obrs`, and in tuning `far/obrs x2`: what a summary calls its arm."""
-    return "/".join(cell) + (f" x{factor:g}" if factor else "")
+def tuning_name(cell: Cell, factor: float) -> str:
+    """`far/obrs at x0.5`: what a summary of the tuning calls its arm."""
+    return f"{cell.name} at x{factor:g}"
 
 
-def make_run(stage: str, cell: Cell, factor: float, seed: int) -> ArmRun:
-    """Describe the run of one cell with a learning rate and a seed."""
-    config = resolve(str(RECIPE), cell[1], [*overrides(cell, factor), f"seed={seed}"])
-    name = f"{'-'.join(cell)}-x{factor:g}-seed{seed}"
-    arm = name_of(cell, factor if stage == "tuning" else None)
-    log = RUNS / stage / "logs" / f"{name}.log"
-    return ArmRun(arm=arm, seed=seed, folder=RUNS / stage / name, log=log, config=config)
+def score(runs: Sequence[Finished]) -> float:
+    """What decides between learning rates: the mean of the last accuracies; collapsed counts 0."""
+    return fmean(0.0 if one.run.collapse else one.run.last.policy_accuracy for one in runs)
 
 
-def read(stage: str) -> list[RunSummary]:
-    path = SUMMARIES / f"{stage}.jsonl"
-    return [RunSummary.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def run(stage: str, wanted: Sequence[ArmRun], at_once: int | None) -> list[RunSummary]:
-    """Run what has no summary yet; each is written down as it ends. A collapsed run is stopped."""
-    known = {(one.arm, one.seed) for one in read(stage)}
-    missing = [one for one in wanted if (one.arm, one.seed) not in known]
-    SUMMARIES.mkdir(parents=True, exist_ok=True)
-
-    def why_to_stop(one: ArmRun, lines: Lines, events: Lines) -> str | None:
-        found = collapse_of(lines, events, one.config)
-        return f"collapsed: {found.why}" if found else None
-
-    def listen(one: ArmRun, lines: Lines, end: str) -> None:
-        if not end or end == FAILED:
-            return
-        print(f"{stage}: {one.arm}, seed {one.seed}: {end}", flush=True)
-        summary = summarize(one.folder, one.arm)
-        if summary.is_done:
-            with (SUMMARIES / f"{stage}.jsonl").open("a") as file:
-                file.write(summary.to_json() + "\n")
-
-    if missing:
-        failed = run_all(missing, at_once or runs_at_once(one.config for one in missing), why_to_stop, listen)
-        if failed:
-            raise SystemExit("\n".join(f"{one.arm}, seed {one.seed} failed: {end}" for one, end in failed.items()))
-    return read(stage)
-
-
-def score(runs: Sequence[RunSummary]) -> float:
-    """What decides between learning rates: mean accuracy over seeds and the last evaluations; collapsed counts 0."""
-    ends = [[point.policy_accuracy for point in one.points[-LAST:]] for one in runs]
-    return sum(0.0 if one.collapse else sum(end) / len(end) for one, end in zip(runs, ends, strict=True)) / len(runs)
-
-
-def best_factor(tuning: Sequence[RunSummary], cell: Cell) -> float:
+def best_factor(tuning: Sequence[Finished], cell: Cell) -> float:
     """The factor with the highest score, the smaller of equals."""
-    scores = {factor: score([one for one in tuning if one.arm == name_of(cell, factor)]) for factor in FACTORS}
+    scores = {factor: score([one for one in tuning if one.run.arm == tuning_name(cell, factor)]) for factor in FACTORS}
     return max(FACTORS, key=lambda factor: (scores[factor], -factor))
+
+
+def mean_last(runs: Sequence[Finished], name: str, what: str) -> float:
+    """Mean over seeds of a quantity of a cell's last evaluations."""
+    return fmean(getattr(one.run.last, what) for one in runs if one.run.arm == name)
+
+
+def long_cells(first: Sequence[Finished]) -> list[Cell]:
+    """`none`, and the most accurate arm of the far pair for half of on_policy's rollout FLOPs or less."""
+    arms = [cell for cell in PANELS["first"] if cell.pair == "far" and cell.arm != "drafted"]
+    if not {cell.name for cell in (*arms, ON_POLICY)} <= {one.run.arm for one in first}:
+        return []
+    limit = 0.5 * mean_last(first, ON_POLICY.name, "flops")
+    cheap = [cell for cell in arms if mean_last(first, cell.name, "flops") <= limit]
+    best = max(cheap, key=lambda cell: mean_last(first, cell.name, "policy_accuracy"))
+    return [long_cell("none"), long_cell(best.arm)]
+
+
+def planned_long_cells() -> list[Cell]:
+    """Stand-ins for `long_cells` before `first` is complete."""
+    return [long_cell("none"), long_cell("annealed_expected")]
+
+
+def long_cell(arm: str) -> Cell:
+    return Cell(pair="far", arm=arm, rate_of=Cell(pair="far", arm=arm), iterations=LONG, seeds=FEW)
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def current_branch() -> str:
+    return git("rev-parse", "--abbrev-ref", "HEAD")
+
+
+def source_commit() -> str:
+    """Return the commit that last changed src/; refuse a src/ that no commit has, or that is not imported."""
+    if Path(jackpot.__file__).resolve().parents[1] != ROOT / "src":
+        raise SystemExit(
+            f"jackpot comes from {jackpot.__file__}, not from {ROOT / 'src'}; set PYTHONPATH={ROOT / 'src'}"
+        )
+    if changed := git("status", "--porcelain", "--", "src"):
+        raise SystemExit(f"src/ differs from its commit, and every run names one; commit or take back:\n{changed}")
+    return git("log", "-1", "--format=%H", "--", "src")
+
+
+def committed() -> Study:
+    """The study whose results are in docs/study/; without its commit of src/, which only running it needs."""
+    return Study(results=ROOT / "docs" / "study", runs=Path("runs/study"), source="")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=("tuning",), help="stop after it")
+    parser.add_argument("--panel", action="append", choices=PANELS, help="only this one; may be given again")
     parser.add_argument("--jobs", type=int, help="runs at once; default as many as cores are free")
+    parser.add_argument("--plan", action="store_true", help="print the plan and stop")
     options = parser.parse_args()
-    if not all((RUNS / "models" / name).exists() for name in STUDY_MODELS):
-        make_toy_models(RUNS / "models", STUDY_MODELS)
-    grid = itertools.product(TUNING_SEEDS, cells(), FACTORS)
-    tuning = run("tuning", [make_run("tuning", cell, factor, seed) for seed, cell, factor in grid], options.jobs)
-    if options.stage != "tuning":
-        chosen = {cell: best_factor(tuning, cell) for cell in cells()}
-        reported = [make_run("reported", cell, chosen[cell], seed) for seed in SEEDS for cell in cells()]
-        run("reported", reported, options.jobs)
+    os.chdir(ROOT)  # the recipe names its models from there
+    study, panels = committed(), options.panel or list(PANELS)
+    print(study.plan(panels)[0], flush=True)
+    if options.plan:
+        return
+    study = replace(study, source=source_commit())
+    missing = {name: spec for name, spec in STUDY_MODELS.items() if not (study.runs / "models" / name).exists()}
+    make_toy_models(study.runs / "models", missing)
+    for panel in panels:
+        if panel == "long" and not study.is_complete("first"):
+            raise SystemExit("`long` takes the best arm of `first`, which is not complete; run that panel first")
+        study.run("tuning", study.tuning_runs(panel), options.jobs)
+        study.run(panel, study.reported_runs(panel), options.jobs)
 
 
 if __name__ == "__main__":

@@ -1,167 +1,383 @@
-"""Write docs/study.md and its pictures from the summaries of the runs: python benchmarks/study_page.py
+"""Write docs/study.md and its picture from the summaries of the runs: python benchmarks/study_page.py
 
 What is prose stands in benchmarks/study_page.md; every number on the page is computed here from docs/study/*.jsonl, and
-a name in braces in the prose is one of those: {close[obrs]} is an accuracy, {close[obrs-none]} a paired difference.
+a name in braces in the prose is one of those: {close[obrs]} is an accuracy, {close[obrs-none]} a paired difference,
+{close[obrs@rollout]} a cost. Panels that have not run are named so; without the panel `first` there is no page.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-from study import FACTORS, JOINT, PAIRS, ROOT, SEEDS, TUNING_SEEDS, best_factor, cells, name_of, read, score
+from study import (
+    ABLATION,
+    ALONE,
+    FACTORS,
+    FIRST,
+    FOREIGN,
+    GAP,
+    ON_POLICY,
+    PANELS,
+    ROOT,
+    SEEDS,
+    STALE,
+    TUNING_SEED,
+    Finished,
+    Study,
+    best_factor,
+    committed,
+    score,
+    tuning_name,
+)
 
-from jackpot.analysis.compare.comparison import ArmRow, Comparison, SeedSpread, compare
-from jackpot.analysis.compare.summary import RunSummary
+from jackpot.analysis.compare.comparison import SeedSpread
+from jackpot.analysis.plan.cost_model import MEAN_PROMPT
+from jackpot.analysis.plan.estimate import ShareHours, share_hours
+from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
+from jackpot.config.build import validated
+from jackpot.config.published import GpusConfig
+from jackpot.config.recipes import load_recipe, resolve
+from jackpot.config.run import Config
+from jackpot.core.files import whole_file
 from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
-from jackpot.ui.png import write_png
-from jackpot.ui.views.comparison import comparison_charts, cost_cells, difference_cells, percent
+from jackpot.ui.views.comparison import percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TEMPLATE = ROOT / "benchmarks" / "study_page.md"
 PAGE = ROOT / "docs" / "study.md"
-PICTURES = ROOT / "docs" / "pictures"
-ACCURACIES = (0.6, 0.7)  # that costs are counted to
-STEPS = (  # what one change is worth: the arm with it, the arm without it
-    ("tis", "none", "weights, at most 3"),
-    ("tis_new", "tis", "target new in place of old, and no clip"),
-    ("expected", "tis_new", "weights times Z"),
-    ("obrs", "expected", "the Bernoulli mask in place of its expectation"),
-    ("obrs", "tis", "all of OBRS against TIS"),
-    ("obrs", "none", "all of OBRS"),
-    ("obrs_clip", "obrs", "the clip of PPO on top"),
-    ("only_kl", "none", "the rollout model learns by distillation alone"),
-    ("obrs", "on_policy", "what is left to on-policy"),
-)
-ARMS = ("on_policy", "small_on_policy", *JOINT)  # their order in tables
+PICTURE = ROOT / "docs" / "pictures" / "study.png"
+PRICED = "joint_8b"  # the recipe whose time the cost model gives: Qwen3-1.7B generates for Qwen3-8B
+MARGIN, HALF = -0.02, 0.5  # the target: a 95 % interval above this, at this share of on-policy's rollout FLOPs or less
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
+NOT_RUN = "not run yet"
+EXACT = "drafted"  # the arm that is on_policy in all but its cost
+PAIRS = {"close": FIRST, "far": FIRST, "gap": GAP}
+FAMILIES = {  # what the picture gives one color, and the color
+    "rollout model alone, no correction": ("#7F7F7F", ("none",)),
+    "rollout model alone, corrected": ("#0072B2", ("tis", "obrs", "expected", "prefix", "dppo_topk")),
+    "annealed, no correction": ("#E69F00", ("annealed_none",)),
+    "annealed, corrected": (
+        "#D55E00",
+        ("annealed_tis", "annealed_obrs", "annealed_expected", "annealed_half", "annealed_linear"),
+    ),
+    "frozen and annealed": ("#CC79A7", ("frozen_annealed",)),
+    "mixed throughout": ("#009E73", ("mixed_quarter", "mixed_half")),
+    "drafted": ("#56B4E9", (EXACT,)),
+}
+TITLES = {
+    "close": "Rollout model: 6 times cheaper, close",
+    "far": "Rollout model: 6 times cheaper, far",
+    "gap": "Rollout model: 12 times cheaper",
+}
+MARKERS = "osD^v"
+APART = 1.5  # percent of the cost that the points of a family are moved apart in the picture
 Row = Sequence[str]
 
 
-class Pair:
-    """The reported runs of one pair of models, named by their arm alone, and their numbers as text."""
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % interval by Student's t; without an interval for a single value."""
 
-    def __init__(self, name: str, runs: Sequence[RunSummary]) -> None:
-        mine = [replace(run, arm=arm) for run in runs for pair, arm in [run.arm.split("/")] if pair in (name, "both")]
-        self.name = name
-        self.runs = sorted(mine, key=lambda run: ARMS.index(run.arm))
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    @property
+    def half(self) -> float | None:
+        """Half of its width."""
+        error = SeedSpread(values=self.values).error
+        return None if error is None else T_95[len(self.values) - 1] * error
+
+    @property
+    def text(self) -> str:
+        """`-1.2 [-2.0, -0.4]`, in points."""
+        ends = (
+            ""
+            if self.half is None
+            else f" [{100 * (self.mean - self.half):+.1f}, {100 * (self.mean + self.half):+.1f}]"
+        )
+        return f"{100 * self.mean:+.1f}{ends}"
+
+    def is_above(self, bound: float) -> bool:
+        """Return whether the whole interval is."""
+        return self.half is not None and self.mean - self.half > bound
+
+
+class Arms:
+    """The finished runs of one pair or panel by their arm, those of on_policy among them, and their numbers as text."""
+
+    def __init__(self, finished: Sequence[Finished], pair: str) -> None:
+        self.pair = pair
+        self.runs: dict[str, dict[int, Finished]] = {}
+        for one in finished:
+            prefix, _, arm = one.run.arm.partition("/")
+            if prefix == pair or one.run.arm == ON_POLICY.name:
+                self.runs.setdefault(arm, {})[one.run.seed] = one
+
+    def __contains__(self, arm: str) -> bool:
+        return arm in self.runs
 
     def __getitem__(self, key: str) -> str:
-        """`obrs`: its accuracy. `obrs-none`: a paired difference. `obrs/none@0.6`: rollout FLOPs to 60 %, as a share.
-        `obrs@0.6`: how many seeds got there."""
-        arm, _, other = key.partition("-")
-        if other:
-            points, seeds = difference_cells(self.row(arm, baseline=other).difference)
-            return f"{points} points ({seeds} seeds)"
-        if "@" in key:
-            arms, _, accuracy = key.partition("@")
-            arm, _, other = arms.partition("/")
-            cost = next(row.cost for row in self.compare(accuracy=float(accuracy)).rows if row.arm == arm)
-            return self.share(arm, other, float(accuracy)) if other else f"{cost.reached} of {cost.of}"
-        return percent(self.row(arm).after)
+        """`obrs`: its accuracy. `obrs-none`: a difference. `obrs@rollout`, `@all`, `@time`: a share of on_policy's."""
+        arm, _, cost = key.partition("@")
+        arm, _, other = arm.partition("-")
+        if arm not in self or (other and other not in self):
+            return NOT_RUN
+        if cost:
+            return share_text(self.share(arm, cost))
+        return self.difference(arm, other).text if other else f"{percent(self.spread(arm))} %"
 
-    def compare(self, baseline: str = "none", accuracy: float | None = None) -> Comparison:
-        return compare(self.runs, baseline=baseline, accuracy=accuracy)
+    def spread(self, arm: str) -> SeedSpread:
+        """Last accuracies, by seed."""
+        return SeedSpread(values=tuple(one.run.last.policy_accuracy for one in self.runs[arm].values()))
 
-    def row(self, arm: str, baseline: str = "none") -> ArmRow:
-        return next(row for row in self.compare(baseline).rows if row.arm == arm)
+    def difference(self, arm: str, other: str) -> Interval:
+        """Difference of the last accuracies, paired by seed."""
+        return self._paired(arm, other, lambda one, base: _accuracy(one) - _accuracy(base))
 
-    def share(self, arm: str, other: str, accuracy: float) -> str:
-        """Rollout FLOPs of one arm to an accuracy, in percent of another's."""
-        costs = {row.arm: row.cost.flops for row in self.compare(accuracy=accuracy).rows}
-        return "-" if costs[arm] is None or costs[other] is None else f"{100 * costs[arm] / costs[other]:.0f} %"
+    def at_equal_cost(self, arm: str) -> Interval:
+        """Difference to on_policy when that had spent as many rollout FLOPs, between its evaluations on a line."""
+        return self._paired(arm, "on_policy", lambda one, base: _accuracy(one) - _between(base, one.run.last.flops))
 
-    @property
-    def accuracies(self) -> str:
-        """Every arm: each seed, mean, spread, difference to `none`, and the rollout model."""
-        rows = [
-            (
-                f"`{row.arm}`",
-                " / ".join(f"{100 * value:.1f}" for value in row.after.values),
-                percent(row.after),
-                *difference_cells(row.difference),
-                percent(row.rollout_model_after) if row.rollout_model_after else "-",
+    def share(self, arm: str, cost: str) -> float:
+        """Cost of a run as a share of on_policy's with the same seed, the mean over seeds."""
+        return self._paired(arm, "on_policy", lambda one, base: COSTS[cost](one) / COSTS[cost](base)).mean
+
+    def _paired(self, arm: str, other: str, of: Callable[[Finished, Finished], float]) -> Interval:
+        both = [seed for seed in self.runs[arm] if seed in self.runs[other]]
+        return Interval(tuple(of(self.runs[arm][seed], self.runs[other][seed]) for seed in both))
+
+    def collapsed(self, arm: str) -> int:
+        return sum(one.run.collapse is not None for one in self.runs[arm].values())
+
+    def reaching(self, margin: float = MARGIN) -> list[str]:
+        """The arms that reach the target."""
+        return [arm for arm in self.cheap() if self.difference(arm, "on_policy").is_above(margin)]
+
+    def cheap(self) -> list[str]:
+        """The arms at half of on_policy's rollout FLOPs or less, the most accurate first."""
+        arms = [arm for arm in self.runs if arm not in ("on_policy", EXACT) and self.share(arm, "rollout") <= HALF]
+        return sorted(arms, key=lambda arm: -self.spread(arm).mean)
+
+
+def share_text(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _accuracy(one: Finished) -> float:
+    return one.run.last.policy_accuracy
+
+
+def _between(one: Finished, flops: float) -> float:
+    """Accuracy of a run when it had spent this, on a line between its evaluations; the last one beyond its end."""
+    for before, after in zip(one.run.points, one.run.points[1:], strict=False):
+        if before.flops <= flops <= after.flops:
+            part = (flops - before.flops) / (after.flops - before.flops)
+            return before.policy_accuracy + part * (after.policy_accuracy - before.policy_accuracy)
+    return _accuracy(one)
+
+
+@cache
+def _clock() -> ShareHours:
+    """What the cost model needs of PRICED, on the GPUs that it names; no hub is asked how long prompts are."""
+    config = resolve(PRICED, None, [])
+    prompts = PromptLengths(config.task.max_prompt_tokens, MEAN_PROMPT, "as everywhere")
+    return share_hours(config, model_sizes(config), prompts, GpusConfig(**load_recipe(PRICED)["gpus"]))
+
+
+@cache
+def _iteration_hours(share: float | None, acceptance: float | None, is_frozen: bool) -> float:
+    """Hours of one iteration; a share of None is the policy without a rollout model."""
+    clock = _clock()
+    if is_frozen:
+        costs = clock.costs
+        clock = replace(clock, costs={**costs, "rollout_model": replace(costs["rollout_model"], trained=0)})
+    if share is None:
+        return clock.alone().iterations / clock.iterations
+    hours = clock.at(share) if acceptance is None else clock.drafted(acceptance)[1]
+    return hours.iterations / clock.iterations
+
+
+def model_hours(one: Finished) -> float:
+    """Hours of as many iterations of PRICED in which each model generates the share that it had in this run."""
+    config = validated(Config, one.run.settings)
+    model, used = config.rollout_model, range(1, one.run.last.iteration + 1)
+    shares = [model.share_at(number) if config.uses_rollout_model(number) else None for number in used]
+    is_frozen = model is not None and model.optimizer is None
+    return sum(_iteration_hours(share, one.draft_acceptance, is_frozen) for share in shares)
+
+
+COSTS: Mapping[str, Callable[[Finished], float]] = {
+    "rollout": lambda one: one.run.last.flops,
+    "all": lambda one: one.run.last.flops + one.run.last.training_flops,
+    "time": model_hours,
+}
+
+
+def pair_table(arms: Arms) -> str:
+    """Accuracy and costs of every arm of a pair."""
+    rows = []
+    for arm in ("on_policy", *PAIRS[arms.pair], EXACT):
+        if arm not in arms:
+            continue
+        costs = [share_text(arms.share(arm, cost)) for cost in COSTS]
+        if arm == EXACT:
+            rows.append((f"`{arm}`", "as `on_policy`", "0, exact", *costs, "-"))
+            continue
+        is_base = arm == "on_policy"
+        right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
+        differences = ["-", "-"] if is_base else [arms.difference(arm, "on_policy").text, arms.at_equal_cost(arm).text]
+        rows.append((f"`{arm}`", right, differences[0], *costs, differences[1]))
+    columns = ("arm", "right, %", "minus `on_policy` [95 %]", "rollout FLOPs", "all FLOPs", "time, 1.7B for 8B")
+    return (
+        markdown((*columns, "minus `on_policy` at equal rollout FLOPs"), rows)
+        if len(rows) > 1
+        else NOT_RUN.capitalize()
+    )
+
+
+def stale_table(arms: Arms) -> str:
+    """Every correction at both staleness, at the tuned rate and at twice that."""
+    rows = []
+    for staleness in (64, 128):
+        for name in STALE:
+            arm, clip = f"stale_{staleness}_{name}", f"stale_{staleness}_clip"
+            if f"{arm} x2" in arms and f"{clip} x2" in arms:
+                cells = [
+                    cell for times in ("", " x2") for cell in _both(arms, arm + times, clip + times, name == "clip")
+                ]
+                rows.append((str(staleness), f"`{name}`", *cells))
+    columns = ("staleness", "arm", "right, %", "minus `clip`", "at twice the rate, %", "minus `clip`")
+    return markdown(columns, rows) if rows else NOT_RUN.capitalize()
+
+
+def foreign_table(arms: Arms) -> str:
+    """A rollout model that never learns, at the tuned rate and at twice that."""
+    rows = []
+    for arm in FOREIGN:
+        if f"{arm} x2" in arms and "foreign_none x2" in arms:
+            base = "foreign_none"
+            rows.append(
+                (f"`{arm}`", *_both(arms, arm, base, arm == base), *_both(arms, f"{arm} x2", f"{base} x2", arm == base))
             )
-            for row in self.compare().rows
-        ]
-        columns = ("arm", "policy after, seed by seed", "mean", "minus `none`", "above on", "rollout model after")
-        return markdown(columns, rows)
-
-    @property
-    def costs(self) -> str:
-        """What it takes to each accuracy."""
-        tables = []
-        for accuracy in ACCURACIES:
-            rows = [
-                (f"`{row.arm}`", *cost_cells(row.cost), self.share(row.arm, "on_policy", accuracy))
-                for row in self.compare(accuracy=accuracy).rows
-            ]
-            columns = ("got there", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
-            share = "rollout FLOPs, of `on_policy`'s"
-            tables.append(markdown((f"to {accuracy:.0%} right", *columns, share), rows))
-        return "\n\n".join(tables)
-
-    @property
-    def picture(self) -> str:
-        return f"![the {self.name} pair](pictures/study-{self.name}.png)"
-
-    def draw(self) -> None:
-        charts = comparison_charts(self.compare(accuracy=ACCURACIES[0]), self.runs)
-        write_png(PICTURES / f"study-{self.name}.png", charts)
+    columns = ("arm", "right, %", "minus `foreign_none`", "at twice the rate, %", "minus `foreign_none`")
+    return markdown(columns, rows) if rows else NOT_RUN.capitalize()
 
 
-def models_table(reported: Sequence[RunSummary]) -> str:
-    """Return size, cost and distance from the policy of each rollout model, over the first ten iterations of `obrs`."""
+def _both(arms: Arms, arm: str, base: str, is_base: bool) -> tuple[str, str]:
+    """Accuracy, and difference to a base, of one arm."""
+    right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
+    return right, "-" if is_base else arms.difference(arm, base).text
+
+
+def ablation_table(arms: Arms) -> str:
+    rows = [
+        (f"`{arm}`", percent(arms.spread(arm)) + _fallen(arms.collapsed(arm)), arms.difference(arm, "obrs").text)
+        for arm in ABLATION
+        if arm in arms and "obrs" in arms
+    ]
+    return markdown(("arm", "right, %", "minus `obrs` on the same seeds"), rows) if rows else NOT_RUN.capitalize()
+
+
+def long_table(arms: Arms) -> str:
+    rows = []
+    for arm in arms.runs:
+        name, _, iterations = arm.partition(" ")
+        if iterations and f"none {iterations}" in arms:
+            short, end = arms[name], percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
+            difference = "-" if name == "none" else arms.difference(arm, f"none {iterations}").text
+            rows.append((f"`{name}`", short, end, difference))
+    columns = ("arm", "after 320 updates", "after 1,000 updates, %", "minus `none`")
+    return markdown(columns, rows) if rows else NOT_RUN.capitalize()
+
+
+def _fallen(count: int) -> str:
+    return f" ({count} collapsed)" if count else ""
+
+
+def models_table(finished: Sequence[Finished]) -> str:
+    """Size, cost and distance from the policy of each rollout model, over the first twenty iterations of `expected`."""
     rows = []
     for name, spec in STUDY_MODELS.items():
         cost = forward_cost(make_meta_model(spec)).per_token
-        rows.append((f"`{name}`", f"{parameters(spec):,}", f"{cost:,}", *_at_the_start(name, reported)))
-    columns = ("model", "parameters", "FLOPs a token", "right at the start, %", "KL(it ‖ policy), nats", "acceptance")
-    return markdown(columns, rows)
+        shape = (f"`{name}`", f"{parameters(spec):,}", f"{cost:,}", f"{_policy_cost() / cost:.1f}")
+        rows.append((*shape, *_at_the_start(name, finished)))
+    columns = ("model", "parameters", "FLOPs a token", "times fewer", "right at the start, %")
+    return markdown((*columns, "KL(it ‖ policy), nats", "acceptance"), rows)
+
+
+def _policy_cost() -> int:
+    return forward_cost(make_meta_model(STUDY_MODELS["policy"])).per_token
 
 
 def parameters(spec: ToyModelSpec) -> int:
     return sum(parameter.numel() for parameter in make_meta_model(spec).parameters())
 
 
-def _at_the_start(name: str, reported: Sequence[RunSummary]) -> Row:
-    if name not in PAIRS:
-        runs = [run for run in reported if run.arm == "both/on_policy"]
+def _at_the_start(name: str, finished: Sequence[Finished]) -> Row:
+    arm = ON_POLICY.name if name == "policy" else f"{name}/expected"
+    runs = [one.run for one in finished if one.run.arm == arm]
+    if not runs:
+        return NOT_RUN, "-", "-"
+    if name == "policy":
         return percent(SeedSpread(values=tuple(run.points[0].policy_accuracy for run in runs))), "0", "1"
-    runs = [run for run in reported if run.arm == f"{name}/obrs"]
     right = SeedSpread(values=tuple(run.points[0].rollout_model_accuracy for run in runs))
-    gap, kept = (sum(getattr(run.points[1], what) for run in runs) / len(runs) for what in ("kl", "acceptance"))
-    return percent(right), f"{gap:.3f}", f"{kept:.3f}"
+    return percent(right), *(
+        f"{fmean(getattr(run.points[1], what) for run in runs):.3f}" for what in ("kl", "acceptance")
+    )
 
 
-def tuning_table(tuning: Sequence[RunSummary]) -> str:
-    """Every cell's score at each factor, and the learning rate that it was reported with."""
-    rows = []
-    for cell in cells():
-        tried = {factor: [one for one in tuning if one.arm == name_of(cell, factor)] for factor in FACTORS}
-        chosen = tried[best_factor(tuning, cell)][0].settings["policy"]["optimizer"]["learning_rate"]
-        rows.append((cell[0], f"`{cell[1]}`", *map(_score_cell, tried.values()), f"{chosen:g}"))
+def tuning_table(study: Study, panels: Sequence[str]) -> str:
+    """Every tuned cell's score at each factor, and the learning rate that it was reported with."""
+    tuning, rows = study.read("tuning"), []
+    for cell in dict.fromkeys(cell.tuned for panel in panels for cell in study.cells(panel)):
+        tried = {factor: [one for one in tuning if one.run.arm == tuning_name(cell, factor)] for factor in FACTORS}
+        chosen = tried[best_factor(tuning, cell)][0].run.settings["policy"]["optimizer"]["learning_rate"]
+        rows.append((cell.pair, f"`{cell.arm}`", *map(_score_cell, tried.values()), f"{chosen:g}"))
     return markdown(("pair", "arm", *(f"x{factor:g}" for factor in FACTORS), "learning rate taken"), rows)
 
 
-def _score_cell(runs: Sequence[RunSummary]) -> str:
-    fallen = sum(one.collapse is not None for one in runs)
-    return f"{100 * score(runs):.1f}" + (f" ({fallen} collapsed)" if fallen else "")
+def _score_cell(runs: Sequence[Finished]) -> str:
+    return f"{100 * score(runs):.1f}" + _fallen(sum(one.run.collapse is not None for one in runs))
 
 
-def steps_table(pairs: Sequence[Pair]) -> str:
-    """What each change is worth, in both pairs."""
-    rows = []
-    for arm, without, change in STEPS:
-        cells_of = [difference_cells(pair.row(arm, baseline=without).difference) for pair in pairs]
-        rows.append((f"`{arm}` - `{without}`", change, *(", ".join(both) for both in cells_of)))
-    return markdown(("difference", "what changes", *(pair.name for pair in pairs)), rows)
-
-
-def collapses(runs: Sequence[RunSummary]) -> str:
+def collapses(finished: Sequence[Finished]) -> str:
     lines = [
-        f"- `{run.arm}`, seed {run.seed}: {run.collapse.why}; first sign: {run.collapse.first_sign or 'none'}"
-        for run in runs
-        if run.collapse
+        f"- `{one.run.arm}`, seed {one.run.seed}: {one.run.collapse.why}; first sign: "
+        f"{one.run.collapse.first_sign or 'none'}"
+        for one in finished
+        if one.run.collapse
     ]
     return "\n".join(lines) or "None."
+
+
+def target_text(pairs: Sequence[Arms], margin: float = MARGIN) -> str:
+    """Say which arms reach the target on which pair."""
+    return "; ".join(
+        f"{arms.pair}: " + (", ".join(f"`{arm}`" for arm in arms.reaching(margin)) or "none") for arms in pairs
+    )
+
+
+def best_text(pairs: Sequence[Arms]) -> str:
+    """Say which arm is the most accurate at half of the rollout FLOPs or less."""
+    parts = []
+    for arms in pairs:
+        if best := next(iter(arms.cheap()), None):
+            apart, equal = arms.difference(best, "on_policy").text, arms.at_equal_cost(best).text
+            parts.append(
+                f"{arms.pair}: `{best}`, {apart} points to `on_policy` at {arms[f'{best}@rollout']}, and {equal} to "
+                f"`on_policy` that had spent as much"
+            )
+    return "; ".join(parts) or NOT_RUN
 
 
 def markdown(columns: Row, rows: Sequence[Row]) -> str:
@@ -169,32 +385,100 @@ def markdown(columns: Row, rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def page(tuning: Sequence[RunSummary], reported: Sequence[RunSummary]) -> str:
-    """The whole document."""
-    pairs = {name: Pair(name, reported) for name in PAIRS}
-    environment = reported[0].environment
+def page(study: Study) -> str:
+    """The whole document. Refuses a panel `first` that is not complete."""
+    done = [panel for panel in PANELS if study.is_complete(panel)]
+    if "first" not in done:
+        raise SystemExit(
+            f"the page needs the whole panel `first`, and {study.results / 'first.jsonl'} has "
+            f"{len(study.read('first'))} runs of it; run python benchmarks/study.py --panel first"
+        )
+    panels = {panel: study.read(panel) if panel in done else [] for panel in PANELS}
+    reported, tuning = [one for runs in panels.values() for one in runs], study.read("tuning")
+    pairs = {name: Arms([*panels["first"], *panels["gap"]], name) for name in PAIRS}
+    shown = [arms for arms in pairs.values() if len(arms.runs) > 1]
+    every = {"stale": ALONE, "foreign": "far", "ablation": "far", "long": "far"}
+    others = {name: Arms([*panels["first"], *panels[name]], pair) for name, pair in every.items()}
+    environment = reported[0].run.environment
     return TEMPLATE.read_text().format(
         **pairs,
+        **{name: others[name] for name in ("stale", "foreign")},
+        **{f"{name}_table": pair_table(arms) for name, arms in pairs.items()},
+        stale_table=stale_table(others["stale"]),
+        foreign_table=foreign_table(others["foreign"]),
+        ablation_table=ablation_table(others["ablation"]),
+        long_table=long_table(others["long"]),
+        apart=f"{APART:g}",
+        target=target_text(shown),
+        nearer=target_text(shown, MARGIN / 2),
+        best=best_text(shown),
         models=models_table(reported),
-        tuning=tuning_table(tuning),
-        tuning_runs=len(tuning),
-        tuning_seeds=" and ".join(map(str, TUNING_SEEDS)),
-        reported_runs=len(reported),
-        seeds=f"{SEEDS[0]} to {SEEDS[-1]}",
-        steps=steps_table(list(pairs.values())),
-        tuning_collapses=collapses(tuning),
+        tuning=tuning_table(study, done),
         collapses=collapses(reported),
+        reported_runs=len(reported),
+        tuning_runs=len(tuning),
+        tuning_seed=TUNING_SEED,
+        seeds=f"{SEEDS[0]} to {SEEDS[-1]}",
+        source=reported[0].source[:12],
         versions=", ".join(f"{name} {environment[name]}" for name in ("python", "torch", "transformers")),
-        hours=f"{sum(run.last.cpu_seconds for run in [*tuning, *reported]) / 3600:.1f}",
+        hours=f"{sum(one.run.last.cpu_seconds for one in [*tuning, *reported]) / 3600:.1f}",
     )
 
 
+def draw(path: Path, pairs: Sequence[Arms]) -> None:
+    """Draw where each arm ends, accuracy over rollout FLOPs, beside the course of on_policy; one chart a pair."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(pairs) + 2.6, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(pairs), squeeze=False, sharey=True)[0]
+    lowest = [_draw_pair(panel, arms) for panel, arms in zip(panels, pairs, strict=True)]
+    panels[0].set_ylim(min(lowest) - 4, None)
+    panels[0].set_ylabel("policy's right answers after equal training, %", fontsize=9)
+    entries = {}
+    for panel in panels:
+        entries |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png")
+
+
+def _draw_pair(panel: "Axes", arms: Arms) -> float:
+    """Draw one pair, and return the lowest end of a bar."""
+    steps = list(zip(*(one.run.points for one in arms.runs["on_policy"].values()), strict=True))
+    whole, end = fmean(point.flops for point in steps[-1]), 100 * arms.spread("on_policy").mean
+    x = [100 * fmean(point.flops for point in step) / whole for step in steps]
+    y = [100 * fmean(point.policy_accuracy for point in step) for step in steps]
+    panel.plot(x, y, color="black", label="policy generates all (on-policy), in the course of its training")
+    panel.fill_between([0, 100 * HALF], end + 100 * MARGIN, end + 2, color="#009E73", alpha=0.12, linewidth=0)
+    panel.text(1, end + 1.8, "target: half of the cost,\nat most 2 points lost", fontsize=7, va="top", color="#006B4E")
+    lowest = end
+    for family, (color, names) in FAMILIES.items():
+        for place, (name, marker) in enumerate(zip(names, MARKERS, strict=False)):
+            if name not in arms:
+                continue
+            right = Interval(arms.spread("on_policy" if name == EXACT else name).values)
+            at = 100 * arms.share(name, "rollout") + APART * (place - (len(names) - 1) / 2)
+            label, bar = family if len(names) == 1 else f"{family}: {name}", 100 * (right.half or 0.0)
+            look = {"color": color, "marker": marker, "markersize": 6, "capsize": 2, "linestyle": "none"}
+            panel.errorbar(at, 100 * right.mean, bar, label=label, linewidth=0.8, **look)
+            lowest = min(lowest, 100 * right.mean - bar)
+    panel.set_title(TITLES[arms.pair], fontsize=10)
+    panel.set_xlabel("FLOPs of generating the rollouts, % of on-policy's", fontsize=9)
+    panel.set_xlim(0, None)
+    panel.grid(alpha=0.25, linewidth=0.5)
+    return lowest
+
+
 def main() -> None:
-    tuning, reported = read("tuning"), read("reported")
-    PAGE.write_text(page(tuning, reported))
-    for name in PAIRS:
-        Pair(name, reported).draw()
-    print(f"{PAGE}: {len(tuning)} tuning runs, {len(reported)} reported ones")
+    os.chdir(ROOT)  # settings of the runs name their models from there
+    study = committed()
+    PAGE.write_text(page(study))
+    finished = [one for panel in ("first", "gap") if study.is_complete(panel) for one in study.read(panel)]
+    draw(PICTURE, [arms for arms in (Arms(finished, name) for name in PAIRS) if len(arms.runs) > 1])
+    print(f"{PAGE} and {PICTURE}")
 
 
 if __name__ == "__main__":
