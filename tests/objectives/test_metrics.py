@@ -68,7 +68,7 @@ def test_bands_of_positions_end_names_as_documented():
 def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_tokens():
     inputs, advantages, clipped = scene()
     correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="none").apply(inputs, {})
-    found = correction_metrics(correction, inputs, LAM, advantages, clipped, {})
+    found = correction_metrics(correction, inputs, LAM, clipped, {})
     factor = correction.weights * correction.accept_mask
     ratio = log_ratios(inputs).exp()
     columns = {
@@ -99,7 +99,7 @@ def test_the_largest_weight_and_advantage_and_kappa_are_over_the_right_tokens():
     correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="prepass")
     totals = correction.measure(inputs)
     result = correction.apply(inputs, totals)
-    found = correction_metrics(result, inputs, LAM, advantages, clipped, totals)
+    found = correction_metrics(result, inputs, LAM, clipped, totals)
     places = groups_of(inputs, advantages)[""]
     ratio, z = log_ratios(inputs).exp(), inputs.z.value
     kappa = sum(min(1.0, ratio[at].item() / LAM) for at in places) / sum(z[at].item() for at in places)
@@ -191,11 +191,11 @@ def test_ratios_of_e_to_the_400_leave_every_effective_size_finite():
 
 
 def test_a_batch_without_tokens_measures_nothing_and_fails_nowhere():
-    inputs, advantages, clipped = scene()
+    inputs, _, clipped = scene()
     empty = torch.zeros_like(inputs.response_mask)
     inputs = replace(inputs, response_mask=empty)
     correction = make_correction("tis", cap=C1).apply(inputs, {})
-    assert correction_metrics(correction, inputs, LAM, advantages, clipped, {})["correction/weight"].count == 0.0
+    assert correction_metrics(correction, inputs, LAM, clipped, {})["correction/weight"].count == 0.0
     found = mismatch(torch.zeros(empty.shape), empty)
     assert math.isnan(found["mismatch/sequence_ess"].value) and math.isnan(found["mismatch/log_ratio"].value)
     assert found["mismatch/ratio"].count == 0.0

@@ -129,7 +129,6 @@ class PolicyTerms:
     surrogate: Tensor  # clipped; carries the policy's gradient until `detach`
     regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient as above; 0 where both are 0
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
-    advantages: Tensor
 
     def detach(self) -> "PolicyTerms":
         """Return the terms without their graph."""
@@ -323,7 +322,6 @@ def policy_terms(
         surrogate=surrogate.value,
         regularizer=regularizer,
         clipped=surrogate.clipped,
-        advantages=batch.advantages,
     )
 
 
@@ -382,7 +380,7 @@ def policy_report(
     lam = inputs.lam_or(objective.correction.lam)
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
     return PolicyReport(
-        metrics=correction_metrics(correction, inputs, lam, terms.advantages, terms.clipped, totals)
+        metrics=correction_metrics(correction, inputs, lam, terms.clipped, totals)
         | {"policy/loss": _quotient(numerator, denominator)}
         | ({} if inputs.lam is None else {"obrs/lam": Mean.of(lam, inputs.response_mask)}),
         trace={

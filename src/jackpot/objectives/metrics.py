@@ -72,7 +72,6 @@ def correction_metrics(
     correction: Correction,
     inputs: CorrectionInputs,
     lam: float | Tensor,
-    advantages: Tensor,
     clipped: Tensor,
     totals: Sums,
 ) -> Sums:
@@ -80,11 +79,10 @@ def correction_metrics(
 
     Args:
         lam: at which acceptance is measured, a number or [B, T].
-        advantages: [B, T].
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
         totals: the sums over the optimizer step that kappa is computed from; {} where there are none.
     """
-    mask, z = inputs.response_mask, inputs.z.value.double()
+    mask, z, advantages = inputs.response_mask, inputs.z.value.double(), inputs.advantages
     factor = correction.weights * correction.accept_mask
     acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
     columns = {
