@@ -439,6 +439,11 @@ class Config(Strict):
         roles: dict[Writer, bool] = {"policy": min(shares) < 1.0, "rollout_model": max(shares) > 0.0}
         return tuple(role for role, writes in roles.items() if writes)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether there is a rollout model and the policy generates rollouts too in the course of the run."""
+        return self.rollout_model is not None and self.rollout_model.is_mixed
+
     def uses_rollout_model(self, iteration: int) -> bool:
         """Return whether there is a rollout model with anything left to do in an iteration."""
         return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
@@ -468,8 +473,7 @@ class Config(Strict):
         if self.batch.group_size == 1 and self.batch.filter_groups:
             raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
         drafts = getattr(self.evaluation.engine or self.engine, "draft", None)
-        mixes = self.rollout_model is not None and self.rollout_model.is_mixed
-        if drafts and not (mixes and isinstance(self.engine, TransformersEngineConfig)):
+        if drafts and not (self.is_mixed and isinstance(self.engine, TransformersEngineConfig)):
             raise ValueError(
                 "engine.draft has the rollout model draft the rollouts that the policy generates, which needs "
                 "engine=transformers and a rollout_model with a share below 1; set rollout_model.share=0.0, for all of "

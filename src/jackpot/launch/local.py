@@ -196,7 +196,7 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         check_top_log_probs(config, engine)
         exact = {"rollout_model" if "rollout_model" in paths else "policy": engine_is_exact(config, engine)}
-        if config.rollout_model and config.rollout_model.is_mixed:
+        if config.is_mixed:
             check_top_log_probs(config, policy_engine)
             exact["policy"] = engine_is_exact(config, policy_engine, config.evaluation.engine)
         critic = make_critic(config, checkpoint, device) if config.critic else None
@@ -304,7 +304,7 @@ def make_learner(
         autocast=None if config.precision == "fp32" else DTYPES[config.precision],
         rollout_model_each_step=each_step,
         distill_control=settings.distill_control if trains else None,
-        is_mixed=settings is not None and settings.is_mixed,
+        is_mixed=config.is_mixed,
         advantage=config.objective.advantage,
         within_model=config.objective.baseline == "model",
         critic=critic,

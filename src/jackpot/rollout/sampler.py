@@ -213,7 +213,7 @@ class Sampler:
         drafts = add_sums(*(batch.sums for batch in batches))
         costs = self._costs | ({"policy": _drafted_cost(self._costs, drafts)} if drafts else {})
         sums = drafts | _rollout_sums(generated, list(discarded.values()), groups, costs)
-        if not (self._config.rollout_model and self._config.rollout_model.is_mixed):
+        if not self._config.is_mixed:
             return sums
         for role in self._engines:
             own = [rollout for rollout in generated if rollout.sampled_by == role]

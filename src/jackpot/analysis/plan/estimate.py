@@ -202,7 +202,7 @@ class _Estimator:
     def _hours(self, gpu: Gpu, count: int) -> tuple[Hours, Hours, dict[str, Hours]]:
         config, shares = self._config, self.shares(gpu, count)
         hours = shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
-        if config.rollout_model and config.rollout_model.is_mixed:
+        if config.is_mixed:
             drafts = None
             if config.draft:
                 tokens = DRAFTED if config.draft.tokens == "auto" else config.draft.tokens
