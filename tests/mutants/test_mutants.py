@@ -44,7 +44,7 @@ REPAIR = tuple(
         "weights_that_differ_by_rounding_alone_are_not_repaired",
         "the_error_is_estimated_as_the_equation_says",
         "only_sequences_with_a_gradient_at_a_cap_are_read_again",
-        "what_is_left_unrepaired_is_below_the_reported_error_and_that_below_the_tolerance",
+        "no_more_sequences_are_repaired_than_take_the_error_below_the_tolerance",
         "the_repaired_step_is_the_one_that_knows_kappa_beforehand",
         "two_ranks_of_which_one_has_a_token_at_a_cap_take_the_step_of_one",
     )
@@ -125,7 +125,7 @@ FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [
             f"training/kappa_repair.py::{name}"
-            for name in ("KappaRepair.apply", "KappaRepair._repair", "KappaRepair._backward", "_delta", "_error")
+            for name in ("KappaRepair.apply", "KappaRepair._repair", "KappaRepair._backward", "_delta", "_to_repair")
         ],
         REPAIR,
     ),

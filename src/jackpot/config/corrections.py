@@ -219,8 +219,8 @@ class ZCorrection(_LamCorrection):
     more forward pass before the first backward pass, which `auto` takes too where the loss has an entropy bonus or a
     reference. none: 1."""
     kappa_tolerance: NonNegative = KAPPA_TOLERANCE
-    """Largest relative error of the policy's gradient, as estimated (metric obrs/kappa_error), for which `kappa: auto`
-    does not read the sequences again that hold a token at a cap; 0: it always reads them again."""
+    """Largest relative error of the policy's gradient, as estimated, that `kappa: auto` leaves: it reads as few of the
+    sequences with a token at a cap again as that takes; 0: all of them."""
 
 
 class OBRSCorrection(ZCorrection):

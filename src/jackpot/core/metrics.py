@@ -273,14 +273,31 @@ def all_reduce_sums(sums: Sums) -> Sums:
 
     Every rank must hold the same names. With NCCL the message goes over this rank's GPU, wherever the entries are.
     """
-    if not sums or not (dist.is_available() and dist.is_initialized()):
+    if not sums or not _has_ranks():
         return sums
     layout = _layout(sums)
-    row = _packed(sums, layout)
+    return _unpacked(_added(torch.stack(_of_every_rank(_packed(sums, layout))), layout), layout)
+
+
+def all_gather(values: Tensor) -> Tensor:
+    """Concatenate the vectors [N] of all ranks, filled up with zeros to the longest; `values` itself without
+    torch.distributed."""
+    if not _has_ranks():
+        return values
+    missing = max_over_ranks(len(values)) - len(values)
+    return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, missing))))
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _of_every_rank(row: Tensor) -> list[Tensor]:
+    """Return the tensors of one shape that the ranks hold, on the device of this rank's."""
     sent = row.cuda() if dist.get_backend() == "nccl" else row
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sent)
-    return _unpacked(_added(torch.stack(rows), layout).to(row.device), layout)
+    return [one.to(row.device) for one in rows]
 
 
 def max_over_ranks(number: int) -> int:

@@ -7,10 +7,11 @@ kappa but for their caps, S the surrogate and m the acceptance mask, the policy'
     delta    = w(kappa) - s w(kappa_0)                                    0 unless a cap holds w(kappa) or w(kappa_0)
 
 So after backward passes with any kappa_0 the gradient is multiplied by s, which is exact for all tokens that no cap
-touches. The sequences with the others are read once more with the weights delta, where what they are worth exceeds a
-tolerance. That is G(kappa) up to rounding for every correction; piecewise linear weights make it cheap.
+touches. The sequences with the others are read once more with the weights delta: as few of them as leave an error
+below a tolerance. With a tolerance of 0 that is G(kappa) up to rounding for every correction; piecewise linear weights
+make it cheap.
 
-What they are worth: h_i being the hidden state that predicts token i, the error without the second pass is estimated as
+h_i being the hidden state that predicts token i, the error of sequences that are not read again is estimated as
 
     3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from jackpot.core.metrics import Mean, Sum, Sums, all_reduce_sums, max_over_ranks
+from jackpot.core.metrics import Mean, Sum, Sums, all_gather, all_reduce_sums, max_over_ranks
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
@@ -106,16 +107,15 @@ class KappaRepair:
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * old.norms)
             for delta, old in zip(deltas, passes, strict=True)
         ]
-        error = _error(worth, [old.norms for old in passes])
-        flags = torch.cat([(one != 0).any(-1) for one in worth])
-        numbers = torch.cat([torch.stack([scale, error]), flags.double()]).tolist()  # waits for the device
+        error, flags = _to_repair(worth, [old.norms for old in passes], self._objective.kappa_tolerance)
+        any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
+        numbers = torch.cat([torch.stack([scale, any_rank_repairs]), flags]).tolist()  # waits for the device
         torch._foreach_mul_([one.grad for one in self._parameters if one.grad is not None], numbers[0])
-        repairs = not numbers[1] <= self._objective.kappa_tolerance
-        if repairs:
+        if numbers[1]:
             self._repair(final, deltas, numbers[2:])
         return final, {
             "obrs/kappa_error": Mean.of(error, torch.ones_like(error, dtype=torch.bool)),
-            "obrs/repaired_sequences": Mean.of(flags & repairs, torch.ones_like(flags)),
+            "obrs/repaired_sequences": Mean.of(flags, torch.ones_like(flags)),
         }
 
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
@@ -157,16 +157,22 @@ def _delta(wanted: Tensor, held: Tensor) -> Tensor:
     return torch.where(delta.abs() > ROUNDING * wanted.abs(), delta, 0.0)
 
 
-def _error(worth: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
-    """Estimate the relative error of the policy's gradient over all ranks, a scalar; 0 where no cap touches a token.
+def _to_repair(worth: Sequence[Tensor], norms: Sequence[Tensor], tolerance: float) -> tuple[Tensor, Tensor]:
+    """Estimate the relative error of the policy's gradient over all ranks, and choose the sequences to read again.
 
     Args:
         worth: |delta_i / (s w_i)| |dL/dh_i| of each micro-batch, [B, T].
         norms: |dL/dh_i|, [B, T].
+        tolerance: largest error that the sequences which are not chosen may have together.
+
+    Returns:
+        The error if none is read again, a scalar, 0 where no cap touches a token; and whether this rank's sequences are
+        among the fewest of all ranks that have to be.
     """
-    squares = {
-        "worth": Sum(sum(one.double().sum(-1).square().sum() for one in worth)),
-        "norms": Sum(sum(one.double().square().sum() for one in norms)),
-    }
-    reduced = {name: entry.total for name, entry in all_reduce_sums(squares).items()}
-    return torch.where(reduced["worth"] == 0, 0.0, MARGIN * (reduced["worth"] / reduced["norms"]).sqrt())
+    squares = torch.cat([one.double().sum(-1).square() for one in worth])
+    of_all = all_gather(squares).sort().values
+    norm = Sum(sum(one.double().square().sum() for one in norms))
+    unit = MARGIN**2 / all_reduce_sums({"norms": norm})["norms"].total
+    errors = torch.where(of_all == 0, 0.0, of_all.cumsum(0) * unit).sqrt()  # if this one and all smaller ones are left
+    least = torch.where(errors <= tolerance, torch.inf, of_all).min()
+    return errors[-1], ~(squares < least) & (squares != 0)
