@@ -33,7 +33,7 @@ from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Writer = Literal["policy", "rollout_model"]
-HEAD_LOGITS_MEMORY = 128  # MiB, the default of `head_logits_memory`
+HEAD_LOGITS_MEMORY = 256  # MiB, the default of `head_logits_memory`
 
 
 class Sampling(Strict):
