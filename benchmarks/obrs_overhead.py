@@ -71,7 +71,7 @@ def config_of(job: Job, correction: str, top: int) -> Config:
 
 def learner_of(config: Config) -> JointLearner:
     model = load_trained(config, "policy", config.policy.path, torch.device("cpu"), False)
-    return make_learner(config, {"policy": model}, ["policy"], None)
+    return make_learner(config, {"policy": model}, ["policy"])
 
 
 def write(config: Config) -> tuple[list[Rollout], Action]:

@@ -77,7 +77,7 @@ def head_kernels(machine: Machine) -> list[dict[str, Any]]:
 def learner_of(config: Config, models: Sequence[PreTrainedModel]) -> JointLearner:
     """Return a learner of the policy, and of the rollout model behind it if there is one."""
     by_role = dict(zip(("policy", "rollout_model"), models, strict=False))
-    return make_learner(config, by_role, list(by_role), None)
+    return make_learner(config, by_role, list(by_role))
 
 
 def random_samples(

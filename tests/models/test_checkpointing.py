@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.runs import run, small_config, weights
 from jackpot.core.errors import ModelError
-from jackpot.launch.local import load_trained, make_critic, model_paths
+from jackpot.launch.local import load_critic, load_trained, model_paths
 from jackpot.models.forward import backbone, can_share_prompts, checkpoint_activations, pad_tokens, predicting_hidden
 
 MODELS = {
@@ -77,8 +77,8 @@ def test_every_model_that_is_trained_is_checkpointed_and_no_other() -> None:
     }
     assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
-    critic = make_critic(small_config(*settings), None, torch.device("cpu"))
-    for model in (loaded["policy"], critic.model):
+    critic = load_critic(small_config(*settings), None, torch.device("cpu"))
+    for model in (loaded["policy"], critic):
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         assert layers and all(isinstance(layer.forward, partial) for layer in layers)
 

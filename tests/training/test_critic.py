@@ -1,7 +1,6 @@
 """The critic against plain forward passes, the recursion of GAE and PPO's value loss written out."""
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from helpers.learners import LINEAR, batches, make_learner, smallest_model, writ
 from helpers.runs import run, small_config
 from jackpot.config.run import CriticConfig, OptimizerConfig
 from jackpot.core.types import Score
-from jackpot.launch.local import make_critic
+from jackpot.launch.local import load_critic, make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.losses import clipped_value_error
 from jackpot.training.critic import Critic
@@ -116,7 +115,7 @@ def test_a_value_model_is_saved_with_its_head(model, tmp_path):
 
 
 def test_advantages_are_gae_on_the_sampled_tokens_whitened_over_the_batch(model):
-    found = critic_of(model).compute_advantages(WRITTEN, nullcontext())
+    found = make_learner(POLICY, ROLLOUT_MODEL, critic=critic_of(model)).compute_advantages(WRITTEN)
     raw = credited_by_hand(model, WRITTEN)
     own = np.concatenate([raw[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN])
     mean, std = own.mean(), own.std(ddof=1)
@@ -129,7 +128,7 @@ def test_advantages_are_gae_on_the_sampled_tokens_whitened_over_the_batch(model)
 
 def test_the_value_loss_and_its_gradient_are_ppos_clipped_one_after_the_critic_has_moved(model):
     critic = critic_of(model)
-    critic.compute_advantages(WRITTEN, nullcontext())
+    samples = make_learner(POLICY, ROLLOUT_MODEL, critic=critic).compute_advantages(WRITTEN)
     raw = credited_by_hand(model, WRITTEN)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -137,7 +136,7 @@ def test_the_value_loss_and_its_gradient_are_ppos_clipped_one_after_the_critic_h
             parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
     items = {item.rollout.uid: item for item in WRITTEN}
     clipped_tokens = tokens = reported = 0
-    for batch in batches(WRITTEN, budget=60)[0]:
+    for batch in batches(samples, budget=60)[0]:
         numerator, metrics = critic.loss(batch)
         wanted = 0.0
         for uid in batch.uids:
@@ -227,4 +226,5 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
 
 def test_a_batch_without_a_usable_rollout_gets_no_advantages():
     config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
-    assert make_critic(config, None, torch.device("cpu")).compute_advantages([], nullcontext()) == []
+    critic = make_critic(config, load_critic(config, None, torch.device("cpu")))
+    assert critic.batches([]) == [] == critic.compute_advantages([], {})

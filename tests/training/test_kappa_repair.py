@@ -140,20 +140,15 @@ def _grad_norm(result):
 def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
     """By loops over tokens, from the weights of both kappas and from the gradient of the hidden states."""
     learner = learner_of("auto", 10.0, 4.3)
-    hidden, scores = [], learner._scores
-    monkeypatch.setattr(
-        learner,
-        "_scores",
-        lambda batch, h, *rest, **more: hidden.append(h["policy"]) or scores(batch, h, *rest, **more),
-    )
-    kept = learner._hidden
+    hidden, read = [], learner._read
 
-    def keep_gradients(batch):
-        states = kept(batch)
-        states["policy"].retain_grad()
-        return states
+    def keep_gradients(*given, **options):
+        found = read(*given, **options)
+        found.hidden["policy"].retain_grad()
+        hidden.append(found.hidden["policy"])
+        return found
 
-    monkeypatch.setattr(learner, "_hidden", keep_gradients)
+    monkeypatch.setattr(learner, "_read", keep_gradients)
     totals = learner._totals.state_dict()
     result = learner.update(PARTS)
     correction, kappa = learner._objective.correction, value(result, "obrs/kappa")

@@ -52,7 +52,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     config, folder = small_config(*settings), tmp_path_factory.mktemp("run")
     paths, device = model_paths(config, None), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
-    learner = make_learner(config, models, exact_engines=list(models), critic=None)
+    learner = make_learner(config, models, exact_engines=list(models))
     parts = replace(make_components(config, None, None), learner=learner)
     run_folder = RunFolder(folder)
     run_folder.start(config, 1, -1)
@@ -96,7 +96,7 @@ def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
     config = small_config(*POLICY, "rollout_model=null", "objective.correction=none")
     model = load_trained(config, "policy", "starter:policy", torch.device("cpu"), resumes=False)
     engine = make_engine(config.engine, "starter:policy", torch.device("cpu"), Version(0, 0))
-    learner = make_learner(config, {"policy": model}, exact_engines=["policy"], critic=None)
+    learner = make_learner(config, {"policy": model}, exact_engines=["policy"])
     for missed in range(len(sent := list(learner.weights("policy")))):
         with pytest.raises(EngineError, match=f"1 missing .{sent[missed][0]}"):
             engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))

@@ -111,6 +111,8 @@ class TrainingSample:
     rollout: Rollout
     score: Score
     advantages: Tensor  # [T] float32; one number for all tokens where the response as a whole has the advantage
+    values: Tensor | None = None  # [T] float32, the critic's before the first update on the batch; None: no critic
+    returns: Tensor | None = None  # [T] float32, what the critic learns to predict
 
 
 class AttentionBlock(NamedTuple):
@@ -184,6 +186,8 @@ class TokenBatch:
     top_log_probs: Tensor  # [B, T, K] float32, their log-probs
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
+    values: Tensor | None = None  # [B, T] float32, the critic's before the first update; None: no critic
+    returns: Tensor | None = None  # [B, T] float32, what the critic learns to predict
     packed: PackedRow | None = None  # the same tokens for models that read them without padding; None: read as padded
 
     def at_sampled(self, column: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config.run import Config, OptimizerConfig
@@ -31,6 +32,7 @@ from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer
 from jackpot.models.fused import fuse
+from jackpot.models.gathered import shard
 from jackpot.models.load import (
     DTYPES,
     check_same_tokenizer,
@@ -57,6 +59,7 @@ from jackpot.training.run.rollbacks import Rollbacks
 from jackpot.training.trainer import OnMetrics, Trainer
 
 _log = logging.getLogger(__name__)
+Models = Mapping[str, PreTrainedModel]  # by name, as `load_models` has them
 
 
 def train_run(
@@ -174,17 +177,20 @@ def run_task(config: Config, paths: Mapping[Role, str], tokenizer: PreTrainedTok
     return task
 
 
-def make_components(config: Config, checkpoint: Path | None, state: dict | None) -> RunComponents:
+def make_components(
+    config: Config, checkpoint: Path | None, state: dict | None, mesh: DeviceMesh | None = None
+) -> RunComponents:
     """Build task, engines and learner, all with the same weights and version; an error leaves nothing open.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
         state: content of its state.pt.
+        mesh: as in `make_learner`.
     """
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
-    trained = {role: load_trained(config, role, path, device, state is not None) for role, path in paths.items()}
-    check_vocabulary(trained, tokenizer)
+    models = load_models(config, checkpoint, torch.device("cpu") if mesh else device)
+    check_vocabulary({role: models[role] for role in paths}, tokenizer)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
@@ -199,8 +205,7 @@ def make_components(config: Config, checkpoint: Path | None, state: dict | None)
         if config.is_mixed:
             check_top_log_probs(config, policy_engine)
             exact["policy"] = engine_is_exact(config, policy_engine, config.evaluation.engine)
-        critic = make_critic(config, checkpoint, device) if config.critic else None
-        learner = make_learner(config, trained, [role for role, is_exact in exact.items() if is_exact], critic)
+        learner = make_learner(config, models, [role for role, is_exact in exact.items() if is_exact], mesh)
         if state is not None:
             learner.load_state_dict(state["learner"])
         undo.pop_all()
@@ -234,6 +239,34 @@ def make_engines(
     return engine, policy_engine
 
 
+def load_models(config: Config, checkpoint: Path | None, device: torch.device) -> Models:
+    """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
+
+    The reference never comes from a checkpoint, where the policy has moved on.
+
+    Args:
+        checkpoint: folder of the checkpoint to continue from; None for a new run.
+
+    Raises:
+        ModelError: a model cannot be used, or the output layers of reference and policy differ in size.
+    """
+    paths = model_paths(config, checkpoint)
+    models = {role: load_trained(config, role, path, device, bool(checkpoint)) for role, path in paths.items()}
+    if config.critic:
+        models["critic"] = load_critic(config, checkpoint, device)
+    if reference := config.objective.reference:
+        model = load_model(reference.path or config.policy.path, torch.float32, device)
+        sizes = {
+            name: output_layer(one).out_features for name, one in (("reference", model), ("policy", models["policy"]))
+        }
+        if len(set(sizes.values())) > 1:
+            raise ModelError(
+                f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary"
+            )
+        models["reference"] = model
+    return models
+
+
 def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:
     """Load a model to train or to score with: the one in `path`, with an adapter where the settings ask for LoRA.
 
@@ -243,7 +276,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     settings = getattr(config, role)
     with _role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
-    fuse(model)
+    _fuse(config, model)
     if settings.lora is not None:
         add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
         if resumes:
@@ -251,6 +284,23 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     if config.activation_checkpointing and settings.optimizer is not None:
         checkpoint_activations(model)
     return model
+
+
+def load_critic(config: Config, checkpoint: Path | None, device: torch.device) -> PreTrainedModel:
+    """Load the critic's value model from a checkpoint, or for a new run from the settings."""
+    path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
+    with _role_named("critic"):
+        model = load_value_model(path, torch.float32, device)
+    _fuse(config, model)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def _fuse(config: Config, model: PreTrainedModel) -> None:
+    """Fuse parts of a model that will compute on the CPU; models that are sharded over GPUs are loaded there too."""
+    if pick_device(config).type == "cpu":
+        fuse(model)
 
 
 @contextmanager
@@ -262,33 +312,23 @@ def _role_named(role: Role) -> Iterator[None]:
         raise ModelError(f"{role}: {error}") from error
 
 
-def make_critic(config: Config, checkpoint: Path | None, device: torch.device) -> Critic:
-    """Build the critic: its value model comes from a checkpoint, or for a new run from the settings."""
-    settings = config.critic
-    path = str(checkpoint / "critic") if checkpoint else settings.path or config.policy.path
-    with _role_named("critic"):
-        model = load_value_model(path, torch.float32, device)
-    fuse(model)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
-    optimizer = _optimizer(model, settings.optimizer, _total_steps(config))
-    return Critic(model, optimizer, settings, config.batch.micro_batch_tokens)
-
-
 def make_learner(
-    config: Config, models: dict[Role, PreTrainedModel], exact_engines: Collection[Role], critic: Critic | None
+    config: Config, models: Models, exact_engines: Collection[Role], mesh: DeviceMesh | None = None
 ) -> JointLearner:
-    """Build the learner: optimizers, objectives and reference come from the settings.
+    """Build the learner: optimizers and objectives come from the settings.
 
     Args:
+        models: of `load_models`, trained in place.
         exact_engines: models whose engine has the distribution that they have in training (`engine_is_exact`).
+        mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps them.
     """
     policy, rollout_model = models["policy"], models.get("rollout_model")
-    settings = config.rollout_model
+    settings, head = config.rollout_model, head_options(config)
+    reference = _reference(config, models, head)  # its digest is of whole weights
+    gathered = shard(models, mesh) if mesh else None
     trains = rollout_model is not None and settings.optimizer is not None
     each_step = settings is None or settings.update == "step"
     rollout_steps = _total_steps(config) if each_step else config.iterations
-    head = head_options(config)
     return JointLearner(
         policy=policy,
         policy_optimizer=_optimizer(policy, config.policy.optimizer, _total_steps(config)),
@@ -307,26 +347,25 @@ def make_learner(
         is_mixed=config.is_mixed,
         advantage=config.objective.advantage,
         within_model=config.objective.baseline == "model",
-        critic=critic,
-        reference=make_reference(config, policy, head),
+        critic=make_critic(config, models["critic"]) if config.critic else None,
+        reference=reference,
         head=head,
+        gathered=gathered,
     )
 
 
-def make_reference(config: Config, policy: PreTrainedModel, head: HeadOptions) -> Reference | None:
-    """Load the frozen model of `objective.reference`; never from a checkpoint, where the policy has moved on.
+def make_critic(config: Config, model: PreTrainedModel) -> Critic:
+    """Build the critic from its value model."""
+    optimizer = _optimizer(model, config.critic.optimizer, _total_steps(config))
+    return Critic(model, optimizer, config.critic, config.batch.micro_batch_tokens)
 
-    Raises:
-        ModelError: its output layer differs in size from the policy's.
-    """
-    settings = config.objective.reference
-    if settings is None:
+
+def _reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
+    if "reference" not in models:
         return None
-    model = load_model(settings.path or config.policy.path, torch.float32, policy.device)
-    sizes = {name: output_layer(one).out_features for name, one in (("reference", model), ("policy", policy))}
-    if len(set(sizes.values())) > 1:
-        raise ModelError(f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary")
-    return Reference(model, policy, estimate=settings.kl_loss_type, temperature=config.sampling.temperature, head=head)
+    estimate = config.objective.reference.kl_loss_type
+    options = dict(estimate=estimate, temperature=config.sampling.temperature, head=head)
+    return Reference(models["reference"], models["policy"], **options)
 
 
 def head_options(config: Config) -> HeadOptions:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -144,8 +145,6 @@ def predicting_hidden(
     gradient. A prompt with several responses is processed once where the model allows it (`can_share_prompts`); the
     result is that of processing it with each response, up to float rounding.
 
-    The backbone runs once or twice, depending on the batch: where its weights are sharded, all ranks must agree.
-
     Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
     """
     if prompt_mask is None:
@@ -207,8 +206,11 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
     They do not where a layer caches other things (`keeps_plain_keys`), where the rotary angles depend on the sequence
     length, or where activations are checkpointed: the second forward pass in backward would write to the cache again.
+    Nor where weights are sharded: whether a prompt has several responses, and so two passes of the backbone, depends on
+    the micro-batch, and all ranks have to run the same number of passes.
     """
-    return not model.is_gradient_checkpointing and _is_length_free(model)
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not model.is_gradient_checkpointing and _is_length_free(model) and not is_sharded
 
 
 def _is_length_free(model: PreTrainedModel) -> bool:

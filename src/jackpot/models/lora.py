@@ -5,7 +5,7 @@ W + alpha / rank * B A under the names that the model has without an adapter, so
 file needs peft, and only for a model that gets an adapter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -18,9 +18,12 @@ from transformers import PreTrainedModel
 from jackpot.config.run import ALL_LINEAR, LoraConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
+from jackpot.core.shards import is_sharded, whole
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
 _BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
+Weights = Iterable[tuple[str, Tensor]]
+Keep = Callable[[Weights], Weights]
 _END = ".default.weight"  # suffix of an adapter's parameters; "default" is peft's name of a model's only adapter
 
 
@@ -77,27 +80,42 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that the model computes with, by their names without an adapter, tied ones once.
 
     Each merged weight is computed when it is yielded, in its own dtype; the model is not changed. Without an adapter
-    these are the `named_parameters()`. In float32 the merged model equals the model up to rounding; a cast to bfloat16
+    these are the `named_parameters()`. Of a sharded model all ranks yield whole weights, and have to go through all of
+    them together. In float32 the merged model equals the model up to rounding; a cast to bfloat16
     loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
     for name, parameter in _base_parameters(model):
         layer = deltas.get(name)
-        yield _plain(name), parameter if layer is None else parameter + layer.get_delta_weight("default")
+        yield _plain(name), parameter if layer is None else parameter + _delta(layer)
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: PreTrainedModel, folder: Path, keep: Keep = list) -> None:
     """Write a `save_pretrained` folder with the merged weights, and the adapter, if any, to `folder/adapter` in peft's
-    format."""
+    format.
+
+    Args:
+        keep: of a sharded model, which all ranks have to save together, `Gathered.keep`.
+    """
     adapter = _adapter_parameters(model)
-    if not adapter:
+    if not adapter and not any(map(is_sharded, model.parameters())):
         model.save_pretrained(folder)
         return
-    state = {_plain(name): tensor for name, tensor in model.state_dict().items() if not name.endswith(_END)}
-    model.save_pretrained(folder, state_dict=state | dict(merged_weights(model)))
-    model.peft_config["default"].save_pretrained(folder / "adapter")
-    base = weights_digest(_plain_base(model), torch.float32)
-    save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
+    base = weights_digest(_plain_base(model), torch.float32) if adapter else None
+    adapter = dict(keep((name, whole(tensor)) for name, tensor in adapter.items()))
+    merged = dict(keep(merged_weights(model)))
+    if not merged:  # another rank writes
+        return
+    first = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}  # names of tied weights
+    state = {
+        _plain(name): merged[first[id(tensor)]] if id(tensor) in first else tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not name.endswith(_END)
+    }
+    model.save_pretrained(folder, state_dict=state)
+    if adapter:
+        model.peft_config["default"].save_pretrained(folder / "adapter")
+        save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
 
 
 @torch.no_grad()
@@ -143,6 +161,12 @@ def _has_delta(layer: nn.Module) -> bool:
     return hasattr(layer, "get_delta_weight")
 
 
+def _delta(layer: nn.Module) -> Tensor:
+    """Compute alpha / rank * B A from whole matrices; a product of shards would round otherwise."""
+    first, second = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+    return second @ first * layer.scaling["default"]
+
+
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
@@ -153,11 +177,11 @@ def _plain(name: str) -> str:
 
 
 def _base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor.detach()) for name, tensor in model.named_parameters() if not name.endswith(_END))
+    return ((name, whole(tensor.detach())) for name, tensor in model.named_parameters() if not name.endswith(_END))
 
 
-def _plain_base(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    return [(_plain(name), tensor) for name, tensor in _base_parameters(model)]
+def _plain_base(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    return ((_plain(name), tensor) for name, tensor in _base_parameters(model))
 
 
 def _adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

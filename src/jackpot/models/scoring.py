@@ -61,7 +61,7 @@ def token_log_probs(
         temperature, top_k, top_p: as in `sampling_log_probs`.
     """
     parts = [
-        sampling_log_probs(logits, temperature, top_k, top_p).gather(1, ids.view(len(ids), -1))
+        sampling_log_probs(logits, temperature, top_k, top_p).gather(1, ids.unsqueeze(-1).flatten(1))
         for logits, ids in logit_chunks(model, hidden, token_ids)
     ]
     return torch.cat(parts).view_as(token_ids)

@@ -135,6 +135,8 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
         top_ids=pad(rollout.top_ids for rollout in rollouts),
         top_log_probs=pad(rollout.top_log_probs for rollout in rollouts),
         versions=pad(rollout.versions for rollout in rollouts),
+        values=pad(item.values for item in samples) if samples[0].values is not None else None,
+        returns=pad(item.returns for item in samples) if samples[0].returns is not None else None,
         by_policy=torch.tensor([rollout.sampled_by == "policy" for rollout in rollouts]),
         packed=pack_row(prompts, index, [rollout.token_ids for rollout in rollouts]),
     )
@@ -150,6 +152,47 @@ def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: 
     """
     samples = [_sample(batch, row) for batch, chosen in zip(batches, rows, strict=True) for row in chosen]
     return micro_batches(samples, max(_tokens(batch, pads) for batch in batches), 0, 0, pads) if samples else []
+
+
+def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
+    """Deal micro-batches out to ranks in turn, equally many to each: the last ones may be `empty_like` the first.
+
+    Ranks that share the weights of their models have to run the same number of passes.
+
+    Returns:
+        The micro-batches of each rank.
+
+    Raises:
+        ValueError: no micro-batch.
+    """
+    if not batches:
+        raise ValueError("there is no micro-batch to deal; give at least one")
+    dealt = [*batches, *[empty_like(batches[0])] * (-len(batches) % ranks)]
+    return [dealt[rank::ranks] for rank in range(ranks)]
+
+
+def empty_like(batch: TokenBatch) -> TokenBatch:
+    """Return a micro-batch without sequences, which models read in a pass with the kernels of any other one.
+
+    It has one prompt, that of the first sequence of `batch`; all columns are [0, T].
+    """
+    if not batch.uids:
+        return batch
+    first = batch.prompt_index[0]
+    ids, mask = batch.prompt_ids[first], batch.prompt_mask[first]
+    row = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
+    columns = [field.name for field in fields(batch) if field.name not in _NO_COLUMNS]
+    none = {name: None if (column := getattr(batch, name)) is None else column[:0] for name in columns}
+    return replace(
+        batch,
+        **none,
+        prompt_ids=ids[None],
+        prompt_mask=mask[None],
+        packed=row and replace(row, predicting=row.predicting[:0]),
+    )
+
+
+_NO_COLUMNS = {"prompt_ids", "prompt_mask", "packed"}  # fields of a batch that have no row for each sequence
 
 
 def _tokens(batch: TokenBatch, pads: bool) -> int:

@@ -1,7 +1,6 @@
 """The critic of PPO estimates the value of every state, and from it the advantage of every token."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,19 +13,19 @@ from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
 from jackpot.models.forward import can_pack, response_values
 from jackpot.objectives.advantages import gae, whiten
 from jackpot.objectives.losses import clipped_value_error
-from jackpot.training.batching import batch_to, plain_batches
+from jackpot.training.batching import plain_batches
 from jackpot.training.optimizer import ModelOptimizer
 
 
 class Critic:
     """Estimates the value of the state that each response token is sampled in, and learns to.
 
-    Values and returns of a rollout batch are computed once, before any update on it; all updates on the batch learn
-    from these.
+    Values and returns of a rollout batch are computed once, before any update on it, and travel with its samples; all
+    updates on the batch learn from these.
 
     Args:
         model: for token classification, with one label; trained in place.
-        micro_batch_tokens: the most tokens in one forward pass of `compute_advantages`.
+        micro_batch_tokens: the most tokens in one of `batches`.
     """
 
     def __init__(
@@ -34,42 +33,44 @@ class Critic:
     ) -> None:
         self.model, self.optimizer = model.eval(), optimizer  # eval: no dropout
         self._config, self._micro_batch_tokens = config, micro_batch_tokens
-        self._known: dict[str, tuple[Tensor, Tensor]] = {}  # values and returns [T] by rollout uid
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Compute V of the state before each response token: [B, T], 0 where masked, with gradient."""
         return batch.spread(response_values(self.model, batch).float())
 
-    @torch.no_grad()
-    def compute_advantages(
-        self, scored: Sequence[ScoredRollout], autocast: AbstractContextManager
-    ) -> list[TrainingSample]:
+    def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
+        """Cut a rollout batch into micro-batches, whose values `compute_advantages` needs."""
+        rollouts = [item.rollout for item in scored]
+        return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
+
+    def compute_advantages(self, scored: Sequence[ScoredRollout], values: Mapping[str, Tensor]) -> list[TrainingSample]:
         """Give every token its own advantage by GAE, whitened over the batch as PPO does.
 
-        The reward of a response stands at the last token that the model sampled. Values and returns are kept for
-        `loss` until the next call.
+        The reward of a response stands at the last token that the model sampled.
+
+        Args:
+            values: of each rollout by its uid, [T] on the CPU.
         """
-        self._known = {}
         if not scored:
             return []
-        rewards = {item.rollout.uid: item.score.reward for item in scored}
-        raw: dict[str, Tensor] = {}
         rollouts = [item.rollout for item in scored]
-        for batch in plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model)):
-            with autocast:
-                values = self.values(batch_to(batch, self.model.device)).cpu()
-            mask = batch.response_mask
-            reward = torch.tensor([rewards[uid] for uid in batch.uids])[:, None] * _is_last(mask)
-            advantages, returns = gae(reward, values, mask, self._config.gamma, self._config.lam)
-            for row, (uid, length) in enumerate(zip(batch.uids, batch.attention_mask.sum(-1).tolist(), strict=True)):
-                self._known[uid] = (values[row, :length], returns[row, :length])
-                raw[uid] = advantages[row, :length]
-        rows = [raw[item.rollout.uid] for item in scored]
-        sampled = torch.cat([item.rollout.sampled_mask for item in scored])
-        white = whiten(torch.cat(rows).double(), sampled).float().split([len(row) for row in rows])
+        mask = pad_sequence([rollout.sampled_mask for rollout in rollouts], batch_first=True)
+        old = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
+        rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
+        advantages, returns = gae(rewards, old, mask, self._config.gamma, self._config.lam)
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        rows = [advantage[:length] for advantage, length in zip(advantages, lengths, strict=True)]
+        sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
+        white = whiten(torch.cat(rows).double(), sampled).float().split(lengths)
         return [
-            TrainingSample(rollout=item.rollout, score=item.score, advantages=row)
-            for item, row in zip(scored, white, strict=True)
+            TrainingSample(
+                rollout=item.rollout,
+                score=item.score,
+                advantages=row,
+                values=values[item.rollout.uid],
+                returns=of_row[: len(row)],
+            )
+            for item, row, of_row in zip(scored, white, returns, strict=True)
         ]
 
     def loss(self, batch: TokenBatch) -> tuple[Tensor, Sums]:
@@ -78,8 +79,7 @@ class Critic:
         Returns:
             The sum (scalar, with gradient), to be divided by the number of tokens of the optimizer step; and metrics.
         """
-        mask = batch.response_mask
-        old, returns = (self._rows(batch, part) for part in (0, 1))
+        mask, old, returns = batch.response_mask, batch.values, batch.returns
         values = self.values(batch)
         errors, is_clipped = clipped_value_error(values, old, returns, self._config.clip)
         numerator = torch.where(mask, errors, 0.0).sum()
@@ -90,11 +90,6 @@ class Critic:
             "critic/return": Mean.of(returns, mask),
             "critic/error": Mean.of(returns - old, mask),
         }
-
-    def _rows(self, batch: TokenBatch, part: int) -> Tensor:
-        """Pad the values (part 0) or returns (part 1) of the batch's rollouts to [B, T] on its device."""
-        rows = [self._known[uid][part] for uid in batch.uids]
-        return pad_sequence(rows, batch_first=True).to(batch.response_mask.device)
 
 
 def _is_last(mask: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.metrics import Mean, Sum, Sums
+from jackpot.core.shards import local
 from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
 
@@ -33,14 +34,15 @@ class GradientAccumulator:
         grads = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        broken = [~grad.isfinite().all() for grad in grads if grad is not None]
-        bad = torch.stack([~others_are_finite, *broken]).any().double()
+        broken = [~local(grad).isfinite().all() for grad in grads if grad is not None]
+        bad = torch.stack([~others_are_finite, *(one.to(count.device) for one in broken)]).any().double()
         sum_over_ranks([bad])
         is_added = bad == 0
         self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
         for saved, grad in zip(self._saved, grads, strict=True):
             if grad is not None:
-                saved += grad.masked_fill_(~is_added, 0.0)
+                part = local(grad)
+                local(saved).add_(part.masked_fill_(~is_added.to(part.device), 0.0))
         self._count = self._count + torch.where(is_added, count, 0.0)
         return is_added
 

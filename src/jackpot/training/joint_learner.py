@@ -8,11 +8,12 @@ An accumulated step equals the step on the whole batch: gradients are summed as 
 clipping, by denominators that cover all micro-batches and ranks.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from jackpot.core.errors import CheckpointError
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden, token_hidden
+from jackpot.models.gathered import Gathered
 from jackpot.models.lora import merged_weights, save_model
 from jackpot.models.scoring import token_log_probs
 from jackpot.objectives.joint import (
@@ -37,7 +39,7 @@ from jackpot.objectives.joint import (
     token_scores,
 )
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
-from jackpot.objectives.kernels.linear_head import LinearHead
+from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
 from jackpot.objectives.obrs import known_z
 from jackpot.training.advantages import response_advantages
 from jackpot.training.batching import batch_to
@@ -47,10 +49,28 @@ from jackpot.training.gradients import GradientSplit
 from jackpot.training.joint_optimizer import JointOptimizer
 from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
 from jackpot.training.learner import Learner, StepResult
-from jackpot.training.old_policy import MicroBatch, OldPolicySnapshot, by_rollout, holds_target, rows_on_host
+from jackpot.training.old_policy import (
+    MicroBatch,
+    OldPolicySnapshot,
+    by_rollout,
+    first_readings,
+    holds_target,
+    rows_on_host,
+)
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.step_totals import BeforeBackward, StepTotals
+
+_Result = TypeVar("_Result")
+
+
+class _Read(NamedTuple):
+    """Holds what the models say of the N tokens of a micro-batch."""
+
+    hidden: dict[Role, Tensor]  # states that predict the tokens, [N, H]
+    head: HeadOutput | JointOutput
+    reference_kl: Tensor | None  # [N]; None where it is not wanted
+    budgeted: tuple[Tensor, Tensor] | None  # Z and lam that the budget chooses, [N] float64; None where it does not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +85,9 @@ class _BackwardPass:
 
 class JointLearner(Learner):
     """Trains both models in this process, on one device; several ranks sum their gradients.
+
+    Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
+    in each (`batching.deal`).
 
     Args:
         policy: trained in place; fp32 weights.
@@ -88,6 +111,8 @@ class JointLearner(Learner):
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
         head: how the joint head is computed.
+        gathered: all models, the critic and the reference too, where they are sharded over ranks; their optimizers have
+            the sharded parameters. None: this process holds them.
     """
 
     def __init__(
@@ -113,6 +138,7 @@ class JointLearner(Learner):
         critic: Critic | None = None,
         reference: Reference | None = None,
         head: HeadOptions = DEFAULT_OPTIONS,
+        gathered: Gathered | None = None,
     ) -> None:
         self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
@@ -122,6 +148,7 @@ class JointLearner(Learner):
         self._temperature, self._top, self._max_length = temperature, num_top_log_probs, max_length
         self._exact_engines, self._autocast, self._is_mixed = exact_engines, autocast, is_mixed
         self._advantage, self._within_model, self._critic, self._reference = advantage, within_model, critic, reference
+        self._gathered, self._device = gathered, gathered.device if gathered else policy.device
         optimizers: dict[Role, ModelOptimizer] = {"policy": policy_optimizer}
         optimizers |= {"critic": critic.optimizer} if critic else {}
         optimizers |= {"rollout_model": rollout_model_optimizer} if rollout_model_optimizer else {}
@@ -165,8 +192,15 @@ class JointLearner(Learner):
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
-            return self._critic.compute_advantages(scored, self._precision())
+            return self._critic.compute_advantages(scored, self.values(self._critic.batches(scored)))
         return response_advantages(self._advantage, scored, self._within_model)
+
+    @torch.no_grad()
+    def values(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
+        """Compute the critic's value of the state before each response token, by rollout uid: [T] float32, CPU."""
+        found = [(batch, self._run(partial(self._critic.values, batch_to(batch, self._device)))) for batch in batches]
+        rows = rows_on_host([(batch, {"values": values}) for batch, values in found])
+        return {uid: row["values"] for uid, row in rows.items()}
 
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
@@ -187,11 +221,11 @@ class JointLearner(Learner):
         self._old_version = self.version
         if len(mini_batches) == 1:
             return [[MicroBatch(tokens=batch, old=None) for batch in mini_batches[0]]]
-        snapshot = OldPolicySnapshot()
+        snapshot, batches = OldPolicySnapshot(), [batch for mini_batch in mini_batches for batch in mini_batch]
         with torch.no_grad():
-            for batch in (batch for mini_batch in mini_batches for batch in mini_batch):
-                if not snapshot.holds(batch):
-                    snapshot.add(batch, OldLogProbs.of(self._forward(self._sent(batch, None))))
+            for batch in first_readings(batches):
+                snapshot.add(batch, OldLogProbs.of(self._forward(self._sent(batch, None))))
+        snapshot.fetch(batches)
         return [
             [MicroBatch(tokens=batch, old=snapshot.look_up(batch)) for batch in mini_batch]
             for mini_batch in mini_batches
@@ -252,15 +286,15 @@ class JointLearner(Learner):
             trace: as in `train`.
         """
         batch = micro.tokens
-        hidden = self._hidden(batch)
-        norms = HiddenNorms(hidden["policy"]) if known.are_provisional else None
-        scores = self._scores(batch, hidden, micro.old, with_reference=True)
+        read = self._run(lambda: self._read(batch, micro.old, is_trained=True))
+        norms = HiddenNorms(read.hidden["policy"]) if known.are_provisional else None
+        scores = self._scores(batch, read, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
         loss = joint_loss(self._objective, self._active_objective, batch, scores, old, inputs, totals, self._max_length)
         splits = trace and loss.rollout_model_ppo.requires_grad
-        split = GradientSplit(loss.rollout_model_ppo, hidden["rollout_model"]) if splits else None
+        split = GradientSplit(loss.rollout_model_ppo, read.hidden["rollout_model"]) if splits else None
         (loss.policy + loss.rollout_model).backward()
         metrics = loss.metrics | self._engine_gap(micro, old) | self._lag(batch) | self._critic_backward(batch)
         return _BackwardPass(
@@ -275,21 +309,25 @@ class JointLearner(Learner):
         model, scores = self._models[role], {}
         for batch in (batch_to(batch, self._device) for batch in batches):
             exists = batch.attention_mask
-            with self._precision():
-                hidden = token_hidden(model, batch, exists.flatten().nonzero()[:, 0])
-                ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
-                log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
+            ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
+
+            def read(batch: TokenBatch = batch, ids: Tensor = ids) -> Tensor:
+                hidden = token_hidden(model, batch, batch.attention_mask.flatten().nonzero()[:, 0])
+                return token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
+
+            log_probs = self._run(read)
             spread = torch.zeros((*exists.shape, ids.shape[-1]), device=self._device)
             spread[exists] = log_probs
             scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": spread.cpu()}).items()}
         return scores
 
     def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        return merged_weights(self._models[role])
+        weights = merged_weights(self._models[role])
+        return self._gathered.keep(weights) if self._gathered else weights
 
     def save_model(self, role: Role, folder: Path) -> None:
         model = self._critic.model if role == "critic" else self._models[role]
-        save_model(model, folder)
+        save_model(model, folder, self._gathered.keep if self._gathered else list)
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict() | {
@@ -335,58 +373,53 @@ class JointLearner(Learner):
         """Name how Z is estimated; not exactly where `old` holds the Z in use."""
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
-    def _hidden(self, batch: TokenBatch) -> dict[Role, Tensor]:
-        """Run the backbones over a micro-batch: the hidden states of each model that predict its N tokens, [N, H]."""
-        with self._precision():
-            return {role: response_hidden(model, batch) for role, model in self._separate_models()}
-
     def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None) -> TokenScores:
         """Run both models over a micro-batch, through the joint head."""
-        return self._scores(batch, self._hidden(batch), old)
+        return self._scores(batch, self._run(lambda: self._read(batch, old)), old)
 
-    def _scores(
-        self, batch: TokenBatch, hidden: Mapping[Role, Tensor], old: OldLogProbs | None, with_reference: bool = False
-    ) -> TokenScores:
-        """Score the tokens of a micro-batch by the joint head.
+    def _read(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool = False) -> _Read:
+        """Run the backbones and the joint head over a micro-batch; within `_run`.
 
         Where `old` has the Z in use, the exact Z of the current policy is not computed: the weights that generated the
         rollouts may be gone.
+
+        Args:
+            is_trained: also compute what only a backward pass and its report need.
         """
-        lam = self._objective.correction.lam
-        normalizer = self._normalizer(old)
-        budget = self._objective.budget if normalizer == "exact" else None
-        with self._precision():
-            head = self._head(
-                hidden["policy"],
-                hidden.get("rollout_model"),
-                batch.at_sampled(batch.response_ids),
-                temperature=self._temperature,
-                lam=lam if normalizer == "exact" and budget is None else None,
-                num_top=self._top,
-                gather_ids=batch.at_sampled(batch.top_ids),
-                only_log_probs=not with_reference,
-            )
-            log_probs = head.policy.log_probs if self._runs_both else head.log_probs
-            wanted = self._reference if with_reference else None
-            reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
+        hidden = {role: response_hidden(model, batch) for role, model in self._separate_models()}
+        pair = (hidden["policy"], hidden.get("rollout_model"))
+        is_exact = self._normalizer(old) == "exact"
+        budget = self._objective.budget if is_exact else None
+        head = self._head(
+            *pair,
+            batch.at_sampled(batch.response_ids),
+            temperature=self._temperature,
+            lam=self._objective.correction.lam if is_exact and budget is None else None,
+            num_top=self._top,
+            gather_ids=batch.at_sampled(batch.top_ids),
+            only_log_probs=not is_trained,
+        )
+        log_probs = head.policy.log_probs if self._runs_both else head.log_probs
+        wanted = self._reference if is_trained else None
+        reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
+        budgeted = self._head.z_for_budget(*pair, temperature=self._temperature, budget=budget) if budget else None
+        return _Read(hidden, head, reference_kl, budgeted)
+
+    def _scores(self, batch: TokenBatch, read: _Read, old: OldLogProbs | None) -> TokenScores:
+        """Put what the models say of the tokens of a micro-batch in their places."""
+        objective = self._objective
         distill = self._active_objective.distill if self._active_objective else None
         current = self._generated_by(self.version, batch)
-        if budget is None:
-            return token_scores(head, batch, current, lam, normalizer, distill, reference_kl)
-        scores = token_scores(head, batch, current, lam, "topk", distill, reference_kl)
-        return self._with_budget(scores, batch, hidden, budget)
-
-    def _with_budget(
-        self, scores: TokenScores, batch: TokenBatch, hidden: Mapping[Role, Tensor], budget: float
-    ) -> TokenScores:
-        """Replace Z by that of the lam which the budget chooses at each position."""
-        models = (hidden["policy"], hidden.get("rollout_model"))
-        with self._precision():
-            found = self._head.z_for_budget(*models, temperature=self._temperature, budget=budget)
-        z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in found)
+        normalizer = "topk" if read.budgeted else self._normalizer(old)
+        scores = token_scores(
+            read.head, batch, current, objective.correction.lam, normalizer, distill, read.reference_kl
+        )
+        if read.budgeted is None:
+            return scores
+        z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in read.budgeted)
         if batch.by_policy is not None:  # p_inf is the policy's own, and every ratio 1
             own = batch.by_policy[:, None] & batch.response_mask
-            z, lam = torch.where(own, budget, z), torch.where(own, 1.0 / budget, lam)
+            z, lam = torch.where(own, objective.budget, z), torch.where(own, 1.0 / objective.budget, lam)
         return replace(scores, z=known_z(z), lam=lam)
 
     def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
@@ -403,8 +436,7 @@ class JointLearner(Learner):
         """Add up the critic's gradient on a micro-batch, and return its metrics."""
         if not self._critic:
             return {}
-        with self._precision():
-            loss, metrics = self._critic.loss(batch)
+        loss, metrics = self._run(lambda: self._critic.loss(batch))
         loss.backward()
         return metrics
 
@@ -449,18 +481,22 @@ class JointLearner(Learner):
 
     def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
         """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
-        with self._precision():
-            hidden = response_hidden(self._models["policy"], batch)
-            ids = batch.at_sampled(batch.response_ids)
-            head = self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)
-        return batch.spread(head.log_probs)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._models["policy"].device
+        def read() -> HeadOutput:
+            hidden, ids = response_hidden(self._models["policy"], batch), batch.at_sampled(batch.response_ids)
+            return self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)
 
-    def _precision(self) -> AbstractContextManager:
-        return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
+        return batch.spread(self._run(read).log_probs)
+
+    def _run(self, work: Callable[[], _Result]) -> _Result:
+        """Run a part of a forward pass in the precision of the settings, with the weights that it reads.
+
+        Autocast keeps no copies of weights that are sharded: they would outlive the weights.
+        """
+        keeps = torch.is_autocast_cache_enabled() and self._gathered is None
+        precision = torch.autocast(self._device.type, self._autocast, cache_enabled=keeps) if self._autocast else None
+        with precision or nullcontext():
+            return self._gathered(work) if self._gathered else work()
 
 
 def _has_version(batch: TokenBatch, version: Version) -> Tensor:

@@ -114,7 +114,7 @@ class JointOptimizer:
     def _prepare(self, role: Role, count: Tensor) -> Tensor:
         """Make a gradient the mean over all ranks, clip it, and return its norm before that."""
         self._optimizers[role].reduce(count)
-        return self._optimizers[role].clip()
+        return self._optimizers[role].clip().to(count.device)
 
     def _reason_to_skip(self, role: Role, metrics: Sums, count: float) -> str | None:
         """Say why a model does not step; None where it does.

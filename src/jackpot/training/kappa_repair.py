@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.metrics import Mean, Sum, Sums, all_gather, all_reduce_sums, max_over_ranks
+from jackpot.core.shards import locals_of
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
-from jackpot.training.batching import batch_to, regroup
+from jackpot.training.batching import batch_to, empty_like, regroup
 
 ROUNDING = 4e-6  # of float32 weights that are products of an exp, relative
 MARGIN = 3.0  # the factor of the estimate
@@ -110,7 +111,7 @@ class KappaRepair:
         error, flags = _to_repair(worth, [old.norms for old in passes], self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
         numbers = torch.cat([torch.stack([scale, any_rank_repairs]), flags]).tolist()  # waits for the device
-        torch._foreach_mul_([one.grad for one in self._parameters if one.grad is not None], numbers[0])
+        torch._foreach_mul_(locals_of(one.grad for one in self._parameters if one.grad is not None), numbers[0])
         if numbers[1]:
             self._repair(final, deltas, numbers[2:])
         return final, {
@@ -121,7 +122,7 @@ class KappaRepair:
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
         """Add the gradient of the flagged sequences with the weights `deltas` [B, T].
 
-        All ranks run as many passes as the one with the most: a rank with nothing left reads a sequence for nothing.
+        All ranks run as many passes as the one with the most: a rank with nothing left reads a prompt for nothing.
         """
         batches = [one.batch for one in passes]
         rows: list[list[int]] = []
@@ -132,19 +133,20 @@ class KappaRepair:
             inputs = one.terms.inputs
             counted = COUNTS[self._objective.count](one.correction, inputs.response_mask)
             of_pass = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
-            for row in {0, *rows[-1]}:
+            for row in rows[-1]:
                 length = int(one.batch.attention_mask[row].sum())
                 columns[one.batch.uids[row]] = {name: column[row, :length] for name, column in of_pass.items()}
         parts = regroup(batches, rows, self._pads)
+        most = max_over_ranks(len(parts))
         for part in parts:
-            self._backward(part, [columns[uid] for uid in part.uids])
-        for _ in range(len(parts), max_over_ranks(len(parts))):
-            (idle,) = regroup(batches[:1], [[0]], self._pads)
-            row = columns[idle.uids[0]]
-            self._backward(idle, [row | {"delta": torch.zeros_like(row["delta"])}])
+            of_part = [columns[uid] for uid in part.uids]
+            self._backward(
+                part, *(pad_sequence([row[name] for row in of_part], batch_first=True) for name in of_part[0])
+            )
+        for _ in range(len(parts), most):
+            self._backward(empty_like(batches[0]), *[deltas[0][:0]] * 3)
 
-    def _backward(self, part: TokenBatch, rows: Sequence[dict[str, Tensor]]) -> None:
-        delta, proximal, counted = (pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0])
+    def _backward(self, part: TokenBatch, delta: Tensor, proximal: Tensor, counted: Tensor) -> None:
         part = batch_to(part, delta.device)
         surrogate = self._objective.surrogate_of(self._log_probs(part), proximal, part).value
         numerator, _ = self._objective.aggregate(-delta * surrogate, counted, self._max_length)

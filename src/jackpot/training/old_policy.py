@@ -1,12 +1,15 @@
 """The old policy is the policy before its first update on a rollout batch; its log-probs are stored here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from jackpot.core.metrics import tensors_to_host
+from jackpot.core.metrics import all_gather, max_over_ranks, tensors_to_host
+from jackpot.core.prng import fold_in, key_tensor
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective
 from jackpot.objectives.obrs import ZEstimate
@@ -24,17 +27,14 @@ class MicroBatch:
 
 
 class OldPolicySnapshot:
-    """Stores old log-probs by rollout uid.
+    """Stores old log-probs by rollout.
 
-    A later epoch deals the rollouts out to other micro-batches than those that were scored.
+    A later epoch deals the rollouts out to other micro-batches, and other ranks, than those that were scored.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str, dict[str, Tensor]] = {}
-
-    def holds(self, batch: TokenBatch) -> bool:
-        """Return whether every rollout of a micro-batch is stored."""
-        return self._rows.keys() >= set(batch.uids)
+        self._rows: dict[int, dict[str, Tensor]] = {}  # columns [T] by `_key` of the rollout
+        self._none: dict[str, Tensor] = {}  # columns [0, T] of no rollout
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
         """Store the old log-probs of a micro-batch."""
@@ -44,14 +44,57 @@ class OldPolicySnapshot:
             **old.z._asdict(),
             **({} if old.lam is None else {"lam": old.lam}),
         }
-        self._rows |= by_rollout(batch, columns)
+        self._none = {name: column[:0] for name, column in columns.items()}
+        self._rows |= {_key(uid): row for uid, row in by_rollout(batch, columns).items()}
+
+    def fetch(self, batches: Iterable[TokenBatch]) -> None:
+        """Copy the rows of all ranks to each, where any rank lacks some of its own micro-batches."""
+        lacks = any(_key(uid) not in self._rows for batch in batches for uid in batch.uids)
+        if not max_over_ranks(lacks):
+            return
+        own = list(self._rows.values())
+        keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
+        lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in own], dtype=torch.int64))
+        columns = {
+            name: all_gather(torch.cat([none.flatten(), *(row[name] for row in own)]))
+            for name, none in self._none.items()
+        }
+        ranks = dist.get_world_size()
+        shares = [one.view(ranks, -1).unbind() for one in (keys, lengths, *columns.values())]
+        for of_rank, counts, *values in zip(*shares, strict=True):  # filled up with rows of length 0
+            counts = [*counts.tolist(), len(values[0]) - int(counts.sum())]
+            rows = zip(*(column.split(counts) for column in values), strict=True)
+            self._rows |= {
+                key: dict(zip(columns, row, strict=True)) for key, row in zip(of_rank.tolist(), rows, strict=False)
+            }
 
     def look_up(self, batch: TokenBatch) -> OldLogProbs:
         """Return the old log-probs of a micro-batch, padded to its length: [B, T] each."""
-        mine = [self._rows[uid] for uid in batch.uids]
-        padded = {name: pad_sequence([row[name] for row in mine], batch_first=True) for name in mine[0]}
+        mine = [self._rows[_key(uid)] for uid in batch.uids]
+        padded = {
+            name: pad_sequence([row[name] for row in mine], batch_first=True)
+            if mine
+            else none.new_zeros(batch.response_mask.shape)
+            for name, none in self._none.items()
+        }
         z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
         return OldLogProbs(z=z, **padded)
+
+
+def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    """Return the batches in whose place any rank has a rollout that none has in an earlier place."""
+    uids = [(place, uid) for place, batch in enumerate(batches) for uid in batch.uids]
+    places = all_gather(torch.tensor([place for place, _ in uids], dtype=torch.int64)).tolist()
+    keys = all_gather(torch.tensor([_key(uid) for _, uid in uids], dtype=torch.int64)).tolist()
+    first: dict[int, int] = {}
+    for place, key in sorted(zip(places, keys, strict=True)):
+        first.setdefault(key, place)
+    return [batches[place] for place in sorted(set(first.values()))]
+
+
+def _key(uid: str) -> int:
+    """Hash a rollout's uid to an int64, for ranks that do not have it."""
+    return int(key_tensor([fold_in(uid)]))
 
 
 def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from jackpot.config.run import OptimizerConfig
+from jackpot.core.shards import is_sharded, locals_of, norm
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -34,11 +35,14 @@ _MESSAGE = 2**26  # most bytes of one message, which is a copy of its tensors, u
 
 
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Sum tensors over all ranks, in place, many in one message; does nothing where torch.distributed is not set up."""
+    """Sum tensors over all ranks, in place, many in one message; does nothing where torch.distributed is not set up.
+
+    Those that are sharded stay: FSDP has summed them.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return
     by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
-    for tensor in tensors:
+    for tensor in (tensor for tensor in tensors if not is_sharded(tensor)):
         messages = by_dtype.setdefault(tensor.dtype, [[]])
         if messages[-1] and sum(one.nbytes for one in (*messages[-1], tensor)) > _MESSAGE:
             messages.append([])
@@ -87,13 +91,17 @@ class ModelOptimizer:
         for parameter in self._parameters:
             if parameter.grad is None:  # no token reached it on this rank
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in self._parameters]
-        sum_over_ranks(gradients)
-        torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0].dtype))
+        sum_over_ranks(parameter.grad for parameter in self._parameters)
+        gradients = locals_of(parameter.grad for parameter in self._parameters)
+        torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0]))
 
     def clip(self) -> Tensor:
-        """Clip the gradients to `max_grad_norm`, and return their norm before that, a scalar on their device."""
-        return nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        """Clip the gradients to `max_grad_norm`, and return their norm before that, a float64 scalar where they are."""
+        found = norm([parameter.grad for parameter in self._parameters])
+        gradients = locals_of(parameter.grad for parameter in self._parameters)
+        scale = (self._config.max_grad_norm / (found + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+        return found
 
     def step(self, scale: float = 1.0) -> None:
         """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients."""

@@ -8,7 +8,7 @@ import torch
 
 from jackpot.config.corrections import Kappa
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, max_over_ranks
+from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective, TokenScores, measured_inputs
 from jackpot.training.old_policy import MicroBatch, holds_target
@@ -32,13 +32,14 @@ class BeforeBackward(NamedTuple):
 class StepTotals:
     """Finds the totals of an optimizer step in the cheapest way that its correction allows.
 
-    OBRS estimates kappa = sum of acceptance / sum of Z from them. They cost nothing where each rank has a single
+    OBRS estimates kappa = sum of acceptance / sum of Z from them. They cost nothing where the step has a single
     micro-batch, or where the old log-probs hold them. Elsewhere `kappa: prepass` takes one more forward pass without
-    gradient; `kappa: auto` begins with those of the last step in which the policy moved, none at first, and
-    `training.kappa_repair` puts the gradient right once this step's are known. The regularizers of the loss do not
-    scale with kappa, so with them `auto` takes the forward pass.
+    gradient, unless no rank has more than one micro-batch; `kappa: auto` begins with those of the last step in which
+    the policy moved, none at first, and `training.kappa_repair` puts the gradient right once this step's are known. The
+    regularizers of the loss do not scale with kappa, so with them `auto` does as `prepass`.
 
-    Which passes run follows from all ranks together, so that all run the same ones.
+    Which passes run follows from all ranks together, so that all run the same ones, and how kappa is found does not
+    depend on their number.
 
     Raises:
         ConfigError: the correction names an unknown `kappa`.
@@ -56,11 +57,15 @@ class StepTotals:
         if wanted == "none":
             return BeforeBackward({}, False, 0.0)
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
-        costs = bool(max_over_ranks(len(micro_batches) > 1 and not are_held))
-        if not costs and not are_held:
-            return BeforeBackward(None, False, 0.0)
-        if costs and wanted == "auto" and not self._objective.is_regularized:
+        counts: Sums = {
+            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),
+            "rank": Max.number(len(micro_batches)),  # the most of any
+        }
+        counts = all_reduce_sums(counts)
+        if not are_held and counts["step"].value > 1 and wanted == "auto" and not self._objective.is_regularized:
             return BeforeBackward(self._last, True, 0.0)
+        if not are_held and counts["rank"].value == 1:
+            return BeforeBackward(None, False, 0.0)
         started = time.perf_counter()
         totals: Sums = {}
         with torch.no_grad():

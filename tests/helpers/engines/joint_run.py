@@ -37,7 +37,7 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
     exact = [] if engine.capabilities.quantized else ["rollout_model"]
-    learner = make_learner(config, models, exact_engines=exact, critic=None)
+    learner = make_learner(config, models, exact_engines=exact)
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version

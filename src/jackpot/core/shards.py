@@ -1,0 +1,39 @@
+"""Reads tensors that are sharded over ranks (DTensors), and plain ones alike. Torch only."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from jackpot.core.metrics import Sum, all_reduce_sums
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether every rank holds only a part of a tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, as a view; a plain tensor is returned as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor on every rank; all ranks have to call it. A plain tensor is returned as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return `local` of each tensor."""
+    return [local(tensor) for tensor in tensors]
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute the norm of all numbers of some tensors, over all ranks where they are sharded: a float64 scalar.
+
+    Sums are float64, so that they are the same up to 1e-16 however the tensors are sharded.
+    """
+    squares = torch.stack(torch._foreach_norm(locals_of(tensors), 2, torch.float64)).square().sum()
+    if is_sharded(tensors[0]):
+        squares = all_reduce_sums({"squares": Sum(squares)})["squares"].total
+    return squares.sqrt()

@@ -1,0 +1,107 @@
+"""Shards the models of a learner over ranks (FSDP2): every rank keeps a part of each weight, gradient and moment.
+
+All models have one root. Its weights, which are all embeddings, final norms and heads, are whole while the root runs,
+and those of a layer while that layer runs. A weight that embedding and head share stays one weight: sharded apart, they
+would become two without an error.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from jackpot.core.errors import ModelError
+
+_Result = TypeVar("_Result")
+
+
+class Gathered(nn.Module):
+    """Holds the models of a learner, whose weights are whole where `work` of a call reads them.
+
+    All ranks have to make the same calls in the same order, each of which runs the same layers.
+
+    Args:
+        models: by any name.
+        device: that a rank computes on.
+    """
+
+    def __init__(self, models: Mapping[str, PreTrainedModel], device: torch.device) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+        self.device = device
+
+    def __call__(self, work: Callable[[], _Result]) -> _Result:
+        """Run a part of a forward pass, and return what it returns: tensors in lists, tuples or dicts.
+
+        A pass without gradient has no backward pass that frees the gathered weights, which the next pass would take for
+        the current ones. So they are freed here.
+        """
+        result = super().__call__(work)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+    def keep(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Go through whole weights, which all ranks gather together, and keep them on the first rank's CPU.
+
+        Nothing waits for another rank afterwards. The other ranks get none.
+        """
+        return [(name, tensor.cpu()) for name, tensor in weights if dist.get_rank() == 0]
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool = False) -> Gathered:
+    """Shard models in place over all ranks of a mesh, which must be all ranks of torch.distributed.
+
+    Their parameters become DTensors on the mesh's device: optimizers have to be made afterwards. Only one layer, or all
+    that stands outside of layers, is whole on the device at a time, so models are loaded on the CPU.
+
+    Gradients of a rank are added to those of the others as they are, and never divided.
+
+    Args:
+        models: all that a learner reads, by any name; equal on all ranks.
+        offload: keep parts of weights, gradients and moments in the memory of the CPU between their uses.
+
+    Raises:
+        ModelError: a model has no layers, or two weights that were one became two.
+    """
+    device = torch.device(mesh.device_type)
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    before = {name: _ties(model) for name, model in models.items()}
+    for name, model in models.items():
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise ModelError(
+                f"the {name}, {type(model).__name__}, has no layers that can be sharded one by one; train it in one "
+                f"process, or take a model such as Qwen, Llama, Mistral or Gemma"
+            )
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
+    root = fully_shard(Gathered(models, device), mesh=mesh, offload_policy=policy)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):  # each setting is of one module
+            module.set_gradient_divide_factor(1.0)  # numerators add up
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
+    for name, model in models.items():
+        if lost := before[name] - _ties(model):
+            raise ModelError(
+                f"sharding would make different weights of {', '.join(sorted(lost.pop()))} of the {name}, which are "
+                f"one; train it in one process"
+            )
+    return root
+
+
+def _ties(model: nn.Module) -> set[frozenset[str]]:
+    """Return the names of each weight that has several."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(one) for one in names.values() if len(one) > 1}

@@ -1,0 +1,145 @@
+"""A run's learner on its own rollouts, in one process and sharded over two ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from helpers.engines.reference import tiny_model
+from helpers.learners import VOCAB, cut, write
+from helpers.runs import small_config
+from jackpot.config.run import Config
+from jackpot.core.digest import weights_digest
+from jackpot.core.shards import whole
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
+from jackpot.launch.local import load_models, make_learner
+from jackpot.training.batching import deal, mini_batches, plain_batches
+from jackpot.training.joint_learner import JointLearner
+
+RANKS = 2
+
+
+def save_models(folder: Path) -> None:
+    """Two models with tied weights and two layers each."""
+    for seed, role in enumerate(("policy", "rollout_model")):
+        tiny_model(seed, VOCAB, hidden_size=32, intermediate_size=48).save_pretrained(folder / role)
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    """A run of these models whose AdamW steps are linear in the gradient."""
+    models = [f"{role}.path={folder / role}" for role in ("policy", "rollout_model")]
+    linear = [
+        f"{role}.optimizer.{one}"
+        for role in ("policy", "rollout_model")
+        for one in ("eps=1.0", "learning_rate=0.5", "warmup_steps=0")
+    ]
+    return small_config(*models, *linear, "batch.prompts=4", "batch.group_size=3", *overrides)
+
+
+def samples_of(folder: Path, lengths: Sequence[int] = ()) -> list[TrainingSample]:
+    """Twelve responses of the rollout model, the first ones cut to some lengths."""
+    items = write(load_models(config_of(folder), None, torch.device("cpu"))["rollout_model"], num_top_log_probs=4)
+    return [cut(item, length) for item, length in zip(items, lengths, strict=False)] + items[len(lengths) :]
+
+
+def learner_of(config: Config, is_sharded: bool) -> JointLearner:
+    mesh = init_device_mesh("cpu", (RANKS,)) if is_sharded else None
+    models = load_models(config, None, torch.device("cpu"))
+    return make_learner(config, models, exact_engines=["rollout_model"], mesh=mesh)
+
+
+def compared(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
+    """The largest relative difference of two tensors."""
+    return max(
+        ((one.double() - two.double()).norm() / two.double().norm()).item()
+        for one, two in zip(found, wanted, strict=True)
+    )
+
+
+def train(
+    learner: JointLearner,
+    config: Config,
+    samples: Sequence[TrainingSample],
+    budget: int,
+    rank: int,
+    ranks: int,
+    pads: bool = False,
+) -> dict[str, Any]:
+    """Two rollout batches of the same responses: gradients of all steps, weights, digests, scores and metrics."""
+    optimizers, gradients = learner._optimizer._optimizers, []
+    for optimizer in optimizers.values():
+        optimizer.step = _seen(optimizer, gradients)
+    scored = [
+        ScoredRollout(rollout=item.rollout, score=replace(item.score, reward=float(n % 3)))
+        for n, item in enumerate(samples)
+    ]
+
+    def share(step: Sequence[TokenBatch]) -> list[TokenBatch]:
+        mine = deal(step, ranks)[rank]
+        return [replace(batch, packed=None) for batch in mine] if pads else mine
+
+    metrics, traces = [], {}
+    for _ in range(2):
+        own = learner.compute_advantages(scored) if config.critic else samples
+        batch = config.batch
+        steps = mini_batches(
+            own,
+            mini_batch_size=batch.mini_batch_size or len(own),
+            epochs=batch.ppo_epochs,
+            micro_batch_tokens=budget,
+            seed=0,
+            pads=pads,
+        )
+        for result in learner.train([share(step) for step in steps], trace=True):
+            metrics.append({name: entry.value for name, entry in result.metrics.items() if "seconds" not in name})
+            traces = result.traces
+    weights = {f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in learner.weights(role)}
+    plain = plain_batches([item.rollout for item in samples], budget, 0, pads)
+    scores = learner.score("policy", share(plain), config.sampling)
+    return {
+        "gradients": gradients,
+        "weights": weights,
+        "digests": {role: weights_digest(learner.weights(role), torch.float32) for role in ("policy", "rollout_model")},
+        "scores": scores,
+        "metrics": metrics,
+        "micro_batches": len(plain),
+        "traced": sorted(traces),
+    }
+
+
+def _seen(optimizer: Any, gradients: list[torch.Tensor]) -> Callable[..., None]:
+    step = optimizer.step
+
+    def look(scale: float = 1.0) -> None:
+        gradients.append(torch.cat([whole(one.grad).double().flatten() for one in optimizer.parameters]))
+        step(scale)
+
+    return look
+
+
+@contextmanager
+def rank_of(rank: int, folder: Path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
+    """What `work` returns on each of two ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mp.start_processes(_save, args=(work, folder), nprocs=RANKS, start_method="fork")  # nothing is imported again
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def _save(rank: int, work: Callable[[int], Any], folder: Path) -> None:
+    with rank_of(rank, folder):
+        torch.save(work(rank), folder / f"rank{rank}.pt")

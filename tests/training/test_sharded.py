@@ -1,0 +1,167 @@
+"""Two ranks that share the weights of all models take the steps of one process that holds them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save_models, train
+from jackpot.core.errors import ModelError
+from jackpot.core.shards import local
+from jackpot.launch.local import load_models
+from jackpot.models import gathered
+from jackpot.models.load import load_model
+from jackpot.training.batching import deal, plain_batches
+
+CLIPPED = [f"{role}.optimizer.max_grad_norm=0.01" for role in ("policy", "rollout_model")]
+PREPASS = "objective.correction.kappa=prepass"
+REPAIR = "objective.correction.kappa_tolerance=0"
+
+
+class Case(NamedTuple):
+    overrides: tuple[str, ...] = (PREPASS,)
+    budget: int = 80  # tokens of a micro-batch
+    micro_batches: int = 2
+    one_token: int = 0  # responses cut to one token
+    tolerance: float = 0.0  # above 0 where a rank adds two micro-batches up
+    pads: bool = False
+
+
+QUICK = {
+    "three micro-batches": Case(budget=60, micro_batches=3),
+    "three, read again for kappa": Case((REPAIR,), budget=60, micro_batches=3, tolerance=1e-6),
+}
+SLOW = {
+    "one micro-batch": Case(budget=400, micro_batches=1),
+    "four micro-batches": Case(budget=45, micro_batches=4, tolerance=1e-6),
+    "one-token responses": Case(budget=30, one_token=12),
+    "one-token responses in one of two micro-batches, padded": Case(budget=90, one_token=6, tolerance=3e-6, pads=True),
+    "activations checkpointed": Case((PREPASS, "activation_checkpointing=true")),
+    "bf16": Case((PREPASS, "precision=bf16")),
+    "clipped gradients": Case((PREPASS, *CLIPPED)),
+    "reference": Case((PREPASS, "objective.reference={kl_loss_coef: 0.1}")),
+    "lora": Case((PREPASS, "policy.lora={rank: 4, alpha: 8}")),
+    "critic": Case((PREPASS, "objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")),
+    "update once an iteration": Case((PREPASS, "rollout_model.update=iteration", "batch.mini_batch_size=6")),
+    "two epochs, dealt anew": Case(("batch.ppo_epochs=2", "batch.mini_batch_size=6"), budget=40, micro_batches=4),
+    "frozen rollout model": Case((PREPASS, "rollout_model.optimizer=null")),
+    "policy alone": Case(("rollout_model=null", "objective.correction=none")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+def check(case: Case, folder: Path, home: Path) -> None:
+    config = config_of(folder, *case.overrides)
+    samples = samples_of(folder, [1] * case.one_token)
+
+    def work(rank):
+        return train(learner_of(config, True), config, samples, case.budget, rank, RANKS, case.pads)
+
+    ranks = on_ranks(work, home)
+    whole = train(learner_of(config, False), config, samples, case.budget, 0, 1, case.pads)
+    assert whole["micro_batches"] == case.micro_batches
+    assert len(whole["gradients"]) == len(ranks[0]["gradients"]) > 1 and all(one.any() for one in whole["gradients"])
+    assert compared(ranks[0]["gradients"], whole["gradients"]) <= case.tolerance
+    assert compared(ranks[0]["weights"].values(), whole["weights"].values()) <= case.tolerance
+    assert ranks[0]["digests"] == whole["digests"] or case.tolerance
+    scores = ranks[0]["scores"] | ranks[1]["scores"]
+    assert scores.keys() == whole["scores"].keys()
+    assert compared([scores[uid] for uid in whole["scores"]], whole["scores"].values()) <= case.tolerance
+    assert {*ranks[0]["traced"], *ranks[1]["traced"]} == {*whole["traced"]}
+    for ours, wanted in zip(ranks[0]["metrics"], whole["metrics"], strict=True):
+        assert ours.keys() == wanted.keys()
+        for name, value in wanted.items():
+            rounding = 2e-5 if case.tolerance else 1e-12
+            torch.testing.assert_close(ours[name], value, rtol=rounding, atol=rounding, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_take_the_steps_of_one(name, folder, tmp_path):
+    check(QUICK[name], folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_two_ranks_take_the_steps_of_one_with(name, folder, tmp_path):
+    check(SLOW[name], folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_rounds_otherwise_than_in_one_process_is_the_same_each_time(folder, tmp_path):
+    case, config, samples = SLOW["four micro-batches"], config_of(folder, PREPASS), samples_of(folder)
+
+    def work(rank):
+        return train(learner_of(config, True), config, samples, case.budget, rank, RANKS)
+
+    first, second = (on_ranks(work, tmp_path / name)[0] for name in ("first", "second"))
+    assert first["digests"] == second["digests"]
+    assert all(map(torch.equal, first["gradients"], second["gradients"]))
+
+
+@pytest.mark.slow
+def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_holds_whole_ones(folder, tmp_path):
+    config, samples = config_of(folder), samples_of(folder)
+    batches = plain_batches([item.rollout for item in samples], 60, 0)
+
+    def change(learner):
+        with torch.no_grad():
+            for model in learner._models.values():
+                for parameter in model.parameters():
+                    local(parameter).mul_(1.1)
+
+    def work(rank):
+        learner = learner_of(config, True)
+        mine = deal(batches, RANKS)[rank]
+        learner.score("policy", mine, config.sampling)
+        change(learner)
+        learner.save_model("policy", tmp_path / "saved")
+        return learner.score("policy", mine, config.sampling) | {
+            "sent": torch.tensor(len(list(learner.weights("policy"))))
+        }
+
+    ranks = on_ranks(work, tmp_path)
+    learner = learner_of(config, False)
+    change(learner)
+    wanted = learner.score("policy", batches, config.sampling)
+    sent = [int(one.pop("sent")) for one in ranks]
+    found = ranks[0] | ranks[1]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[uid], row) for uid, row in wanted.items())
+    assert sent == [len(list(learner.weights("policy"))), 0]
+    saved = dict(load_model(tmp_path / "saved", torch.float32).named_parameters())
+    assert all(torch.equal(saved[name], weight) for name, weight in learner.weights("policy"))
+
+
+def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):
+    batches = plain_batches([item.rollout for item in samples_of(folder)], 60, 0)
+    assert len(batches) == 3
+    dealt = deal(batches, 2)
+    assert [[batch.uids for batch in rank] for rank in dealt] == [
+        [batches[0].uids, batches[2].uids],
+        [batches[1].uids, ()],
+    ]
+    assert dealt[1][1].response_mask.shape[0] == 0 == len(dealt[1][1].response_index)
+    assert [len(rank) for rank in deal(batches[:1], 3)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="no micro-batch"):
+        deal([], 2)
+
+
+def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(gathered, "fully_shard", _each_apart)
+    models = load_models(config_of(folder), None, torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the policy"):
+        gathered.shard(models, SimpleNamespace(device_type="cpu"))
+
+
+def _each_apart(module, **options):
+    """What FSDP does to a tied weight whose two modules are wrapped apart."""
+    for model in getattr(module, "models", {}).values():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return module
