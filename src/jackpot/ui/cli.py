@@ -120,6 +120,35 @@ def train(
 
 
 @command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    arm: Annotated[str | None, typer.Option(help="Arm of the recipe; default none of them.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs; default those that the recipe names, or 8.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="A6000, A100, H100 or H200; default what the recipe names, or H100.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder whose responses give the mean length.")] = None,
+    response_length: Annotated[
+        float | None, typer.Option(help="Mean length of responses in tokens, in place of --run.")
+    ] = None,
+    restart: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Seconds from the death of an engine until it generates again; default 120."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and deaths.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a run on a number of GPUs: how many generate and how many train, and which placement is cheapest.
+
+    Tries every placement that fits the memory, with several values of batch.ahead, and deaths of engines. Nothing is
+    loaded or run; docs/cost.md has the assumptions, those of --dry-run.
+    """
+
+
+@command()
 def compare(
     recipe: Recipe,
     overrides: Overrides = None,

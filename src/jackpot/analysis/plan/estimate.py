@@ -86,7 +86,7 @@ def estimate(
         ModelError: as `plan_memory`.
     """
     stated = stated or GpusConfig(kind="H100", count=1)
-    plan = _Estimator(config, sizes, prompts)
+    plan = Estimator(config, sizes, prompts)
     return CostEstimate(
         prompts=prompts,
         response=plan.lengths.mean,
@@ -171,28 +171,39 @@ def share_hours(
     config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, gpus: GpusConfig
 ) -> ShareHours:
     """Return what computes the hours of a run by its rollout model's share, on GPUs that are taken to have the room."""
-    return _Estimator(config, sizes, prompts).shares(GPUS[gpus.kind], gpus.count)
+    return Estimator(config, sizes, prompts).shares(GPUS[gpus.kind], gpus.count)
 
 
-class _Estimator:
-    """Holds what does not depend on the GPUs, which is computed once."""
+class Estimator:
+    """Holds what does not depend on the GPUs, which is computed once.
 
-    def __init__(self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths) -> None:
+    Args:
+        response: mean length of a response, tokens; None: assumed from the limit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: Mapping[Role, ModelSize],
+        prompts: PromptLengths,
+        response: float | None = None,
+    ) -> None:
         self._config, self._sizes, self._prompt = config, sizes, prompts.longest
-        self._blocks, self._needs = blocks(config), engine_needs(config, prompts.longest)
+        self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
-        self.lengths = Lengths(prompt=prompts.mean, mean=mean_response(limit), limit=limit)
+        self.lengths = Lengths(prompt=prompts.mean, mean=response or mean_response(limit), limit=limit)
         self._costs = {role: _cost(outline(path), sizes[role]) for role, path in model_paths(config, None).items()}
         self._others = _others(config, self.lengths, self._costs["policy"])
 
     @cached_property
-    def _memory(self) -> MemoryPlan:
+    def memory(self) -> MemoryPlan:
+        """Return the memory of training in one process, without autocast's copies of weights."""
         with sharded():
             return plan_memory(self._config, self._sizes, self._prompt)
 
     def shard(self, kind: str, count: int) -> Shard:
         """Return the memory on each of `count` GPUs of a kind."""
-        return shard(self._memory, self._blocks, self._needs, GPUS[kind], count)
+        return shard(self.memory, self.blocks, self.needs, GPUS[kind], count)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours on `count` GPUs of a kind."""
@@ -200,34 +211,51 @@ class _Estimator:
         return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count) if here.fits else (None, None, {})))
 
     def _hours(self, gpu: Gpu, count: int) -> tuple[Hours, Hours, dict[str, Hours]]:
-        config, shares = self._config, self.shares(gpu, count)
-        hours = shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
-        if config.is_mixed:
-            drafts = None
-            if config.draft:
-                tokens = DRAFTED if config.draft.tokens == "auto" else config.draft.tokens
-                drafts = Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
-            over = Counter(config.rollout_model.share_at(number) for number in range(1, config.iterations + 1))
-            generation = sum(times * shares.generation(share, drafts) for share, times in over.items())
-            hours = hours._replace(generation=generation / config.iterations)
-        sets = _evaluated(config, shares.rollout_model, shares.beside)
-        evaluations = config.iterations // config.evaluation.every + 1
+        shares = self.shares(gpu, count)
         (alone, times), policy = on_policy(shares.work), [self._costs["policy"]]
         return (
-            hours._replace(evaluating=evaluation_hours(sets, evaluations, self.lengths, gpu, count)),
+            self.run_hours(shares)._replace(evaluating=self.evaluating(shares)),
             Hours(*(times * part for part in shares.run(alone, shares.policy, policy))),
             shares.by_writer() if "rollout_model" in self._costs else {},
         )
 
-    def shares(self, gpu: Gpu, count: int) -> ShareHours:
-        """Return what computes hours by the share of the rollout model."""
+    def run_hours(self, shares: ShareHours) -> Hours:
+        """Return the hours of the run's iterations, without evaluations."""
+        if not self._config.is_mixed:
+            return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
+        count = self._config.iterations
+        over = Counter(self._config.rollout_model.share_at(number) for number in range(1, count + 1))
+        hours = [(times / count, shares.at(share, self.drafts)) for share, times in over.items()]
+        return Hours(*(sum(weight * one[part] for weight, one in hours) for part in range(len(Hours._fields))))
+
+    def evaluating(self, shares: ShareHours) -> float:
+        """Return the hours of the run's evaluations."""
+        sets = _evaluated(self._config, shares.rollout_model, shares.beside)
+        times = self._config.iterations // self._config.evaluation.every + 1
+        return evaluation_hours(sets, times, self.lengths, shares.gpu, shares.gpus)
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Return the drafts that the policy's engine verifies; None where there are none."""
+        if self._config.draft is None:
+            return None
+        tokens = DRAFTED if self._config.draft.tokens == "auto" else self._config.draft.tokens
+        return Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
+
+    def shares(self, gpu: Gpu, count: int, needs: Mapping[str, EngineNeeds] | None = None) -> ShareHours:
+        """Return what computes hours by the share of the rollout model.
+
+        Args:
+            needs: of the engines by setting; None: those of engines that share the GPUs with the learner.
+        """
+        needs = needs or self.needs
         own = needs_of(self._config, "policy", self._config.engine, self._prompt)
         policy, beside, rollout_model = (
             self._engine_speed(one, degree(one, gpu, count) or count, gpu)
-            for one in (own, self._needs.get("evaluation.engine", own), self._needs["engine"])
+            for one in (own, needs.get("evaluation.engine", own), needs["engine"])
         )
         return ShareHours(
-            work=self._work(),
+            work=self.work(),
             policy=policy,
             beside=beside,
             rollout_model=rollout_model,
@@ -249,7 +277,8 @@ class _Estimator:
             peak=gpu.bf16 if one.settings.dtype == "bf16" else gpu.fp32,
         )
 
-    def _work(self) -> Work:
+    def work(self) -> Work:
+        """Return the work of one iteration."""
         config, batch = self._config, self._config.batch
         return Work(
             sequences=batch.rollouts,

@@ -30,6 +30,9 @@ TENSOR_PARALLEL = (1, 2, 4, 8)  # numbers of GPUs of one engine, within a machin
 ENGINE_BYTES = 2e9
 """Memory of a vLLM engine for activations and CUDA graphs, within its share of the GPU. Assumed."""
 
+ENGINES_SHARE = 0.9
+"""Share of a GPU's memory that engines take where no learner shares it: vLLM's own default."""
+
 
 class Blocks(NamedTuple):
     """Counts the parameters that each GPU gathers as a whole."""
@@ -153,6 +156,24 @@ def shard(memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], g
         generation=sum(held.values()) + memory.generation,
         tensor_parallel=degrees,
     )
+
+
+def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
+    """Return the needs of engines on GPUs of their own.
+
+    Where vLLM takes a share of the memory, the shares of all engines there are scaled to `ENGINES_SHARE` in all.
+    """
+    taken = {
+        name: one.settings.gpu_memory_utilization
+        for name, one in needs.items()
+        if isinstance(one.settings, VLLMEngineConfig) and one.settings.kv_cache_memory_bytes is None
+    }
+    larger = {
+        name: {"gpu_memory_utilization": ENGINES_SHARE * share / sum(taken.values())} for name, share in taken.items()
+    }
+    return {
+        name: one._replace(settings=one.settings.model_copy(update=larger.get(name, {}))) for name, one in needs.items()
+    }
 
 
 def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:

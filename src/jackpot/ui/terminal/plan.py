@@ -8,6 +8,7 @@ from rich.console import Console
 from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.memory import MemoryPlan
+from jackpot.analysis.plan.placement import residents
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
 from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
@@ -54,6 +55,7 @@ def show_plan(
         "objective": _objective(config),
         "engine": _engine(config),
         "evaluation": _evaluation(config),
+        "placement": "; ".join(f"{place}: {', '.join(holds)}" for place, holds in residents(config).items()),
         "run folder": str(folder),
     }
     show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
@@ -217,6 +219,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
     if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
         said[0] += " This version trains on one GPU: more are a plan with fully sharded weights."
+    said[0] += " `jackpot plan` simulates GPUs that generate beside GPUs that train."
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "

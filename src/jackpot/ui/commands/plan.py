@@ -1,0 +1,85 @@
+"""Implements `jackpot plan`, which simulates a run on placements of engines and learner on some GPUs."""
+
+import json
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from jackpot.analysis.plan.cost_model import mean_response
+from jackpot.analysis.plan.estimate import Estimator
+from jackpot.analysis.plan.placement import RESTART, Placements
+from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
+from jackpot.config.published import GpusConfig
+from jackpot.config.recipes import load_recipe, recipe_notes, resolve
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError
+from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.ui.results import to_json
+from jackpot.ui.terminal.placements import plan_numbers, show_placements
+from jackpot.ui.terminal.progress import status
+
+_NEWEST = 4  # the share of a run's iterations that its mean response is taken from is one in so many
+
+
+def plan(
+    recipe: str,
+    overrides: list[str] | None,
+    arm: str | None,
+    gpus: int | None,
+    kind: str | None,
+    run: Path | None,
+    response_length: float | None,
+    restart: float | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Simulate the recipe on every placement; print tables and the cheapest placement, or JSON."""
+    console = Console(stderr=as_json)
+    config = resolve(recipe, arm, overrides or [])
+    response, source = _response(config, run, response_length)
+    named = recipe_notes(recipe, load_recipe(recipe)).gpus
+    machine = GpusConfig.model_validate(
+        {"kind": kind or (named.kind if named else "H100"), "count": gpus or (named.count if named else 8)}
+    )
+    with status(console, "counting memory") as show:
+        prompts = prompt_lengths(config)
+        estimator = Estimator(config, model_sizes(config), prompts, response)
+        found = Placements(config, estimator, machine.kind, seed).plan(
+            machine.count, RESTART if restart is None else restart, show
+        )
+    if as_json:
+        typer.echo(json.dumps(to_json(plan_numbers(found, source)), indent=2, allow_nan=False))
+    else:
+        show_placements(console, config, found, prompts, source)
+
+
+def _response(config: Config, run: Path | None, given: float | None) -> tuple[float, str]:
+    """Return the mean length of a response in tokens, and where it is from.
+
+    Raises:
+        CheckpointError: `run` is not a run folder.
+        ConfigError: none is given, or both, the run has no iteration yet, or the mean is beyond the limit.
+    """
+    limit = config.sampling.max_new_tokens
+    if (run is None) == (given is None):
+        raise ConfigError(
+            "the plan needs the mean length of responses, which decides its numbers; give one of --run FOLDER, whose "
+            "metrics have it, and --response-length TOKENS. jackpot train RECIPE --dry-run guesses "
+            f"{mean_response(limit):,.0f} tokens from sampling.max_new_tokens"
+        )
+    if run is None:
+        mean, source = given, "given by --response-length"
+    else:
+        run_config(run)
+        lines = [line["response/tokens"] for line in RunFolder(run).read("metrics.jsonl") if "response/tokens" in line]
+        if not lines:
+            raise ConfigError(f"{run} has no iteration with responses yet; give another run or --response-length")
+        newest = lines[-max(1, len(lines) // _NEWEST) :]
+        mean, source = sum(newest) / len(newest), f"the mean of the last {len(newest)} iterations of {run}"
+    if not 1 <= mean <= limit:
+        raise ConfigError(
+            f"responses of {mean:,.0f} tokens in the mean ({source}) do not fit sampling.max_new_tokens {limit:,}; "
+            "give a mean between 1 and that, or set sampling.max_new_tokens=N"
+        )
+    return mean, source

@@ -1,0 +1,66 @@
+"""`jackpot plan` as a user types it."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.runs import SMALL, FinishedRuns
+from jackpot.analysis.plan import placement
+from jackpot.training.run.folder import RunFolder
+from jackpot.ui import cli
+
+
+def typed(*arguments: str):
+    return CliRunner().invoke(cli.app, ["plan", "quickstart", *SMALL, *arguments], env={"COLUMNS": "200"})
+
+
+def test_the_plan_names_the_cheapest_placement_and_where_its_lengths_are_from(
+    finished_run: FinishedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "AHEAD", (0, 1))
+    folder = finished_run()
+    lines = RunFolder(folder).read("metrics.jsonl")
+    mean = next(line["response/tokens"] for line in reversed(lines) if "response/tokens" in line)
+    result = typed("--gpus", "3", "--kind", "H200", "--run", str(folder), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["gpus"], found["gpu"]) == (3, "H200")
+    assert found["response"]["mean"] == mean and f"the last 1 iterations of {folder}" in found["response"]["source"]
+    hours = {
+        (one["placement"], ahead): each["hours"]
+        for one in found["placements"]
+        for ahead, each in one["by_ahead"].items()
+    }
+    assert sorted(hours) == [("1 + 2", "0"), ("1 + 2", "1"), ("2 + 1", "0"), ("2 + 1", "1"), ("shared", "0")]
+    cheapest = found["cheapest"]
+    assert cheapest["hours"] == min(hours.values()) == hours[cheapest["placement"], str(cheapest["ahead"])]
+    assert [one["seconds_between"] for one in found["deaths"]] == [None, 3600, 600]
+    shown = typed("--gpus", "3", "--kind", "H200", "--response-length", "20").stdout
+    assert re.search(r"Cheapest: .* hours, [\d,]+ GPU hours\. Evaluations, one every 2 iterations, take \d+% of", shown)
+    assert "Responses of 20 tokens in the mean: given by --response-length. Prompts of" in shown
+    assert all(
+        title in shown for title in ("3 H200, simulated", "What batch.ahead buys", "What deaths of engines cost")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), ["--run FOLDER", "--response-length TOKENS", "guesses 24 tokens"]),
+        (("--response-length", "9", "--run", "."), ["give one of"]),
+        (("--run", "."), ["not a run folder"]),
+        (("--response-length", "25"), ["25 tokens", "sampling.max_new_tokens 24"]),
+        (("--response-length", "9", "--kind", "B200"), ["B200", "H200"]),
+    ],
+)
+def test_a_length_is_never_guessed(arguments: tuple[str, ...], expected: list[str], tmp_path) -> None:
+    result = typed(*(str(tmp_path) if one == "." else one for one in arguments))
+    assert result.exit_code != 0 and all(text in str(result.exception) for text in expected), result.exception
+
+
+def test_dry_run_says_who_goes_where() -> None:
+    result = CliRunner().invoke(cli.app, ["train", "quickstart", "--dry-run", *SMALL], env={"COLUMNS": "200"})
+    text = " ".join(result.stdout.replace("│", " ").split())
+    assert "placement this process: learner of policy, rollout model, transformers engine of rollout model, for" in text
