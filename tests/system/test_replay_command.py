@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.commands import jackpot
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, run, small_config
 from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.run import replay
 
@@ -117,7 +117,7 @@ def test_a_model_scores_what_a_dump_lacks_as_training_would(trained, tmp_path):
     old = torch.tensor([value for row in rows for value in row["old_log_probs"]], dtype=torch.float64)
     written = torch.tensor([value for row in rows for value in row["rollout_log_probs"]], dtype=torch.float64)
     assert float(found.run["ratio"].value) == pytest.approx(float((old - written).exp().mean()), rel=1e-4)
-    assert found.corrections[0].whole.states is not None  # the model gives its half of the lists too
+    assert found.corrections[0].stats.states is not None  # the model gives its half of the lists too
     every = saved(trained, "rollout_top_ids")["rollout_top_ids"]
     assert every.shape[1] == 32 and float(found.run["z"].count) == len(old)
 
@@ -131,12 +131,19 @@ def test_the_folder_of_a_run_stands_for_its_best_policy_and_the_output_says_so(t
     assert first > 0.0 and second == pytest.approx(dict(replay(trained, names=["none"]).ends)["iteration 2"], rel=1e-4)
 
 
+def test_of_a_run_with_a_share_the_rollouts_of_its_rollout_model_are_judged(finished_run: FinishedRuns):
+    found = replay(finished_run("rollout_model.share=0.5", "iterations=1", "rollouts.every=1"), names=["none"])
+    own = [text for text in found.left_out if "the policy sampled them itself" in text]
+    count = int(own[0].split()[0])
+    assert count == int(found.run["responses"].value) > 0 and float(found.run["total_variation"].value) > 0.01
+
+
 def test_imported_jsonl_is_replayed_and_its_tokens_are_shown(tmp_path):
     write(tmp_path / "dump.jsonl", records(noise(0.8)))
     done = jackpot("replay", "dump.jsonl", "--format", "jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     assert "dump.jsonl: jsonl, 1 files" in printed and "as the file has it" in printed
-    assert "'t" in printed and "Use obrs expected" in printed
+    assert "'t" in printed and "Use tis: a rollout is then worth" in printed
     wrong = jackpot("replay", "dump.jsonl", "--format", "verl", cwd=tmp_path)
     assert wrong.returncode == 2 and "lacks responses" in wrong.stderr and "_log_rollout_data" in wrong.stderr

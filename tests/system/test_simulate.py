@@ -4,15 +4,17 @@ import json
 import math
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from helpers.runs import SMALL, FinishedRuns
+from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.simulate import run as simulation
 from jackpot.ui import cli
 from jackpot.ui.results import write_results
+from jackpot.ui.views.simulation_pairs import pair_sections
 
 PICTURES = ("ratios", "acceptance", "kl", "topk")
 
@@ -72,7 +74,7 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
             f"{one['accuracy']:.1%}",
         ):
             assert text in printed
-    assert "a gap that OBRS is meant for" in printed and "a small gap" in printed
+    assert "No correction can be recommended: there are" in printed  # 8 responses each
     assert "starter:rollout_model" in (folder / "simulate.html").read_text()
 
 
@@ -113,6 +115,15 @@ def test_a_run_is_shown_over_training(finished_run: FinishedRuns, tmp_path: Path
         assert {(row["k"], row["fill_in"]) for row in stage["topk"]} == {
             (k, fill_in) for k in (5, 10, 20, 32) for fill_in in (True, False)
         }
+
+
+def test_saved_rollouts_that_give_other_advice_are_named_with_the_reason(finished_run: FinishedRuns) -> None:
+    """The saved rollouts are too few for any advice, the simulation's are not."""
+    found = simulation.simulate_candidates(small_config(), [], prompts=200, seed=0)
+    why = simulation._different(finished_run(), found.candidates[0])
+    assert "tis from" in why and "on held-out prompts" in why and "cannot tell from" in why
+    assert why in str(pair_sections(replace(found, different=why))["before"])
+    assert simulation._different(Path("nowhere"), found.candidates[0]) is None
 
 
 BAD_INPUT = {

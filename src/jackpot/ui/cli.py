@@ -305,7 +305,8 @@ def replay(
 ) -> None:
     """Apply every correction to saved rollouts, without training, and recommend one for this run.
 
-    Reads rollouts of Jackpot, verl, TRL, OpenRLHF and slime, and plain JSONL: docs/replay.md.
+    Says what a rollout is then worth, and what a share of the rollout model or its drafts would save. Reads rollouts
+    of Jackpot, verl, TRL, OpenRLHF and slime, and plain JSONL: docs/replay.md.
 
     --model is not yet run on a GPU.
     """
@@ -339,8 +340,8 @@ def simulate(
 ) -> None:
     """Show what OBRS does to the mismatch between two models, without training.
 
-    Three views of the paper's Figure 2, Z from the top k, and for real models how large their mismatch is: that is how
-    to choose a rollout model.
+    Three views of the paper's Figure 2, Z from the top k, and for real models how large their mismatch is, which
+    correction jackpot replay would advise, and what rollouts are then worth: that is how to choose a rollout model.
     """
 
 

@@ -8,8 +8,9 @@ import torch
 
 from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import factors, inputs_of
-from jackpot.analysis.replay.gradient import state_sums
+from jackpot.analysis.replay.gradient import state_sums, state_values
 from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
+from jackpot.config.recipes import resolve
 from jackpot.objectives.losses import clipped_surrogate
 from jackpot.objectives.obrs import exact_z, known_z
 
@@ -78,7 +79,8 @@ def by_hand(setting: CorrectionSetting, states: StateDistributions):
 
 
 def of_states(setting: CorrectionSetting, states: StateDistributions):
-    return state_sums(factors(setting, inputs(setting, states, 0.5), states.new, None, {}), states)
+    found = factors(setting, inputs(setting, states, 0.5), states.new, None, {})
+    return state_sums(state_values(found, states), states)
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -136,3 +138,18 @@ def test_ppos_clip_takes_the_gradient_on_the_side_of_the_advantage():
     assert found.clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]
     torch.testing.assert_close(found.mean, new.exp() * (1.0 - found.clipped))
     assert factors(setting, given, new, None, {}).clipped.tolist() == [[0.5] * 4]
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "gspo"])
+def test_another_surrogate_is_judged_as_training_maximizes_it(surrogate):
+    """Of a stale response: the gradient of its value with respect to each log-prob, over the advantage, by hand."""
+    config = resolve("quickstart", "none", [f"objective.surrogate={surrogate}"])
+    setting = next(one for one in settings_of(config, ["none"]) if one.label == "none")
+    rollout = torch.zeros(1, 3, dtype=torch.float64)
+    new = torch.tensor([[0.5, -0.1, -0.2]], dtype=torch.float64)
+    mask = torch.ones_like(new, dtype=torch.bool)
+    given = inputs_of(setting, rollout, rollout, new, mask, known_z(torch.ones_like(new)))
+    found = factors(setting, given, new, torch.ones_like(new), {})
+    mean = new.mean().exp().expand_as(new)  # inside of the clip of 0.2
+    torch.testing.assert_close(found.mean, new.exp().clamp(max=1.2) if surrogate == "cispo" else mean)
+    assert setting.weighs_whole_responses == (surrogate == "gspo")

@@ -1,5 +1,6 @@
 """Real pairs of models: what `jackpot simulate` says of them, against their own forward pass one response at a time."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.runs import FinishedRuns, run, small_config
+from jackpot.analysis.advice.rule import why_different
+from jackpot.analysis.replay.run import replay
 from jackpot.analysis.simulate import candidates
-from jackpot.analysis.simulate.candidates import PairBench, advice, pair_states
+from jackpot.analysis.simulate.candidates import PairBench, pair_states, saved_responses
 from jackpot.analysis.simulate.run import simulate_candidates, simulate_run
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import CheckpointError, ConfigError
@@ -108,8 +111,8 @@ def test_a_model_beside_itself_has_no_gap_and_the_closer_candidate_the_smaller_o
     same, other = found.candidates
     assert (same.name, other.name) == ("starter:policy", "starter:rollout_model") and found.training == ()
     assert same.kl_policy_rollout < 1e-9 and same.acceptance == pytest.approx(1.0) and same.size_share == 1.0
-    assert same.sequence_ess == pytest.approx(1.0) and same.advice.startswith("a small gap")
-    assert other.kl_policy_rollout > 0.01 and other.acceptance < 0.99 and other.advice.startswith("a gap that OBRS is")
+    assert same.sequence_ess == pytest.approx(1.0) and same.answer["verdict"] == "cannot tell"
+    assert other.kl_policy_rollout > 0.01 and other.acceptance < 0.99 and other.answer["verdict"] == "cannot tell"
     assert [source.name for source in found.views.sources] == ["starter:policy", "starter:rollout_model"]
     assert {row.k for row in found.views.sources[0].topk} == {5, 10, 20, 32}
 
@@ -117,21 +120,35 @@ def test_a_model_beside_itself_has_no_gap_and_the_closer_candidate_the_smaller_o
 def test_a_model_that_knows_nothing_is_too_far_away(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, seed=0, vocab_size=32)
     load_tokenizer("starter:policy").save_pretrained(tmp_path)
-    [far] = simulate_candidates(small_config(), [str(tmp_path)], prompts=6, seed=0).candidates
-    assert far.acceptance < 0.5 and far.low_acceptance > 0.5 and far.advice.startswith("a gap that is too large")
+    [far] = simulate_candidates(small_config(), [str(tmp_path)], prompts=60, seed=0).candidates
+    assert far.acceptance < 0.5 and far.low_acceptance > 0.5 and far.answer["verdict"] == "too far"
 
 
-def test_advice_tells_the_kinds_of_gap_apart() -> None:
-    cases = {
-        (0.995, 0.001, 0.0009): "a small gap",
-        (0.91, 0.1, 0.04): "a gap that OBRS is meant for",
-        (0.91, 0.2, 0.16): "a gap that rejection hardly closes",
-        (0.3, 3.0, 0.5): "a gap that is too large",
-    }
-    for (acceptance, kl, after), kind in cases.items():
-        text = advice(acceptance, kl, after)
-        assert text.startswith(kind) and f"{100 * acceptance:.1f} are kept" in text
-        assert f"{kl:.4f} to {after:.4f}" in text
+def test_simulate_advises_what_replay_advises_on_the_same_rollouts(tmp_path: Path, monkeypatch) -> None:
+    """The rollouts of a simulation as a dump, without the columns of any run."""
+    kept = []
+
+    def keep(*arguments):
+        kept.extend(saved_responses(*arguments))
+        return kept
+
+    monkeypatch.setattr(candidates, "saved_responses", keep)
+    [one] = simulate_candidates(small_config(), [], prompts=200, seed=0).candidates
+    rows = [{name: _plain(getattr(row, name)) for name in row.__dataclass_fields__} for row in kept]
+    path = tmp_path / "dump.jsonl"
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
+    replayed = replay(path).answer.numbers()
+    assert replayed["correction"] == one.answer["correction"] == "tis" and why_different(one.answer, replayed) is None
+    found, expected = ({row["label"]: row["worth"] for row in part["candidates"]} for part in (one.answer, replayed))
+    for label in ("none", "tis", "obrs expected", "prefix low=1 high=1", "dppo"):
+        assert found[label] == pytest.approx(expected[label], rel=1e-6), label
+    assert one.answer["generation"] and not replayed["generation"]  # a dump does not say what its models cost
+    other = {**replayed, "correction": "none"}
+    assert "scored by starter:policy" in why_different(one.answer, other)
+
+
+def _plain(value):
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def test_without_candidates_the_recipes_rollout_model_is_measured_and_the_same_seed_gives_the_same() -> None:

@@ -2,7 +2,7 @@
 
 The gradient of a token's loss at the policy that is updated, p_new, is F A grad log p_new(x) with
 
-    F = accept * w * r * [PPO's clip lets it through]       r = p_new / p_proximal
+    F = accept * w * r * [PPO's clip lets it through]       r = p_new / p_proximal, or as another surrogate has it
 
 and F is rho = p_new / p_inf where nothing is capped or rejected. The corrections are those of `objectives`; this module
 calls them and averages over their masks.
@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jackpot.analysis.replay.settings import CorrectionSetting
 from jackpot.core.metrics import Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.budgeted import MaskOnly, Obrs, ReweightOnly, ZOnly
-from jackpot.objectives.corrections.signed import DPPO
+from jackpot.objectives.corrections.ratios import MinPrefix, SequenceMask, SequenceTIS
+from jackpot.objectives.corrections.signed import DPPO, Prefix
 from jackpot.objectives.joint import references
-from jackpot.objectives.losses import clip_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +35,8 @@ class GradientFactors:
     weight: Tensor  # E (accept w), before PPO's ratio and clip
     accepted: Tensor  # E accept
     capped: Tensor  # whether a cap lowered the weight
-    clipped: Tensor  # share of the gradient that PPO's clip removes
-    scale: Tensor  # F_s of a state where nothing is capped: kappa Z with OBRS, else 1
+    clipped: Tensor  # share of the gradient that PPO's clip removes, or another surrogate's changes
+    scale: Tensor  # h, F_s of a state where nothing is capped: kappa Z with OBRS, R_t with prefixes, else 1
 
 
 def inputs_of(
@@ -63,45 +64,52 @@ def factors(
     """Compute the correction's factors on tokens [B, T].
 
     Args:
-        advantages: [B, T]; their sign decides which side PPO clips, and which tokens some corrections reject; None
-            averages over both signs.
+        advantages: [B, T]; their sign decides which side PPO clips, and which tokens some corrections reject. Both
+            signs count half where one is 0, and everywhere with None.
         totals: the step's sums, for kappa.
     """
     ones = torch.ones_like(inputs.rollout_log_probs)
     up, down = (_of_sign(setting, replace(inputs, advantages=sign * ones), new, totals) for sign in (1.0, -1.0))
-    either = (up.mean + down.mean) / 2.0
-    if advantages is not None:
-        return replace(_of_sign(setting, replace(inputs, advantages=advantages), new, totals), either=either)
+    share = 0.5 * ones if advantages is None else (advantages.sign() + 1.0) / 2.0
+
+    def of(name: str) -> Tensor:
+        return share * getattr(up, name) + (1.0 - share) * getattr(down, name)
+
     return GradientFactors(
-        mean=either,
-        either=either,
-        square=(up.square + down.square) / 2.0,
-        weight=(up.weight + down.weight) / 2.0,
-        accepted=(up.accepted + down.accepted) / 2.0,
-        capped=up.capped | down.capped,
-        clipped=(up.clipped + down.clipped) / 2.0,
-        scale=up.scale,
+        either=(up.mean + down.mean) / 2.0,
+        capped=(up.capped & (share > 0.0)) | (down.capped & (share < 1.0)),
+        scale=of("scale"),
+        **{name: of(name) for name in ("mean", "square", "weight", "accepted", "clipped")},
     )
 
 
 def _of_sign(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, totals: Sums) -> GradientFactors:
-    """Compute the factors at the inputs' advantages; `either` is that of these alone."""
-    objective, mask = setting.objective, inputs.response_mask
+    """Compute the factors at the inputs' advantages of 1 or -1; `either` is that of these alone."""
     found = _averaged_over_mask(setting, inputs, totals)
-    ratio = torch.where(mask, new - inputs.proximal_log_probs, 0.0).exp()
-    clips = (objective.clip_low, objective.clip_high)
-    clipped = torch.where(mask, clip_share(new, inputs.proximal_log_probs, inputs.advantages, *clips).double(), 0.0)
-    kept = found.value * ratio * (1.0 - clipped)
+    through, clipped = _through_surrogate(setting, inputs, new)
+    kept = found.value * through
     return GradientFactors(
         mean=found.chance * kept,
         either=found.chance * kept,
-        square=found.chance * kept * found.value * ratio,
+        square=found.chance * kept.square(),
         weight=found.chance * found.value,
         accepted=found.accepted,
         capped=found.correction.capped | found.correction.capped_c2,
         clipped=clipped,
-        scale=_scale(setting, inputs, found.correction.kappa),
+        scale=_scale(setting, inputs, found.correction),
     )
+
+
+def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the factor of the surrogate on a token's gradient, r where nothing is clipped, and where it clips."""
+    objective, mask = setting.objective, inputs.response_mask
+    proximal = torch.where(mask, inputs.proximal_log_probs, 0.0)
+    with torch.enable_grad():
+        log_probs = torch.where(mask, new, 0.0).detach().requires_grad_()
+        clips = (objective.clip_low, objective.clip_high)
+        surrogate = objective.surrogate(log_probs, proximal, inputs.advantages, mask, *clips)
+        (gradient,) = torch.autograd.grad(surrogate.value.sum(), log_probs)
+    return torch.where(mask, gradient / inputs.advantages, 0.0), torch.where(mask, surrogate.clipped.double(), 0.0)
 
 
 def needs_z(setting: CorrectionSetting) -> bool:
@@ -110,10 +118,29 @@ def needs_z(setting: CorrectionSetting) -> bool:
     return isinstance(correction, _BY_Z) or (isinstance(correction, DPPO) and correction.settings.divergence == "topk")
 
 
-def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, kappa: Tensor) -> Tensor:
-    if isinstance(setting.objective.correction, (*_BY_Z, MaskOnly)):  # the mask accepts Z of a state
-        return kappa * inputs.z.value
+def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, found: Correction) -> Tensor:
+    """Return F_s of a state, [B, T], were nothing capped in it."""
+    correction, log_ratio = setting.objective.correction, inputs.log_ratio
+    if isinstance(correction, (*_BY_Z, MaskOnly)):  # the mask accepts Z of a state
+        return found.kappa * inputs.z.value
+    if isinstance(correction, Prefix):
+        return _before(found.weights, 1.0)  # 0 behind a rejected prefix
+    if isinstance(correction, MinPrefix):
+        lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values
+        return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp(), 1.0)
+    if isinstance(correction, (SequenceTIS, SequenceMask)):
+        return prefix_ratio(log_ratio)
     return torch.ones_like(inputs.z.value)
+
+
+def prefix_ratio(log_ratio: Tensor) -> Tensor:
+    """Return R_t, the product of rho over the tokens before each: [B, T], at most e^MOST."""
+    return (log_ratio.cumsum(-1) - log_ratio).clamp(max=MOST).exp()
+
+
+def _before(values: Tensor, first: float) -> Tensor:
+    """Return the value at the token before each, [B, T]."""
+    return pad(values[:, :-1], (1, 0), value=first)
 
 
 class _MaskAveraged(NamedTuple):
@@ -144,4 +171,5 @@ def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, to
 
 
 _BY_Z = (Obrs, ReweightOnly, ZOnly)  # weigh by Z
+MOST = 40.0  # of log R_t, so that its sums are finite
 _LARGEST_UNIFORM = 1.0 - 2.0**-53

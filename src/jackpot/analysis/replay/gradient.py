@@ -80,20 +80,39 @@ class StateSums(NamedTuple):
         return float(self.mean.variance.sqrt() / self.mean.value)
 
 
-def state_sums(found: GradientFactors, states: StateDistributions) -> StateSums:
-    """Sum one correction over states, from its factors [N, M] on every token of every state."""
-    rollout, target = states.rollout.exp(), states.new.exp()
+class StateValues(NamedTuple):
+    """What one correction does in each of N states."""
+
+    trained: Tensor  # [N, M] f
+    second: Tensor  # [N, M] p_inf E F^2
+    of_state: Tensor  # [N] F_s
+    variation: Tensor  # [N] F_s times the total variation between f / F_s and p_new
+
+
+def state_values(found: GradientFactors, states: StateDistributions) -> StateValues:
+    """Compute f and the like from a correction's factors [N, M] on every token of every state."""
+    rollout = states.rollout.exp()
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
-    trained = torch.where(can_be_sampled, rollout * found.mean, 0.0)  # f
-    second = torch.where(can_be_sampled, rollout * found.square, 0.0)
-    of_state = trained.sum(-1)  # F_s
+    trained = torch.where(can_be_sampled, rollout * found.mean, 0.0)
+    of_state = trained.sum(-1)
+    return StateValues(
+        trained=trained,
+        second=torch.where(can_be_sampled, rollout * found.square, 0.0),
+        of_state=of_state,
+        variation=(trained - of_state.unsqueeze(-1) * states.new.exp()).abs().sum(-1) / 2.0,
+    )
+
+
+def state_sums(values: StateValues, states: StateDistributions) -> StateSums:
+    """Sum one correction over states."""
+    target = states.new.exp()
+    trained, second, of_state, variation = values
     norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x
     squares = states.advantages.square()
 
     def total(values: Tensor) -> Tensor:
         return (squares * values.sum(-1)).sum()
 
-    variation = (trained - of_state.unsqueeze(-1) * target).abs().sum(-1) / 2.0
     gradient = GradientSums(
         estimator=total(trained.square() * norms),
         both=total(trained * target * norms),

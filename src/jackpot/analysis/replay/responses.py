@@ -26,6 +26,7 @@ class SavedResponse:
     """One response of `T` tokens, on the CPU; None for columns that the file lacks. Log-probs in nats."""
 
     uid: str
+    sampled_by: str | None  # the model of one of our runs that sampled it
     where: str  # file of the response, and its step where that is known
     prompt_ids: Tensor | None  # [P]; needed where a model scores the response
     token_ids: Tensor  # [T]
@@ -72,6 +73,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
     _check_lists(lists, mask, f"{where}, response {number}")
     return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{number}"),
+        sampled_by=record.get("sampled_by") or None,
         where=where,
         prompt_ids=prompt_ids,
         token_ids=ids,

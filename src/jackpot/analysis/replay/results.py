@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.replay.recommend import CorrectionCandidate, Recommendation
+from jackpot.analysis.advice.rule import Advice
 from jackpot.analysis.replay.rejected import TopRejected
 from jackpot.analysis.replay.settings import CorrectionSetting
 from jackpot.analysis.replay.stats import CorrectionStats
@@ -15,11 +15,10 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedCorrection:
-    """The sums of one correction over all responses and over each half of them."""
+    """The sums of one correction over all responses."""
 
     setting: CorrectionSetting
-    whole: CorrectionStats
-    halves: tuple[CorrectionStats, ...]
+    stats: CorrectionStats
     changed: TopRejected
 
 
@@ -32,13 +31,12 @@ class ReplayResult:
     files: int
     policy: str  # source of the policy's log-probs
     run: Sums  # before any correction
-    run_halves: tuple[Sums, ...]
     ends: tuple[tuple[str, float], ...]  # the first and the last file or iteration, each with its total variation
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
     unreadable: int  # records and files that could not be read
     problems: tuple[str, ...]  # the first of each kind of reason why records could not be read, at most MOST_WARNINGS
-    answer: Recommendation
+    answer: Advice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +77,7 @@ class CorrectionResult:
 
 def correction_result(one: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
-    stats = one.whole
+    stats = one.stats
     sums = stats.sums
     low, middle, high = (_weight(float(sums["log_weight"].quantile(share).exp())) for share in QUANTILES)
     tokens = sums["accepted"].count
@@ -121,23 +119,7 @@ def result_numbers(found: ReplayResult) -> dict[str, Any]:
         | {f"ratio_p{share * 100:g}": float(run["mismatch/log_ratio"].quantile(share).exp()) for share in QUANTILES}
         | {"tokens": int(run["total_variation"].count)},
         "corrections": [asdict(correction_result(one)) for one in found.corrections],
-        "answer": {
-            "verdict": found.answer.verdict,
-            "correction": found.answer.correction,
-            "settings": found.answer.settings,
-            "sentence": found.answer.sentence,
-            "split_halves_agree": found.answer.split_halves_agree,
-            "candidates": [_candidate_numbers(one) for one in found.answer.candidates],
-        },
-    }
-
-
-def _candidate_numbers(one: CorrectionCandidate) -> dict[str, Any]:
-    return {
-        "label": one.setting.label,
-        "tv_after_correction": one.tv_after_correction,
-        "effective": one.effective,
-        "known": one.known,
+        "answer": found.answer.numbers(),
     }
 
 

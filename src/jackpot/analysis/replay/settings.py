@@ -10,9 +10,10 @@ from jackpot.launch.objectives import policy_objective
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective
 
-CLIP = 0.2  # PPO's clip where a run sets none or maximizes another surrogate, or where the file is not of a run
+CLIP = 0.2  # PPO's clip where a run sets none, or where the file is not of a run
 # read other tokens of the response than the one that they weigh or reject
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
+WHOLE_SURROGATE = ("gspo", "gmpo")  # the same, where the policy has been updated since it received the batch
 PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _OTHER = {  # settings replayed in addition to the defaults
     "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}),
@@ -39,13 +40,14 @@ class CorrectionSetting:
     name: str  # key of CORRECTIONS, or custom
     label: str  # the name, with what is not the default
     objective: PolicyObjective
+    surrogate: str  # its name
     numbers: tuple[tuple[str, object], ...]  # settings that differ from the defaults, by their names in a recipe
     is_own: bool  # whether the run trains with it
 
     @property
     def weighs_whole_responses(self) -> bool:
         """Whether a token's factor depends on other tokens of its response."""
-        return self.name in WHOLE_RESPONSE
+        return self.name in WHOLE_RESPONSE or (self.surrogate in WHOLE_SURROGATE and not self.aligns_to_new)
 
     @property
     def aligns_to_new(self) -> bool:
@@ -84,9 +86,9 @@ def _comparable(own: dict[str, object]) -> dict[str, object]:
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
     base = (config or _DEFAULTS).objective
-    given = {side: getattr(base, side) if base.surrogate == "ppo" else None for side in ("clip_low", "clip_high")}
-    clips = {side: CLIP if clip is None else clip for side, clip in given.items()}
-    objective = ObjectiveConfig(correction={"name": name, **numbers}, **clips)
+    given = {side: getattr(base, side) for side in ("clip_low", "clip_high")}
+    clips = {side: CLIP if clip is None and base.surrogate == "ppo" else clip for side, clip in given.items()}
+    objective = ObjectiveConfig(correction={"name": name, **numbers}, surrogate=base.surrogate, **clips)
     correction = objective.correction
     fields = type(correction).model_fields  # a custom correction has settings without a default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
@@ -96,6 +98,7 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
         name=name,
         label=label,
         objective=policy_objective((config or _DEFAULTS).model_copy(update={"objective": objective})),
+        surrogate=base.surrogate,
         numbers=tuple(changed.items()),
         is_own=is_own,
     )

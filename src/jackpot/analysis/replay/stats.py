@@ -1,20 +1,22 @@
 """Sums over batches of responses, for each correction and for the run before any correction.
 
-Their size does not depend on the number of files. They are kept for each half of the responses too, so that the
-recommendation can be checked on both halves.
+Their size does not depend on the number of files. The sums that the rule reads are kept for each group of prompts, for
+its standard errors.
 
 Shapes: `B` responses of up to `T` tokens, `N` sampled tokens.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from jackpot.analysis.advice.rule import COLUMNS, GROUPS
 from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import GradientFactors
-from jackpot.analysis.replay.gradient import StateSums
+from jackpot.analysis.replay.gradient import StateSums, StateValues
 from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse
 from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.metrics import Histogram, Max, Mean, Sum, Sums, add_sums
@@ -26,34 +28,29 @@ ENTROPIES = (0.0, 0.1, 1.0)  # starts of the bands of the policy's entropy, nats
 
 @dataclass(slots=True)
 class CorrectionStats:
-    """The sums of one correction over some responses."""
+    """The sums of one correction over all responses."""
 
     sums: Sums = field(default_factory=dict)
     states: StateSums | None = None
+    groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
 
-    def add(self, sums: Sums, states: StateSums | None) -> None:
-        """Add the sums of a batch, and those over its known distributions if there are any."""
+    def add(self, sums: Sums, states: StateSums | None, columns: Tensor, groups: Tensor) -> None:
+        """Add the sums of a batch, those over its known distributions if there are any, and what the rule reads.
+
+        Args:
+            columns: [B, COLUMNS] sums over the tokens of each response.
+            groups: [B] group of each response.
+        """
         self.sums = add_sums(self.sums, sums)
+        self.groups = self.groups.index_add(0, groups, columns)
         if states:
             self.states = states if self.states is None else self.states + states
 
     @property
     def sampled_tv_after_correction(self) -> float:
         """Estimate the total variation after the correction from sampled tokens only; 1 where F is 0 everywhere."""
-        return self._variation("")
-
-    @property
-    def tv_after_correction(self) -> float:
-        """Estimate the total variation after the correction, summed over whole distributions where they are known."""
-        return self._variation("sampled_only ")
-
-    @property
-    def effective(self) -> float:
-        """Return the effective share of tokens, (sum F)^2 / (n sum F^2), exact where whole distributions are known."""
-        factor, square = self.sums["sampled_only factor"].total, self.sums["sampled_only square"].total
-        if self.states:
-            factor, square = factor + self.states.mean.total, square + self.states.square.total
-        return float(factor.square() / (square * self.sums["factor"].count)) if square != 0 else 0.0
+        variation, trained = self.sums["variation"].total, self.sums["trained"].total
+        return float(variation / trained) if trained != 0 else 1.0
 
     @property
     def tokens(self) -> int:
@@ -64,12 +61,6 @@ class CorrectionStats:
     def known(self) -> int:
         """Return the number of tokens whose whole distributions are known."""
         return int(self.states.mean.count) if self.states else 0
-
-    def _variation(self, part: str) -> float:
-        variation, trained = self.sums[f"{part}variation"].total, self.sums[f"{part}trained"].total
-        if self.states and part:
-            variation, trained = variation + self.states.variation.total, trained + self.states.mean.total
-        return float(variation / trained) if trained != 0 else 1.0
 
 
 class EndGaps:
@@ -94,35 +85,60 @@ class EndGaps:
         return tuple((where, float(mean.value)) for where, mean in self._found)
 
 
-def correction_sums(
-    found: GradientFactors, aim: Tensor, mask: Tensor, sampled_only: Tensor, bands: Mapping[str, Tensor]
-) -> Sums:
-    """Sum one correction over the sampled tokens.
+class SampledColumns(NamedTuple):
+    """What the rule reads of the sampled tokens, [B, T] each.
 
     The total variation after the correction of a state is E |F - F_s rho| / (2 F_s) (`gradient`), and F_s is not known
-    from one token. It is estimated by s_s m: the F_s that the state would have without caps, times the share m that
-    caps leave of these tokens, as if m were the same in all states.
+    from one token. It is estimated by h m: the F_s that the state would have without caps, times the share m that caps
+    leave of these tokens, as if m were the same in all states.
+    """
+
+    factor: Tensor  # E F
+    square: Tensor  # E F^2
+    wrong: Tensor  # F_s times the total variation
+    trained: Tensor  # F, averaged over both signs of the advantage
+
+    @classmethod
+    def of(cls, found: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
+        """Estimate them from the factors at the sampled tokens and rho there."""
+        aim = found.scale * ratio  # F without caps
+        wrong = (found.either - aim * _level(found.either, aim, mask)).abs() / 2.0
+        return cls(found.mean, found.square, wrong, found.either)
+
+    def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
+        """Put the sums over whole distributions where those are known, at the tokens `at` [B, T]."""
+        exact = (values.of_state, values.second.sum(-1), values.variation, values.of_state)
+        return SampledColumns(*(column.masked_scatter(at, sums) for column, sums in zip(self, exact, strict=True)))
+
+
+def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
+    """Sum what the rule reads over the tokens of each response: [B, COLUMNS].
+
+    Args:
+        scale: [B, T] h, the weight of a state where nothing is capped.
+        prefixes: [B, T] R_t of the policy that is updated.
+        overlap: [B, T] acceptance at lam = 1, or Z where it is known.
+    """
+    elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
+    each = (torch.ones_like(overlap), *columns, elsewhere, overlap)
+    return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in each], dim=-1)
+
+
+def correction_sums(found: GradientFactors, columns: SampledColumns, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
+    """Sum one correction over the sampled tokens.
 
     Args:
         found: [B, T] each.
-        aim: [B, T] s_s p_new / p_inf, the factor without caps.
-        sampled_only: [B, T] tokens of the mask whose whole distributions are not known.
         bands: [B, T] masks by name, over which the rejected share is averaged too.
     """
     rejected = 1.0 - found.accepted
-    shared = {
-        "factor": found.mean,
-        "square": found.square,
-        "trained": found.either,
-        "variation": (found.either - aim * _level(found.either, aim, mask)).abs() / 2.0,
-    }
+    shared = {"factor": found.mean, "square": found.square, "trained": found.either, "variation": columns.wrong}
     return {
         "log_weight": Histogram.of(found.weight.log(), mask),
         "weight_max": Max.of(found.weight, mask),
         "weight_mean": Mean.of(found.weight, mask),
         "responses": Sum.of(mask.any(-1)),
         **{name: Mean.of(values, mask) for name, values in shared.items()},
-        **{f"sampled_only {name}": Mean.of(values, sampled_only) for name, values in shared.items()},
         "accepted": Mean.of(found.accepted, mask),
         "capped": Mean.of(found.capped, mask),
         "clipped": Mean.of(found.clipped, mask),

@@ -4,15 +4,21 @@ Nothing is trained. Every number is one that a run would begin with, so several 
 run trains with one of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from jackpot.analysis.advice.costs import relative_costs
+from jackpot.analysis.advice.rule import Advice
+from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.responses import SavedResponse, response_of
+from jackpot.analysis.replay.settings import settings_of
 from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs
 from jackpot.analysis.simulate.measurements import PairMeasurement, mean_point, measure_pair, share_below
 from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
@@ -33,8 +39,6 @@ from jackpot.rollout.tasks.base import PromptStream, Task
 
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
-SMALL_GAP, LARGE_GAP = 0.98, 0.5  # mean Z at lam = 1
-LEFT_OVER = 0.6  # share of the KL that rejection leaves
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
@@ -61,7 +65,7 @@ class Candidate:
     width: float  # width of the bounds on Z, with the fill-in
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
-    advice: str
+    answer: dict[str, Any]  # the rule's advice, `Advice.numbers`
 
     @property
     def size_share(self) -> float:
@@ -103,9 +107,15 @@ class PairBench:
         chosen = _first(sampled.rollouts, MOST_STATES)
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
-        found = measure_pair(name, pair_states(*models, chosen, self._config.sampling.temperature), total)
+        lists = TopLists(self._config.sampling.num_top_log_probs)
+        states = pair_states(*models, chosen, self._config.sampling.temperature)
+        found = measure_pair(name, lists.of(states), total)
         parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
-        return _candidate(found, sampled, of_policy, scores, parameters), found
+        judged = Measured(settings_of(self._config, ()))
+        judged.add(saved_responses(chosen, lists, rollout_model))
+        weights = f"{rollout_model} on held-out prompts, scored by {policy}"
+        answer = judged.advice(weights, relative_costs(*models))
+        return _candidate(found, sampled, of_policy, scores, parameters, answer), found
 
     def _answers(self, path: str) -> Evaluation:
         with closing(self._engine(path)) as engine:
@@ -114,6 +124,50 @@ class PairBench:
     def _engine(self, path: str) -> Engine:
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
         return make_engine(settings, path, self._device, Version(0, 0))
+
+
+class TopLists:
+    """Keeps what a run would save of both models' distributions at the sampled tokens: log-probs and the top k."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._columns: list[dict[str, Tensor]] = []
+
+    def of(self, chunks: Iterable[StatePairs]) -> Iterator[StatePairs]:
+        """Yield the chunks as they are."""
+        for states in chunks:
+            tops = {"rollout": states.rollout, "policy": states.target}
+            found = {"rollout_log_probs": states.rollout, "old_log_probs": states.target}
+            columns = {name: rows.gather(-1, states.token_ids)[:, 0] for name, rows in found.items()}
+            for name, rows in tops.items():
+                top = rows.topk(min(self._k, rows.shape[1]), dim=-1)
+                columns |= {f"{name}_top_ids": top.indices, f"{name}_top_log_probs": top.values}
+            self._columns.append(columns)
+            yield states
+
+    def split(self, counts: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return the columns of each response, by the numbers of their sampled tokens."""
+        parts = {name: torch.cat([one[name] for one in self._columns]).split(list(counts)) for name in self._columns[0]}
+        return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+
+
+def saved_responses(rollouts: Sequence[Rollout], lists: TopLists, where: str) -> list[SavedResponse]:
+    """Return the sampled tokens of rollouts as saved responses, without advantages."""
+    counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
+    return [
+        response_of(
+            {
+                "uid": rollout.uid,
+                "prompt_ids": rollout.prompt.token_ids,
+                "token_ids": rollout.token_ids[rollout.sampled_mask],
+                **columns,
+            },
+            where,
+            number,
+        )
+        for number, (rollout, columns) in enumerate(zip(rollouts, lists.split(counts), strict=True))
+        if counts[number]
+    ]
 
 
 @torch.no_grad()
@@ -148,6 +202,7 @@ def _candidate(
     of_policy: Evaluation,
     scores: Sequence[Tensor],
     parameters: Sequence[int],
+    answer: Advice,
 ) -> Candidate:
     log_ratios = [
         torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
@@ -177,24 +232,10 @@ def _candidate(
         width=topk.width,
         sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
         sequence_ess=float(sequences["mismatch/sequence_ess"].value),
-        advice=advice(acceptance, means.kl, after),
+        answer=answer.numbers(),
     )
 
 
 def _recipe_row(rows: Sequence[TopKSummary]) -> TopKSummary:
     """Return the row with the fill-in at RECIPE_K, or at the largest k below it."""
     return max((row for row in rows if row.fill_in and row.k <= RECIPE_K), key=lambda row: row.k, default=rows[0])
-
-
-def advice(acceptance: float, kl: float, after: float) -> str:
-    """Say in a sentence what mean Z and the KL before and after OBRS mean for a pair; the limits are rules of thumb."""
-    facts = f"of 100 tokens {100 * acceptance:.1f} are kept, and the KL falls from {kl:.4f} to {after:.4f} nats a token"
-    if acceptance >= SMALL_GAP:
-        return f"a small gap: {facts}; OBRS has little to correct, and truncated importance sampling does as well"
-    if acceptance < LARGE_GAP:
-        return f"a gap that is too large: {facts}; take a closer model, or distil the policy into this one first"
-    if after > LEFT_OVER * kl:
-        return (
-            f"a gap that rejection hardly closes: {facts}; this model lacks what the policy generates, so distil more"
-        )
-    return f"a gap that OBRS is meant for: {facts}; keep joint training on, so that it does not grow"

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jackpot.analysis.advice.rule import why_different
+from jackpot.analysis.replay.run import replay
 from jackpot.analysis.simulate.candidates import Candidate, PairBench
 from jackpot.analysis.simulate.distributions import LAMS, StatePairs, measure_states
 from jackpot.analysis.simulate.measurements import (
@@ -23,7 +25,7 @@ from jackpot.analysis.simulate.measurements import (
 from jackpot.analysis.simulate.synthetic import FAMILIES, VOCABULARY, GapFamily, sample_states
 from jackpot.analysis.simulate.topk import TopKSummary
 from jackpot.config.run import Config
-from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.launch.local import model_paths
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import run_config
@@ -73,6 +75,7 @@ class PairSimulation:
     candidates: tuple[Candidate, ...]
     training: tuple[CheckpointPair, ...]  # empty where no run was given
     left_out: tuple[str, ...]  # errors of corrupt checkpoints
+    different: str | None  # why `replay` of the run's saved rollouts advises otherwise than its last checkpoint
     views: SimulationViews
 
 
@@ -133,6 +136,7 @@ def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int,
         candidates=tuple(candidate for candidate, _ in measured),
         training=(),
         left_out=(),
+        different=None,
         views=_views_of_models(seed, [pair for _, pair in measured], f"policy {config.policy.path}"),
     )
 
@@ -171,8 +175,18 @@ def simulate_run(run: Path, prompts: int, seed: int) -> PairSimulation:
         candidates=tuple(stage.measured for stage in stages),
         training=tuple(stages),
         left_out=tuple(str(one) for one in corrupt),
+        different=_different(run, stages[-1].measured),
         views=_views_of_models(seed, [pairs[0], pairs[-1]], f"the models of {run}"),
     )
+
+
+def _different(run: Path, last: Candidate) -> str | None:
+    """Say why the saved rollouts give other advice than the last checkpoint; None where none differs."""
+    try:
+        replayed = replay(run)
+    except DataError:
+        return None
+    return why_different(last.answer, replayed.answer.numbers())
 
 
 def _iteration(folder: Path) -> int:

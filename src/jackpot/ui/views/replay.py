@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jackpot.analysis.replay.results import CorrectionResult, ReplayResult, correction_result
 from jackpot.ui.charts import Section, Table, format_number
+from jackpot.ui.views.advice import generation_tables, judged_table
 
 OWN = " *"
 _NOTHING = 1e-4  # largest share of rejected tokens that counts as no rejection
@@ -62,6 +63,8 @@ def replay_sections(found: ReplayResult) -> dict[str, Section]:
             )
         )
     items.extend(_masking(rows))
+    answer = found.answer.numbers()
+    items.extend([judged_table(answer), *generation_tables(answer)])
     return {"replay": Section(title="Corrections", intro="", items=tuple(items))}
 
 

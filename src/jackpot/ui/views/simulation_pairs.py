@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from jackpot.analysis.simulate.candidates import LARGE_GAP, LEFT_OVER, SMALL_GAP, Candidate
+from jackpot.analysis.simulate.candidates import Candidate
 from jackpot.analysis.simulate.run import CheckpointPair, PairSimulation
 from jackpot.analysis.simulate.topk import TopKSummary
 from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, finite, format_number
+from jackpot.ui.views.advice import generation_tables
 from jackpot.ui.views.simulation import view_sections
 
 _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
@@ -35,11 +36,11 @@ def pair_sections(found: PairSimulation) -> dict[str, Section]:
     table = _over_iterations(found) if found.training else _side_by_side(found)
     advice = Table(
         title="In words",
-        columns=("rollout model", "conclusion"),
-        rows=tuple((one.name, one.advice) for one in found.candidates),
-        note=f"Rules of thumb: Z of {SMALL_GAP} and more is a small gap, below {LARGE_GAP} a large one; rejection "
-        f"hardly closes a gap if more than {LEFT_OVER:.0%} of it remains.",
+        columns=("rollout model", "advice"),
+        rows=tuple((one.name, one.answer["sentence"]) for one in found.candidates),
+        note=f"The rule of docs/replay.md.{f' The saved rollouts: {found.different}' if found.different else ''}",
     )
+    ways = [table for one in found.candidates for table in generation_tables(one.answer, one.name)]
     states = ", ".join(f"{one.states:,}" for one in found.candidates)
     sections = {
         "before": Section(
@@ -47,7 +48,7 @@ def pair_sections(found: PairSimulation) -> dict[str, Section]:
             intro=f"Each rollout model generated {first.responses} responses to held-out prompts, and both models' "
             f"whole distributions were compared at these tokens ({states}). Among the models that are cheap enough, "
             "train with the one of the smallest KL and enough right answers.",
-            items=(table,) if found.training else (table, advice),
+            items=(table, advice) if found.training else (table, *ways, advice),
         )
     }
     if found.training:

@@ -9,7 +9,7 @@ from jackpot.training.run.rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
 _COLUMNS = (
-    *("uid", "iteration", "prompt_ids", "token_ids", "tokens", "sampled_mask", "advantages"),
+    *("uid", "iteration", "sampled_by", "prompt_ids", "token_ids", "tokens", "sampled_mask", "advantages"),
     *("rollout_log_probs", "old_log_probs", "log_probs"),
     *("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs"),
 )

@@ -1,0 +1,29 @@
+"""What a token of the rollout model costs beside one of the policy, from the shapes of both models."""
+
+from transformers import PreTrainedModel
+
+from jackpot.analysis.advice.rule import Costs
+from jackpot.analysis.plan.sizes import outline
+from jackpot.config.run import Config
+from jackpot.launch.local import model_paths
+from jackpot.models.cost import forward_cost
+
+
+def relative_costs(policy: PreTrainedModel, rollout_model: PreTrainedModel) -> Costs:
+    """Compare two models, which may be on the meta device."""
+    models = (rollout_model, policy)
+    flops = [forward_cost(model).per_token for model in models]
+    weights = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+    return Costs(flops[0] / flops[1], weights[0] / weights[1])
+
+
+def costs_of_run(config: Config) -> Costs | None:
+    """Compare the models of a run; None where it has no rollout model.
+
+    Raises:
+        ModelError: one of its models is not there any more.
+    """
+    if config.rollout_model is None:
+        return None
+    paths = model_paths(config, None)
+    return relative_costs(outline(paths["policy"]), outline(paths["rollout_model"]))

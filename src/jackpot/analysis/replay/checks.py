@@ -1,0 +1,85 @@
+"""Finds reasons against any recommendation in the log-probs themselves, before a correction is looked at."""
+
+import math
+from collections.abc import Mapping
+
+from jackpot.core.metrics import Sums
+
+FEW_TOKENS = 1_000  # sampled tokens, below which there is no recommendation
+OFF = 0.03  # largest deviation of the mean ratio from 1, unless SURE standard errors are more
+TAME = 10.0  # largest 99 % quantile of the ratios at which their mean is reliable
+SURE = 5.0  # standard errors of a significant deviation
+FEW_SEQUENCES = 0.2  # share of effective responses, below which weights of whole responses are of no use
+
+
+def is_stale(run: Sums) -> bool:
+    """Tell whether the saved policy had been updated since it received the batch."""
+    return float(run["stale_max"].value) > 1e-3
+
+
+def few_sequences(run: Sums) -> str:
+    """Warn of weights of whole responses; empty where enough responses stay effective."""
+    effective = float(run["mismatch/sequence_ess"].value)
+    if effective >= FEW_SEQUENCES:
+        return ""
+    return (
+        f" Do not weigh whole responses: over {float(run['length'].value):.0f} tokens their ratios leave "
+        f"{effective:.1%} of them effective."
+    )
+
+
+def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
+    """Name what is not finite, of the run and of a number for each correction that may be recommended."""
+    run_numbers = {"the run's gap": float(run["total_variation"].value), "the mean of rho": float(run["ratio"].value)}
+    names = [name for name, value in (run_numbers | dict(numbers)).items() if not math.isfinite(value)]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: the result is not a finite number. Look for log-probs of sampled tokens that are "
+        f"hundreds below 0, and set sampled_mask to false there"
+    )
+
+
+def why_not(run: Sums) -> str | None:
+    """Return a reason against any recommendation, or None."""
+    tokens = int(run["total_variation"].count)
+    if tokens < FEW_TOKENS:
+        return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
+    if "z" in run and (problem := _lists_do_not_fit(run)):
+        return problem
+    return _mean_is_not_1(run)
+
+
+def _mean_is_not_1(run: Sums) -> str | None:
+    """Check that the ratios of tokens without known distributions have mean 1; elsewhere the lists are checked."""
+    ratio, tame = run["sampled_only_ratio"], float(run["sampled_only_log_ratio"].quantile(0.99).exp()) < TAME
+    if ratio.count == 0:
+        return None
+    away = abs(float(ratio.value) - 1.0)
+    if tame and away > max(OFF, SURE * float(ratio.standard_error)):
+        return (
+            f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and "
+            f"must be 1. {_LOOK_FOR} Or the policy prefers tokens that the rollout model hardly ever samples; top-k "
+            f"lists of both models would show it"
+        )
+    return None
+
+
+def _lists_do_not_fit(run: Sums) -> str | None:
+    gap, unreachable = run["acceptance_minus_z"], run["unreachable"]
+    if float(unreachable.value) > max(OFF, SURE * float(unreachable.standard_error)):
+        return (
+            f"{float(unreachable.value):.1%} of the policy's probability is on tokens that the rollout model "
+            f"could not sample, by its own lists. {_LOOK_FOR} No correction brings back tokens that are never sampled"
+        )
+    if abs(float(gap.value)) > max(OFF, SURE * float(gap.standard_error)):
+        return (
+            f"of 100 sampled tokens {100.0 * float(gap.value):+.1f} more overlap than the top-k lists allow, so the "
+            f"lists and the log-probs of the sampled tokens are not of one distribution. {_LOOK_FOR}"
+        )
+    return None
+
+
+_LOOK_FOR = (
+    "Look for top-p or top-k sampling, another temperature, other weights or another tokenizer, and fix that first."
+)

@@ -1,0 +1,156 @@
+"""What a rollout is worth, against sums over every token of two-token responses, mixtures, and repeated draws."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.synthetic_rollouts import noise, records, write
+from jackpot.analysis.advice.rule import (
+    COLUMNS,
+    GROUPS,
+    Advice,
+    Candidate,
+    Costs,
+    Estimate,
+    choose,
+    estimate,
+    judge,
+    of_drafts,
+    of_share,
+    worth_of,
+)
+from jackpot.analysis.replay.run import replay
+
+
+def sums(**given: float) -> torch.Tensor:
+    """Sums over 1,000 tokens, given means; unless given, of the policy's own rollouts."""
+    means = {
+        "tokens": 1.0,
+        "factor": 1.0,
+        "square": 1.0,
+        "wrong": 0.0,
+        "trained": 1.0,
+        "elsewhere": 0.0,
+        "overlap": 1.0,
+    }
+    return 1000.0 * torch.tensor([(means | given)[name] for name in COLUMNS], dtype=torch.float64)
+
+
+def candidate(label: str, rows: torch.Tensor | None = None, **given: float) -> Candidate:
+    name, _, mask = label.partition(" ")
+    groups = sums(**given).expand(GROUPS, -1) if rows is None else rows
+    settings = {"mask": mask} if mask else {}
+    return Candidate(
+        name=name, label=label, settings=settings, advisable=True, is_whole=False, known=1.0, groups=groups
+    )
+
+
+def test_the_three_means_are_those_of_the_formula():
+    found = worth_of(sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2))
+    assert [float(value) for value in found] == pytest.approx([0.9, 0.05, 0.2])
+    assert float(found.of_tokens) == pytest.approx(0.9 * 0.81) and float(found.value) == pytest.approx(
+        0.9 * 0.81 * 0.64
+    )
+    assert float(worth_of(sums(wrong=0.6)).value) == 0.0
+    assert float(worth_of(sums(factor=0.0, square=0.0, trained=0.0)).value) == 0.0
+
+
+def test_a_share_is_worth_what_the_sums_of_both_models_rollouts_together_are_worth():
+    """Of the policy's own rollouts F is 1, and nothing is wrong or elsewhere."""
+    theirs = sums(factor=0.8, square=0.75, wrong=0.1, trained=0.8, elsewhere=0.25)
+    for share in (0.0, 0.3, 1.0):
+        together = share * theirs + (1.0 - share) * sums()
+        mixed = worth_of(together)
+        found = worth_of(theirs, share)
+        assert float(found.effective) == pytest.approx(float(mixed.effective))
+        assert float(found.gap) == pytest.approx(float(mixed.gap))
+        weight = share * 0.8 / (share * 0.8 + 1.0 - share)
+        assert float(found.elsewhere) == pytest.approx(weight * 0.25)
+
+
+def test_the_share_elsewhere_is_the_total_variation_of_the_states_behind_the_first_token(tmp_path: Path):
+    """Responses of two tokens: no prefix differs at the first, and at the second those of one token do."""
+    path = write(tmp_path / "two.jsonl", records(noise(0.8), responses=1500, length=2))
+    found = replay(path, names=["none", "prefix"])
+    none = next(one for one in found.answer.candidates if one.label == "none")
+    expected = estimate(
+        lambda one: (1.0 - one[..., 6] / one[..., 0]) / 2.0, none.groups
+    )  # half of the mean TV of a token
+    assert none.elsewhere.value == pytest.approx(expected.value, abs=4.0 * none.elsewhere.error)
+    assert 0.005 > none.elsewhere.error > 0.001 and expected.value > 0.1
+    prefix = next(one for one in found.answer.candidates if one.label == "prefix low=1 high=1")
+    assert prefix.elsewhere.value < 0.7 * none.elsewhere.value  # it weighs states by R_t, within its band
+
+
+def test_the_standard_error_is_the_spread_over_repeated_draws():
+    """Of a quotient of sums over responses of very different lengths, whose tokens are alike."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        lengths = torch.randint(1, 30, (200,), generator=generator).double()
+        level = 1.0 + 0.5 * torch.randn(200, generator=generator, dtype=torch.float64)
+        rows = sums().div(1000.0).repeat(200, 1)
+        rows[:, 1], rows[:, 2] = level, level.square() + 0.2
+        return torch.zeros(GROUPS, 7, dtype=torch.float64).index_add(
+            0, torch.arange(200) % GROUPS, rows * lengths[:, None]
+        )
+
+    found = [estimate(lambda one: worth_of(one).effective, draw()) for _ in range(200)]
+    spread = torch.tensor([one.value for one in found]).std()
+    assert sum(one.error for one in found) / 200 == pytest.approx(float(spread), rel=0.15)
+    alone = torch.zeros(GROUPS, 7, dtype=torch.float64)
+    alone[3] = sums()
+    assert math.isnan(estimate(lambda one: worth_of(one).value, alone).error)
+
+
+def test_ties_go_to_the_simpler_correction_and_to_the_expected_mask():
+    gap = {"wrong": 0.1}
+    assert choose([candidate("none", **gap), candidate("tis"), candidate("obrs expected")]).label == "tis"
+    assert choose([candidate("none", wrong=0.005), candidate("tis")]).label == "none"
+    masks = [candidate("obrs sampled"), candidate("obrs expected")]
+    assert choose(masks).label == choose(masks[::-1]).label == "obrs expected"
+    assert choose([candidate("tis", square=1.1), candidate("obrs expected")]).label == "obrs expected"
+    assert choose([candidate("none", wrong=0.4), candidate("tis", square=4.0)]) is None
+
+
+def test_a_difference_by_chance_is_a_tie_and_the_same_one_without_noise_is_none():
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.randn(GROUPS, generator=generator, dtype=torch.float64)
+    chance -= chance.mean()
+    best = candidate("tis")
+    for noise_of, label in ((0.0, "tis"), (0.3, "none")):
+        rows = sums(wrong=0.05).repeat(GROUPS, 1)
+        rows[:, 3] += 1000.0 * noise_of * chance
+        assert choose([candidate("none", rows=rows), best]).label == label
+
+
+def test_shares_and_drafts_cost_what_their_tokens_cost_over_what_they_are_worth():
+    rows = sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2, overlap=0.8).expand(GROUPS, -1)
+    costs = Costs(flops=0.2, weights=0.1)
+    half, own = of_share(0.5, rows, costs), of_share(0.0, rows, costs)
+    worth = float(worth_of(rows.sum(0), 0.5).value)
+    assert half.worth.value == pytest.approx(worth) and half.flops.value == pytest.approx(0.6 / worth)
+    assert half.weights.value == pytest.approx(0.55 / worth) and half.flops.value > half.flops_any_state.value
+    assert (own.worth.value, own.flops.value, own.label) == (1.0, 1.0, "the policy alone")
+    drafts = of_drafts(rows, costs)
+    tokens = {k: (1 - 0.8 ** (k + 1)) / 0.2 for k in range(1, 9)}
+    assert drafts.drafts == min(tokens, key=lambda k: (1 + 0.1 * k) / tokens[k])
+    assert drafts.weights.value == pytest.approx((1 + 0.1 * drafts.drafts) / tokens[drafts.drafts])
+    assert drafts.flops.value == pytest.approx((drafts.drafts + 1) * 1.2 / tokens[drafts.drafts])
+
+
+def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
+    def advice(elsewhere: float) -> Advice:
+        given = {"elsewhere": elsewhere, "overlap": 0.9}
+        those = [candidate("none", wrong=0.1, **given), candidate("tis", square=1.1, **given)]
+        return judge(those, "some tokens", Costs(flops=0.2, weights=0.2))
+
+    near, far = advice(0.1), advice(0.7)
+    assert near.correction == "tis" and "Fewest rollout FLOPs for the same progress: share 1," in near.sentence
+    assert "counted fully" not in near.sentence and near.sentence.endswith("Judged on some tokens.")
+    assert "same progress: the policy alone" in far.sentence and "share 1 would take 0.22" in far.sentence
+    assert judge([candidate("none")], "some tokens").generation == ()
+    assert judge([], "no tokens").verdict == "cannot tell"
+    assert Estimate(0.5, math.nan).text == "0.50" and Estimate(0.5, 0.123).text == "0.50 ± 0.12"
