@@ -50,11 +50,12 @@ mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test
 soak: $(VENV)/ready  # runs of every regime, killed 100 times in all at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
 
-study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page
+study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page, and how often the advice was right into docs/replay.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
 	$(BIN)/python benchmarks/study_page.py
+	$(BIN)/python benchmarks/advice.py --write
 
-bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what docs/benchmarks/*.jsonl lacks, hours, and writes the page
+bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what docs/benchmarks/*.jsonl lacks, hours, and writes the page, and how often the advice was right into docs/replay.md
 	$(BIN)/python benchmarks/all.py $(ARGS)
 
 PART ?= check

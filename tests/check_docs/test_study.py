@@ -1,20 +1,17 @@
 """docs/study.md and the runs behind it: the plan, what is refused, and the page's numbers."""
 
-import importlib.util
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
-from types import ModuleType
 
 import pytest
 
-from helpers.paths import ROOT
+from helpers.scripts import script
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.config.changes import settings_of
@@ -22,15 +19,6 @@ from jackpot.config.recipes import load_recipe
 from jackpot.launch.toy_models import STUDY_MODELS, make_meta_model
 from jackpot.models.cost import forward_cost
 from jackpot.models.load import resolve_path
-
-
-def script(name: str) -> ModuleType:
-    """A file of benchmarks/, which is no package, by the name under which others there import it."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 study = script("study")
 study_page = script("study_page")

@@ -1,0 +1,324 @@
+"""Check the advice of `replay` and `simulate` against the study: does the rule rank arms as their accuracy does?
+
+    python benchmarks/advice.py             # judge rollouts of short runs: a minute a pair of models, on one core
+    python benchmarks/advice.py --write     # compare with the study's lines that there are, and write it down
+
+The first writes docs/study/advice.json: for each pair of models, what each arm of benchmarks/study.yaml is worth on the
+rollouts of a short run of that recipe. The second needs no run; it writes the section of docs/replay.md.
+"""
+
+import argparse
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from study import ALONE, PANELS, RECIPE, ROOT, TUNING_SEED, best_factor, committed, recipe_of, tuning_name
+from study_page import T_95
+from torch import Tensor
+
+from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
+from jackpot.analysis.compare.comparison import SeedSpread
+from jackpot.analysis.compare.summary import RunSummary
+from jackpot.analysis.replay.formats import find_format
+from jackpot.analysis.replay.formats.base import ReadLimits, read_files
+from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.responses import response_batches
+from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
+from jackpot.config.recipes import resolve
+from jackpot.config.run import Config
+from jackpot.core.files import whole_file
+from jackpot.launch.local import train_run
+from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
+
+JUDGED = ROOT / "docs" / "study" / "advice.json"
+PAGE, HEADING = ROOT / "docs" / "replay.md", "## How often the rule was right"
+FIRST_EDITION = ROOT / "docs" / "study" / "first_edition" / "reported.jsonl"
+RUN_ARM, ITERATIONS = "expected", 20  # of the short run whose rollouts are judged
+NOT_JUDGED = ("drafted", "frozen_annealed")  # exact; rollouts of a model that no short run has
+FIRST_EDITION_ARMS = {"tis_new": ["objective.correction=tis_adjusted"]}  # that study.yaml has no more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One arm on the rollouts of one pair of models."""
+
+    groups: Tensor | None  # [G, 7], the rule's sums; None where the policy generates everything
+    shares: Mapping[float, float]  # share of the rollout model -> part of the iterations
+
+    def worth(self, sums: Tensor) -> Tensor:
+        """Mean worth over the iterations."""
+        return sum(part * worth_of(sums, share).value for share, part in self.shares.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the study has of one arm: accuracies by seed."""
+
+    accuracy: Mapping[int, float]
+    error: float | None = None  # standard error over problems, where there is one seed
+
+
+@cache
+def configs(pair: str) -> dict[str, Config]:
+    """Return the settings of every arm whose accuracy the study has with a pair of models."""
+    arms = dict.fromkeys(cell.arm for panel in ("first", "gap") for cell in PANELS[panel] if cell.pair in (pair, ALONE))
+    found = {arm: recipe_of(arm) for arm in arms if arm not in NOT_JUDGED}
+    return found | {name: resolve(str(RECIPE), "tis", keys) for name, keys in FIRST_EDITION_ARMS.items()}
+
+
+def shares_of(config: Config) -> dict[float, float]:
+    """Return the parts of the iterations at each share of the rollout model; one share 0 without it."""
+    if config.rollout_model is None:
+        return {0.0: 1.0}
+    over = Counter(config.rollout_model.share_at(number) for number in range(1, config.iterations + 1))
+    return {share: count / config.iterations for share, count in over.items()}
+
+
+def own_setting(config: Config) -> CorrectionSetting:
+    return next(one for one in settings_of(config, ()) if one.is_own)
+
+
+def short_run(pair: str, runs: Path) -> Path:
+    """Run the recipe's first iterations once, with rollouts saved at five of them."""
+    folder = runs / "advice" / pair
+    if not (folder / "checkpoints" / f"step-{ITERATIONS}").exists():
+        keys = [
+            f"policy.path={runs}/models/policy",
+            f"rollout_model.path={runs}/models/{pair}",
+            *(f"iterations={ITERATIONS}", f"seed={TUNING_SEED}", "rollouts.every=5", "rollouts.keep=5"),
+            *(f"evaluation.every={ITERATIONS}", "evaluation.problems=64", f"checkpoint.every={ITERATIONS}"),
+        ]
+        train_run(resolve(str(RECIPE), RUN_ARM, keys), folder, lambda line: None)
+    return folder
+
+
+def judge(pair: str, run: Path) -> dict[str, object]:
+    """Return what the rule reads of every arm that can be judged on all tokens."""
+    arms = configs(pair)
+    settings = {arm: own_setting(config) for arm, config in arms.items() if config.rollout_model}
+    by_label = {setting.label: setting for setting in settings.values()}
+    limits = ReadLimits()
+    found, files = find_format(run, "jackpot", limits)
+    measured = Measured(list(by_label.values()))
+    for part in response_batches(read_files(found, files, print, limits)):
+        measured.add([one for one in part if one.sampled_mask.any()])
+    tokens = int(measured.run["total_variation"].count)
+    stats = {one.setting.label: one.stats for one in measured.corrections if one.stats.tokens == tokens}
+    return {
+        "tokens": tokens,
+        "total_variation": float(measured.run["total_variation"].value),
+        "labels": {arm: setting.label for arm, setting in settings.items() if setting.label in stats},
+        "groups": {label: _rounded(one.groups) for label, one in stats.items()},
+    }
+
+
+def _rounded(groups: Tensor) -> list[list[float]]:
+    return [[float(f"{value:.7g}") for value in row] for row in groups.tolist()]
+
+
+@cache
+def judged_arms(pair: str) -> dict[str, Judged]:
+    """Read what the rule judged."""
+    kept = json.loads(JUDGED.read_text()).get(pair)
+    if kept is None:
+        return {}
+    arms = {}
+    for arm, config in configs(pair).items():
+        label = kept["labels"].get(arm)
+        if label or not config.rollout_model:
+            groups = torch.tensor(kept["groups"][label], dtype=torch.float64) if label else None
+            arms[arm] = Judged(groups=groups, shares=shares_of(config))
+    return arms
+
+
+def predicted(one: Judged, other: Judged) -> int:
+    """Return 1 where the rule holds the first for worth more, -1 for less, 0 for a tie, by its own limits."""
+    known = next((arm.groups for arm in (one, other) if arm.groups is not None), None)
+    if known is None:
+        return 0
+    both = [arm.groups if arm.groups is not None else known for arm in (one, other)]  # at a share of 0 none is read
+    worths = [estimate(arm.worth, groups).value for arm, groups in zip((one, other), both, strict=True)]
+    better = worths[0] >= worths[1]
+    (first, a), (second, b) = ((one, both[0]), (other, both[1])) if better else ((other, both[1]), (one, both[0]))
+    less = estimate(lambda x, y: second.worth(y) / first.worth(x), a, b)
+    if less.value >= NEARLY or 1.0 - less.value <= SURE * less.error:
+        return 0
+    return 1 if better else -1
+
+
+def outcome(one: Outcome, other: Outcome) -> int | None:
+    """Return 1 where the first is more accurate, -1 for less, 0 where the 95 % interval holds 0; None without one."""
+    seeds = sorted(one.accuracy.keys() & other.accuracy.keys())
+    differences = tuple(one.accuracy[seed] - other.accuracy[seed] for seed in seeds)
+    if len(seeds) > 1:
+        half = T_95[len(seeds) - 1] * SeedSpread(values=differences).error
+    elif seeds and one.error is not None and other.error is not None:
+        half = 1.96 * math.hypot(one.error, other.error)
+    else:
+        return None
+    mean = sum(differences) / len(differences)
+    return 0 if abs(mean) <= half else int(math.copysign(1, mean))
+
+
+def outcomes(runs: Iterable[RunSummary], pair: str) -> dict[str, Outcome]:
+    """Collect last accuracies by arm, those of the arms without a rollout model among them."""
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        prefix, _, arm = run.arm.partition("/")
+        if prefix in (pair, ALONE) or arm == "on_policy":
+            found.setdefault(arm, {})[run.seed] = run.last.policy_accuracy
+    return {arm: Outcome(accuracy=by_seed) for arm, by_seed in found.items()}
+
+
+def tuned_outcomes(pair: str) -> dict[str, Outcome]:
+    """Return the tuning's one seed at the best learning rate, for arms of which all were run."""
+    tuning = committed().read("tuning")
+    runs = {one.run.arm: one.run for one in tuning}
+    found = {}
+    for cell in (cell for panel in ("first", "gap") for cell in PANELS[panel] if cell.pair in (pair, ALONE)):
+        if cell.rate_of is None and all(tuning_name(cell, factor) in runs for factor in (0.5, 1.0, 2.0)):
+            last = runs[tuning_name(cell, best_factor(tuning, cell))].last
+            found[cell.arm] = Outcome(accuracy={TUNING_SEED: last.policy_accuracy}, error=last.policy_accuracy_stderr)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Some lines of the study."""
+
+    name: str
+    lines: int
+    by_pair: Mapping[str, Mapping[str, Outcome]]
+
+
+def sources() -> list[Source]:
+    """Return the study's lines that there are now."""
+    study, pairs = committed(), ("close", "far", "gap")
+    first = [RunSummary.from_json(line) for line in FIRST_EDITION.read_text().splitlines()]
+    second = [one.run for panel in ("first", "gap") for one in study.read(panel)]
+    return [
+        Source(name="first edition", lines=len(first), by_pair={pair: outcomes(first, pair) for pair in pairs}),
+        Source(name="second edition", lines=len(second), by_pair={pair: outcomes(second, pair) for pair in pairs}),
+        Source(
+            name="second edition's tuning, one seed",
+            lines=len(study.read("tuning")),
+            by_pair={pair: tuned_outcomes(pair) for pair in pairs},
+        ),
+    ]
+
+
+KINDS = ("right", "both tie", "only the rule", "only the study", "opposite")
+
+
+def kind(said: int, found: int) -> str:
+    """Name how the rule's word on two arms and the study's fall together."""
+    if said and found:
+        return "right" if said == found else "opposite"
+    return "only the rule" if said else "only the study" if found else "both tie"
+
+
+def compared(source: Source) -> Counter[str]:
+    """Count the KINDS over all two arms of which the rule's word and the study's are known."""
+    counts: Counter[str] = Counter()
+    for pair, found in source.by_pair.items():
+        arms = judged_arms(pair)
+        for one, other in combinations([arm for arm in arms if arm in found], 2):
+            result = outcome(found[one], found[other])
+            if result is not None:
+                counts[kind(predicted(arms[one], arms[other]), result)] += 1
+    return counts
+
+
+def row(source: Source) -> str:
+    """One row of the table, with what a rule would get right that always says tie."""
+    counts = compared(source)
+    total = counts.total()
+    if not total:
+        return f"| {source.name} | {source.lines} | not yet |" + " |" * (len(KINDS) + 1)
+    agreed, always = counts["right"] + counts["both tie"], counts["both tie"] + counts["only the rule"]
+    cells = " | ".join(str(counts[one]) for one in KINDS)
+    share = f"{agreed} of {total} ({agreed / total:.0%})"
+    return f"| {source.name} | {source.lines} | {share} | {cells} | {always / total:.0%} |"
+
+
+def worth_rows(pairs: Sequence[str]) -> list[str]:
+    """Return a row for each arm: what it is worth with each pair of models."""
+    by_pair = [judged_arms(pair) for pair in pairs]
+    arms = dict.fromkeys(arm for found in by_pair for arm in found if arm != "on_policy")
+    cells = {arm: [worth_text(found.get(arm)) for found in by_pair] for arm in arms}
+    return [f"| `{arm}` | {' | '.join(texts)} |" for arm, texts in cells.items()]
+
+
+def worth_text(arm: Judged | None) -> str:
+    return "-" if arm is None else estimate(arm.worth, arm.groups).text
+
+
+def section() -> str:
+    """Return the section of docs/replay.md from the study's lines that there are now."""
+    kept = json.loads(JUDGED.read_text())
+    every = sources()
+    lines = sum(source.lines for source in every)
+    return f"""{HEADING}
+
+The arms of [the study](study.md) were ranked by their worth on the rollouts of one run of its recipe for each pair of
+models (`{RUN_ARM}`, {ITERATIONS} iterations), a share's schedule averaged over the iterations. Then each two arms were
+compared: a tie is for the rule what it calls one above, and for the study a difference of the last accuracies whose
+95 % interval over the seeds holds 0. The rule was written with the first edition's results known. Of {lines} lines that
+there were:
+
+| lines of the | number | agree | {" | ".join(KINDS)} | "always a tie" agrees |
+|---|---|---|{"---|" * len(KINDS)}---|
+{chr(10).join(row(source) for source in every)}
+
+`only the rule`: it names a better one and the study shows no difference; `only the study`: the other way round;
+`opposite`: each names another one. With one seed the interval is that of the problems alone: too narrow.
+
+| worth, in rollouts of the policy's own | {" | ".join(kept)} |
+|---|{"---|" * len(kept)}
+| total variation before a correction | {" | ".join(f"{one['total_variation']:.1%}" for one in kept.values())} |
+{chr(10).join(worth_rows([*kept]))}
+
+`on_policy` is worth 1. `frozen_annealed` is missing, as its rollout model is in no such run, and `drafted`, which is
+exact. `python benchmarks/advice.py` judges the rollouts again, and `--write` compares with the lines that there are.
+
+"""
+
+
+def write_section() -> None:
+    """Put the section into the page in place of the one that is there."""
+    text = PAGE.read_text()
+    before, _, rest = text.partition(HEADING)
+    if not rest:
+        raise SystemExit(f"{PAGE} has no heading {HEADING!r} to write under")
+    _, heading, after = rest.partition("\n## ")
+    with whole_file(PAGE) as partial:
+        partial.write_text(before + section() + heading.lstrip("\n") + after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", action="append", choices=("close", "far", "gap"), help="only this pair of models")
+    parser.add_argument("--write", action="store_true", help="compare with the study and write docs/replay.md")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    if options.write:
+        write_section()
+        return
+    runs = committed().runs
+    missing = {name: spec for name, spec in STUDY_MODELS.items() if not (runs / "models" / name).exists()}
+    make_toy_models(runs / "models", missing)
+    kept = json.loads(JUDGED.read_text()) if JUDGED.exists() else {}
+    for pair in options.pair or ("close", "far", "gap"):
+        kept[pair] = judge(pair, short_run(pair, runs))
+    JUDGED.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

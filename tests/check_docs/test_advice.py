@@ -1,0 +1,48 @@
+"""How often the rule of docs/replay.md was right: what counts as a tie, and the committed numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.scripts import script
+
+script("study")
+script("study_page")
+advice = script("advice")
+
+
+def outcome(*accuracies: float, error: float | None = None) -> "advice.Outcome":
+    return advice.Outcome(accuracy=dict(enumerate(accuracies)), error=error)
+
+
+def test_the_section_is_what_its_generator_writes() -> None:
+    assert advice.section() in advice.PAGE.read_text()
+
+
+def test_a_difference_within_its_95_percent_interval_is_a_tie() -> None:
+    base = outcome(0.70, 0.72, 0.71)
+    assert (
+        advice.outcome(outcome(0.75, 0.77, 0.76), base) == 1 and advice.outcome(base, outcome(0.75, 0.77, 0.76)) == -1
+    )
+    # differences of 0.01, 0.05 and 0.03: their mean is 0.03, and half the interval 4.303 * 0.02 / sqrt(3) = 0.0497
+    assert advice.outcome(outcome(0.71, 0.77, 0.74), base) == 0
+    # of 0.02, 0.04 and 0.03: 4.303 * 0.01 / sqrt(3) = 0.0248
+    assert advice.outcome(outcome(0.72, 0.76, 0.74), base) == 1
+    assert advice.outcome(outcome(0.9), base) is None and advice.outcome(outcome(0.9), outcome(0.5)) is None
+    single = [outcome(0.70, error=0.01), outcome(0.72, error=0.01), outcome(0.73, error=0.01)]
+    assert [advice.outcome(one, single[0]) for one in single[1:]] == [0, 1]
+
+
+def test_the_rule_holds_a_share_for_worth_its_mean_over_the_iterations_and_calls_close_ones_a_tie() -> None:
+    sums = torch.tensor([[1000.0, 1000.0, 1050.0, 60.0, 1000.0, 200.0, 900.0]], dtype=torch.float64).expand(20, -1)
+    one = advice.Judged(groups=sums, shares={1.0: 1.0})
+    annealed, own = replace(one, shares={1.0: 0.75, 0.0: 0.25}), advice.Judged(groups=None, shares={0.0: 1.0})
+    worth = 1.0 / 1.05 * 0.88**2 * 0.8**2
+    assert float(annealed.worth(sums.sum(0))) == pytest.approx(0.75 * worth + 0.25)
+    assert advice.predicted(annealed, one) == 1 and advice.predicted(one, annealed) == -1
+    assert advice.predicted(own, annealed) == 1 and advice.predicted(own, own) == 0
+    closer = replace(one, groups=sums * torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0], dtype=torch.float64))
+    assert advice.predicted(closer, one) == 0
+    kinds = [advice.kind(*pair) for pair in ((1, 1), (0, 0), (1, 0), (0, -1), (1, -1))]
+    assert kinds == list(advice.KINDS)
