@@ -27,6 +27,7 @@ _CLOSER = (
     "only falls behind), lower policy.optimizer.learning_rate"
 )
 _OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.filter_groups={}"
+_CORRECT = "set objective.correction=tis or what jackpot replay advises for this run"
 _MORE_TOP = "raise sampling.num_top_log_probs"
 _FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
@@ -94,7 +95,7 @@ RULES: tuple[Rule, ...] = (
         high=0.0,
         aggregate=latest,
         explanation="the policy collapsed, and the run went back to an earlier checkpoint; events.jsonl says why",
-        suggestion="lower policy.optimizer.learning_rate, or set objective.correction=obrs",
+        suggestion=f"lower policy.optimizer.learning_rate, or {_CORRECT}",
     ),
     *(
         Rule(
@@ -198,7 +199,7 @@ RULES: tuple[Rule, ...] = (
             metric=metric,
             high=above_start(0.25, 2.0),
             explanation="the rollout model and the policy drift apart",
-            suggestion=f"{_CLOSER}; without a correction set objective.correction=obrs",
+            suggestion=f"{_CLOSER}; without a correction {_CORRECT}",
         )
         for metric in ("mismatch/kl_rollout_policy", "mismatch/kl_policy_rollout")
     ),
@@ -235,21 +236,21 @@ RULES: tuple[Rule, ...] = (
         metric="mismatch/ratio_max",
         high=1000.0,
         explanation="single tokens with huge ratios dominate the gradient unless their weights are capped",
-        suggestion="cap the weights: objective.correction=obrs or objective.correction=tis",
+        suggestion=f"cap the weights: {_CORRECT}",
     ),
     Rule(
         group="mismatch",
         metric="mismatch/ess",
         low=0.1,
         explanation="plain importance sampling would learn from a tenth of the batch",
-        suggestion=f"set objective.correction=obrs; {_CLOSER}",
+        suggestion=f"{_CORRECT}; {_CLOSER}",
     ),
     Rule(
         group="correction",
         metric="correction/accepted",
         low=0.05,
         explanation="the correction drops nearly every token",
-        suggestion="widen its band (objective.correction.low, .high), or set objective.correction=obrs",
+        suggestion=f"widen its band (objective.correction.low, .high), or {_CORRECT}",
     ),
     *(
         Rule(
@@ -296,7 +297,7 @@ RULES: tuple[Rule, ...] = (
         over="mismatch/ess",
         low=0.5,
         explanation="the correction costs more effective samples than the mismatch itself",
-        suggestion="widen its band or raise its cap (objective.correction), or set objective.correction=obrs",
+        suggestion=f"widen its band or raise its cap (objective.correction), or {_CORRECT}",
     ),
     Rule(
         group="correction",
@@ -338,7 +339,7 @@ RULES: tuple[Rule, ...] = (
         low=below_first,
         aggregate=latest,
         explanation="the policy answers fewer held-out problems than before training",
-        suggestion="set objective.correction=obrs, or lower policy.optimizer.learning_rate",
+        suggestion=f"{_CORRECT}, or lower policy.optimizer.learning_rate",
     ),
     Rule(
         group="models",
@@ -346,7 +347,7 @@ RULES: tuple[Rule, ...] = (
         low=reward_below_first,
         aggregate=latest,
         explanation="the policy earns less on held-out problems than before training",
-        suggestion="set objective.correction=obrs, or lower policy.optimizer.learning_rate",
+        suggestion=f"{_CORRECT}, or lower policy.optimizer.learning_rate",
     ),
     Rule(
         group="models",
@@ -354,7 +355,7 @@ RULES: tuple[Rule, ...] = (
         high=above_first_alone,
         aggregate=latest,
         explanation="the rollout model learns and the policy unlearns",
-        suggestion="set objective.correction=obrs, or raise rollout_model.distill_weight",
+        suggestion=f"{_CORRECT}, or raise rollout_model.distill_weight",
     ),
     Rule(
         group="models",
