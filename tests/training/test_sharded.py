@@ -106,8 +106,8 @@ def test_what_rounds_otherwise_than_in_one_process_is_the_same_each_time(folder,
     assert all(map(torch.equal, first["gradients"], second["gradients"]))
 
 
-@pytest.mark.slow
-def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_holds_whole_ones(folder, tmp_path):
+def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
+    """Score, change the weights, and compare scores, a saved folder and what is sent with those of one process."""
     config, samples = config_of(folder), samples_of(folder)
     batches = plain_batches([item.rollout for item in samples], 60, 0)
 
@@ -137,6 +137,11 @@ def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_hold
     assert sent == [len(list(learner.weights("policy"))), 0]
     saved = dict(load_model(tmp_path / "saved", torch.float32).named_parameters())
     assert all(torch.equal(saved[name], weight) for name, weight in learner.weights("policy"))
+
+
+@pytest.mark.slow
+def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_holds_whole_ones(folder, tmp_path):
+    check_weights_are_current(folder, tmp_path)
 
 
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):

@@ -149,10 +149,11 @@ def joint_linear_head(
 
 
 class LinearHead(nn.Module):
-    """Joins the output layers of one or two models into one module, so that FSDP gathers both weights for one forward.
+    """Joins the output layers of one or two models into one module that reads both weights in one forward.
 
-    The `nn.Linear`s are kept by reference: their parameters stay the models' own. Wrap this module with FSDP, not the
-    two layers, whose own forward never runs here.
+    The `nn.Linear`s are kept by reference: their parameters stay the models' own. The layers' own forward never runs
+    here, so FSDP must gather their weights by a module around this one (`models.gathered`), or by this one where no
+    embedding shares a weight with them: wrapped apart, tied weights become two without an error.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ def _check_head(name: str, head: Head) -> None:
         if tensor.device != hidden.device:
             raise ValueError(f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one")
         if hasattr(tensor, "full_tensor"):  # a DTensor
-            raise ValueError(f"{name}.{field} is sharded: wrap a LinearHead with fully_shard, which gathers it")
+            raise ValueError(f"{name}.{field} is sharded: call the head within models.gathered, or fully_shard it")
     if head.soft_cap is not None:
         _check_positive(f"{name}.soft_cap", head.soft_cap)
 

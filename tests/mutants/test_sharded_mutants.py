@@ -1,0 +1,110 @@
+"""Breaks on purpose what a sharded learner must not forget: a test of `training/test_sharded.py` must notice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from helpers import sharded
+from jackpot.core import shards
+from jackpot.models import forward, lora
+from jackpot.models.gathered import Gathered
+from jackpot.training import batching, joint_learner, kappa_repair, optimizer, step_totals
+from jackpot.training.old_policy import OldPolicySnapshot
+from training import test_sharded
+from training.test_sharded import QUICK, SLOW, check
+
+pytestmark = pytest.mark.mutants
+NOTICED = (AssertionError, ProcessRaisedException, ProcessExitedException)
+THREE, REPAIRED = QUICK.values()
+Patch = Callable[[pytest.MonkeyPatch], Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sharded.save_models(folder)
+    return folder
+
+
+def backward_of_parameters(patch: pytest.MonkeyPatch) -> None:
+    """Backward passes that name the sharded parameters, which stand in no graph."""
+    known, made, backward = [], optimizer.ModelOptimizer.__init__, torch.Tensor.backward
+
+    def init(self, parameters, *rest):
+        parameters = list(parameters)
+        known.extend(parameters)
+        made(self, parameters, *rest)
+
+    patch.setattr(optimizer.ModelOptimizer, "__init__", init)
+    patch.setattr(torch.Tensor, "backward", lambda self: backward(self, inputs=known))
+
+
+def one_less(batches, ranks):
+    return [dealt[: len(dealt) - bool(rank)] for rank, dealt in enumerate(batching.deal(batches, ranks))]
+
+
+def not_empty(batches):
+    return [batch for batch in batches if batch.uids]
+
+
+def norm_of_own_shards(tensors):
+    return torch.stack([shards.local(one).double().norm() for one in tensors]).norm()
+
+
+MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
+    "gradients are divided by the number of ranks": (
+        THREE,
+        lambda patch: patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+    ),
+    "backward names the sharded parameters": (THREE, backward_of_parameters),
+    "one micro-batch less on a rank": (THREE, lambda patch: patch.setattr(sharded, "deal", one_less)),
+    "the norm of a rank's own shards": (
+        SLOW["clipped gradients"],
+        lambda patch: patch.setattr(optimizer, "norm", norm_of_own_shards),
+    ),
+    "kappa from a rank's own micro-batches": (
+        REPAIRED,
+        lambda patch: patch.setattr(step_totals, "all_reduce_sums", lambda sums: sums),
+    ),
+    "as many repairs as a rank's own": (
+        REPAIRED,
+        lambda patch: patch.setattr(kappa_repair, "max_over_ranks", lambda number: number),
+    ),
+    "old log-probs of a rank's own rollouts": (
+        SLOW["two epochs, dealt anew"],
+        lambda patch: patch.setattr(OldPolicySnapshot, "fetch", lambda self, batches: None),
+    ),
+    "old log-probs where a rank itself lacks them": (
+        SLOW["two epochs, dealt anew"],
+        lambda patch: patch.setattr(
+            joint_learner, "first_readings", lambda batches: [one for one in batches if one.uids]
+        ),
+    ),
+    "two passes where a rank's prompts are shared": (
+        SLOW["one-token responses in one of two micro-batches, padded"],
+        lambda patch: patch.setattr(forward, "FSDPModule", ()),
+    ),
+    "a base that is merged with a shard of its adapter": (
+        SLOW["lora"],
+        lambda patch: patch.setattr(lora, "_delta", lambda layer: shards.local(layer.get_delta_weight("default"))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_takes_other_steps_or_none(name, folder, tmp_path, monkeypatch):
+    case, mutate = MUTANTS[name]
+    mutate(monkeypatch)
+    with pytest.raises(NOTICED):
+        check(case, folder, tmp_path)
+
+
+def test_a_root_that_stays_gathered_reads_old_weights(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Gathered, "__call__", nn.Module.__call__)
+    with pytest.raises(NOTICED):
+        test_sharded.check_weights_are_current(folder, tmp_path)
