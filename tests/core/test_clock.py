@@ -23,4 +23,10 @@ def test_phases_add_up_to_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert clocked.take() == {"train": Seconds(8.0, 16.0), "other": Seconds(1.5, 1.0)}
     with clocked("save"):
         work(2.0, 0.0)
-    assert clocked.take() == {"save": Seconds(2.0, 0.0), "other": Seconds(0.0, 0.0)}
+        for _ in range(2):
+            with clocked("rollout"):
+                work(0.5, 0.5)
+                with clocked("score"):
+                    work(1.0, 1.0)
+    inner = {"rollout": Seconds(1.0, 1.0), "score": Seconds(2.0, 2.0)}
+    assert clocked.take() == {"save": Seconds(2.0, 0.0), **inner, "other": Seconds(0.0, 0.0)}

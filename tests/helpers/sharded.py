@@ -86,6 +86,7 @@ def train(
         return [replace(batch, packed=None) for batch in mine] if pads else mine
 
     metrics, traces = [], {}
+    learner.keep_weights("policy")
     for _ in range(2):
         own = learner.compute_advantages(scored) if config.critic else samples
         batch = config.batch
@@ -100,14 +101,15 @@ def train(
         for result in learner.train([share(step) for step in steps], trace=True):
             metrics.append({name: entry.value for name, entry in result.metrics.items() if "seconds" not in name})
             traces = result.traces
-    weights = {f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in learner.weights(role)}
     plain = plain_batches([item.rollout for item in samples], budget, 0, pads)
+    kept = learner.score("policy", share(plain), config.sampling, kept=True)
+    weights = {f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in learner.weights(role)}
     scores = learner.score("policy", share(plain), config.sampling)
     return {
         "gradients": gradients,
         "weights": weights,
         "digests": {role: weights_digest(learner.weights(role), torch.float32) for role in ("policy", "rollout_model")},
-        "scores": scores,
+        "scores": scores | {f"{uid}, kept": one for uid, one in kept.items()},
         "metrics": metrics,
         "micro_batches": len(plain),
         "traced": sorted(traces),

@@ -59,6 +59,7 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS = {arm: Scenario("regimes", arm) for arm in load_recipe("regimes")["arms"]} | {
+    "ahead_3": Scenario("regimes", "ahead", ("batch.ahead=3",)),
     "ppo": Scenario("objectives", "ppo"),
     "dynamic_sampling": Scenario("objectives", "dapo", ("objective.overlong_buffer.len=4",)),
     "lora_on_both": Scenario("quickstart", "lora", ("rollout_model.lora={rank: 4, alpha: 8}",)),

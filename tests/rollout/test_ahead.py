@@ -1,9 +1,9 @@
-"""`batch.ahead`: the engine generates the next rollout batch while the learner trains on this one."""
+"""`batch.ahead`: the engine generates the next rollout batches while the learner trains on this one."""
 
-import json
 import shutil
 import signal
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -12,14 +12,21 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.engines.threaded import ThreadedEngine
-from helpers.runs import FinishedRuns, metrics, run, small_config, weights
+from helpers.runs import FinishedRuns, assert_same_run, metrics, run, small_config, weights
+from jackpot.config.run import Config
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Version
 from jackpot.launch import local
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import launch
+from jackpot.launch.local import launch, train_run
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.training import guards
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.run.checkpoint import load_state
+from jackpot.training.run.folder import RunFolder
 
 AHEAD = ("batch.ahead=1", "rollouts.every=1")
 PATIENCE = 30.0  # seconds until a test gives up
@@ -82,21 +89,143 @@ def test_a_tool_may_answer_what_was_begun_ahead(tmp_path: Path) -> None:
     assert all(line["response/tool_tokens"] > 0 for line in lines)
 
 
-def test_a_checkpoint_neither_loses_nor_repeats_what_was_written_ahead(whole, tmp_path: Path) -> None:
+def test_a_killed_run_trains_on_what_was_written_ahead(whole, tmp_path: Path) -> None:
     ahead, killed = whole
     folder = shutil.copytree(killed, tmp_path / "killed", symlinks=True)
-    assert load_state(folder / "checkpoints" / "last")["prompts"]["position"] == 8  # that of iteration 2
+    state = load_state(folder / "checkpoints" / "last")
+    assert state["iteration"] == 2 and list(state["ahead"]) == [3]
+    assert state["prompts"]["position"] == 12  # those of iteration 3 are drawn
     run(small_config(*AHEAD), folder)
-    assert prompts(folder) == prompts(ahead)
-    lags = [line["lag/rollout_model_max"] for line in metrics(folder)[1:]]
-    assert lags == [0, 1, 0, 1]  # iteration 3 is generated again, with the weights of the checkpoint
+    assert_same_run(ahead, folder, ["policy", "rollout_model"])
 
 
-def test_only_text_of_the_weights_in_training_is_checked_against_them(tmp_path: Path) -> None:
-    """At this learning rate a model that has moved on would be taken for a broken engine."""
-    run(small_config(*AHEAD, "rollout_model.optimizer.learning_rate=1e-2", "iterations=3"), tmp_path)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["event"] == "engine_check"] == [1]
+# Several batches ahead
+
+TINY = ("batch.prompts=2", "batch.group_size=2", "sampling.max_new_tokens=8", "evaluation.problems=2")
+TINY += ("iterations=6", "evaluation.every=3", "checkpoint.every=1", "rollouts.every=1")
+
+
+def lag_of(iteration: int, ahead: int) -> int:
+    """Iterations that were finished since the weights that generate the batch.
+
+    Those of the start generate `ahead` batches after the first one; from then on half as many begin together.
+    """
+    together = (ahead + 1) // 2
+    generated_after = max(0, together * ((iteration - ahead - 2) // together + 1))
+    return iteration - 1 - generated_after
+
+
+def run_and_copy_at(kills: Sequence[int], home: Path, *overrides: str, arm: str | None = None) -> Config:
+    """Train in home/whole; home/N is the folder as a kill leaves it after iteration N."""
+    config = small_config(*TINY, *overrides, arm=arm)
+
+    def listen(line: dict[str, Any]) -> None:
+        if line["iteration"] in kills:
+            shutil.copytree(home / "whole", home / f"{line['iteration']}", symlinks=True)
+
+    train_run(config, home / "whole", listen)
+    return config
+
+
+def assert_equal_ends(ours: Path, theirs: Path) -> None:
+    for role in (path.name for path in (ours / "checkpoints" / "last").iterdir() if path.is_dir()):
+        mine, other = weights(ours, role), weights(theirs, role)
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert metrics(ours) == metrics(theirs)
+    assert rows(ours) == rows(theirs)
+
+
+def assert_bounded_and_killed_equal(home: Path, ahead: int, kills: Sequence[int]) -> None:
+    config = run_and_copy_at(kills, home, f"batch.ahead={ahead}")
+    lags = [lag_of(iteration, ahead) for iteration in range(1, 7)]
+    assert max(lags) == min(ahead, 5)
+    lines = metrics(home / "whole")[1:]
+    assert [line["lag/iterations"] for line in lines] == [line["lag/iterations_max"] for line in lines] == lags
+    for iteration, batch in rows(home / "whole").items():  # an optimizer step is an iteration
+        versions = {version[1] for row in batch for version in row["versions"]}
+        assert versions == {iteration - 1 - lags[iteration - 1]}
+    trained = prompts(home / "whole")
+    state = load_state(home / "whole" / "checkpoints" / "last")
+    assert len(trained) == len(set(trained)) == 12 == state["prompts"]["position"]
+    for kill in kills:
+        run(config, home / f"{kill}")
+        assert_equal_ends(home / "whole", home / f"{kill}")
+
+
+def test_several_batches_ahead_are_trained_on_once_within_the_bound_and_survive_a_kill(tmp_path: Path) -> None:
+    assert_bounded_and_killed_equal(tmp_path, 3, [3])  # between two weight updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [1, 2, 4, 8])
+def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) -> None:
+    assert_bounded_and_killed_equal(tmp_path, ahead, range(1, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "arm"),
+    [
+        (("rollout_model.share=0.5",), None),
+        (("rollout_model.share=0.0", "engine.draft={tokens: 2}"), None),
+        (("batch.filter_groups.max_num_gen_batches=3", "batch.group_size=3"), None),
+        (("sampling.max_new_tokens=24",), "tool"),
+        (("rollout_model.optimizer=null", "batch.mini_batch_size=2"), None),
+        (("batch.mini_batch_size=2", "rollout_model.update=iteration"), None),
+        ((), "on_policy"),
+        ((), "lora"),
+    ],
+)
+def test_a_kill_changes_nothing_whoever_generates_what(overrides, arm, tmp_path: Path) -> None:
+    config = run_and_copy_at([3], tmp_path, "batch.ahead=3", *overrides, arm=arm)
+    run(config, tmp_path / "3")
+    assert_equal_ends(tmp_path / "whole", tmp_path / "3")
+    assert 0.0 <= max(line["lag/iterations_max"] for line in metrics(tmp_path / "whole")[1:]) <= 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), ("batch.filter_groups.max_num_gen_batches=3", "batch.group_size=3")])
+def test_when_a_run_waits_for_its_batches_changes_nothing(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """At a checkpoint and before an evaluation all batches are completed, else each when its turn comes."""
+    ours, theirs = tmp_path / "often", tmp_path / "seldom"
+    run(small_config(*TINY, "batch.ahead=3", *overrides), ours)
+    run(small_config(*TINY, "batch.ahead=3", *overrides, "checkpoint.every=99", "evaluation.every=99"), theirs)
+    mine, other = weights(ours, "policy"), weights(theirs, "policy")
+    assert all(torch.equal(mine[name], other[name]) for name in mine) and rows(ours) == rows(theirs)
+
+
+def test_what_was_written_ahead_is_checked_by_the_weights_that_wrote_it(tmp_path: Path, monkeypatch) -> None:
+    """At this learning rate weights of another iteration would be taken for a broken engine."""
+    monkeypatch.setattr(guards, "CHECKED_TOKENS", 64)
+    run(small_config(*FAST, "batch.ahead=2", "iterations=5"), tmp_path)
+    events = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]
+    assert [event["iteration"] for event in events] == [1, 4]  # before and after the first weight update
+    assert max(event["mean_gap"] for event in events) < 1e-6
+
+
+FAST = (*TINY, "rollout_model.optimizer.learning_rate=1e-2", "evaluation.every=99", "checkpoint.every=99")
+
+
+class Deaf(TransformersEngine):
+    """Says that it took the new weights, and goes on with the old ones."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        old = [(name, parameter.clone()) for name, parameter in self._model.named_parameters()]
+        digest = super().update_weights(named_tensors, version)
+        super().update_weights(old, version)
+        return digest
+
+
+def test_an_engine_that_kept_its_old_weights_is_found_before_its_batch_is_trained_on(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Deaf)
+    with pytest.raises(EngineError, match="other weights"):
+        run(small_config(*FAST, "batch.ahead=3"), tmp_path)
+    assert metrics(tmp_path)[-1]["iteration"] <= 4  # the first batch of new weights is that of iteration 5
+
+
+# While the learner trains
 
 
 class Overlap:

@@ -77,9 +77,11 @@ def answer(request):
 
 
 def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Numbered, engine_class=ScriptedEngine):
-    """A sampler of 4 prompts with 4 answers each, its prompt stream, its events, and its engine."""
+    """A sampler of 4 prompts with 4 answers each, its prompt stream, its events, and its engine, which keeps what was
+    checked."""
     config = small_config(*overrides)
     task, engine, events = task_class(rules), engine_class(change), []
+    engine.checked = []
     tokenizer = load_tokenizer("starter:policy")
     prompts = PromptStream(task, "train", 0)
     return (
@@ -92,6 +94,7 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Num
             prompts,
             Clock(),
             lambda n, event: events.append(event | {"iteration": n}),
+            lambda n, rollouts: engine.checked.extend(rollouts),
         ),
         prompts,
         events,
@@ -132,14 +135,14 @@ def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
         engine.shuffle = shuffle
         return sampler.next_batch(1), events, engine
 
-    (asked, events, _), (shuffled, events_again, engine) = (
+    (asked, events, first), (shuffled, events_again, engine) = (
         batch_of(lambda rollouts: None),
         batch_of(random.Random(0).shuffle),
     )
     assert engine.collected != [request.uid for request in engine.requests]
     assert [item.rollout.uid for item in shuffled.scored] == [item.rollout.uid for item in asked.scored]
     assert [item.score for item in shuffled.scored] == [item.score for item in asked.scored]
-    assert [one.uid for one in shuffled.unfiltered] == [one.uid for one in asked.unfiltered]
+    assert [one.uid for one in engine.checked] == [one.uid for one in first.checked] != []
     assert events_again == events and 4 * len(events) == len(engine.requests)
 
 
@@ -173,10 +176,10 @@ def test_dynamic_sampling_takes_rewards_that_differ_by_rounding_alone_for_equal(
 
 
 def test_surplus_unequal_groups_are_left_out_and_counted():
-    sampler, *_ = sampler_of(lambda number: RIGHT if number < 2 else MIXED, DYNAMIC)
+    sampler, *_, engine = sampler_of(lambda number: RIGHT if number < 2 else MIXED, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [2, 3, 4, 5]
-    assert [int(rollout.prompt.uid) for rollout in batch.unfiltered[::4]] == [0, 1, 2, 3]
+    assert [int(rollout.prompt.uid) for rollout in engine.checked[::4]] == [0, 1, 2, 3]
     assert value(batch, "sampling/gen_batches") == 2.0 and value(batch, "sampling/groups_filtered") == 4.0
 
 

@@ -307,27 +307,34 @@ def engine():
     )
 
 
-@pytest.mark.parametrize(("ahead", "carried", "stops"), [(0, 1, True), (0, -1, True), (1, 1, True), (1, -1, False)])
-def test_a_batch_without_a_rollout_of_the_weights_that_were_sent_is_refused_unless_it_was_generated_ahead(
-    engine, ahead, carried, stops
-):
+@pytest.mark.parametrize("carried", [1, -1])
+def test_a_batch_without_a_rollout_of_weights_that_were_sent_is_refused(engine, carried):
     recorded = []
-    check = EngineCheck(
-        small_config(f"batch.ahead={ahead}"), LEARNER, "rollout_model", lambda number, event: recorded.append(event)
-    )
+    check = EngineCheck(small_config(), LEARNER, "rollout_model", lambda number, event: recorded.append(event))
     rollouts = engine.generate(requests(PLAIN, count=20))
     wrong = [replace(one, versions=one.versions + carried) for one in rollouts]
-    if stops:
-        with pytest.raises(
-            EngineError, match=f"none of the 20 rollouts of iteration 7 .*: 0 optimizer.*carry {carried}"
-        ):
-            check.check_batch(engine, wrong, 7)
-        assert [event["event"] for event in recorded] == ["stopped"]
-    else:
+    with pytest.raises(EngineError, match=f"none of the 20 rollouts of iteration 7 .*: 0 optimizer.*carry {carried}"):
         check.check_batch(engine, wrong, 7)
-        check.check_batch(engine, wrong, 8)
-        check.check_batch(engine, rollouts[:3] + wrong[3:], 9)
-        assert [event["event"] for event in recorded] == ["engine_not_checked", "engine_check"]
+    check.check_batch(engine, rollouts[:3] + wrong[3:], 9)
+    assert [event["event"] for event in recorded] == ["stopped", "engine_check"]
+
+
+def test_a_batch_of_weights_that_were_kept_is_scored_by_them(engine):
+    """Half of the weights have changed, so that the learner's own would refuse it; afterwards they are its own."""
+    learner = make_learner(smallest_model(0), copy.deepcopy(MODEL))
+    check = EngineCheck(small_config(), learner, "rollout_model", lambda number, event: None)
+    check.keep_weights()
+    with torch.no_grad():
+        for _, weight in list(learner.weights("rollout_model"))[::2]:
+            weight.add_(0.1)
+    learner._optimizer._optimizers["rollout_model"].steps = 1
+    moved = {name: weight.clone() for name, weight in learner.weights("rollout_model")}
+    rollouts = engine.generate(requests(PLAIN, count=20))
+    check.check_batch(engine, rollouts, 7)
+    assert all(torch.equal(weight, moved[name]) for name, weight in learner.weights("rollout_model"))
+    newer = [replace(one, versions=one.versions + 1) for one in rollouts]
+    with pytest.raises(EngineError, match="other weights"):
+        check.check_batch(engine, newer, 8)
 
 
 def test_first_rollouts_are_whole_ones_up_to_the_limit_and_at_least_one():

@@ -283,8 +283,10 @@ class BatchConfig(Strict):
     changes memory and speed, and results only by rounding."""
     filter_groups: FilterGroupsConfig | None = None
     """Replace groups of equal rewards by further groups; null: train on every group."""
-    ahead: Annotated[int, Field(ge=0)] = 0
-    """Rollout batches that the engine generates while the learner trains, 0 or 1."""
+    ahead: Annotated[int, Field(ge=0, le=8)] = 0
+    """Iterations that the weights in training may be younger than those that generated the rollout batch, 0 to 8. With
+    0 the engine waits for the learner; with 1 it generates the next batch while the learner trains, with 3 or more
+    several at a time."""
 
     @property
     def rollouts(self) -> int:
@@ -298,12 +300,6 @@ class BatchConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "BatchConfig":
-        if self.ahead > 1:
-            raise ValueError(
-                f"ahead is {self.ahead}, allowed are 0 and 1: engines take new weights only between rollout batches, "
-                f"so every batch that was begun ends before each weight update, and a second one would only be an "
-                f"iteration older; use ahead: 1"
-            )
         step = self.mini_batch_size or self.rollouts
         if self.rollouts % step:
             raise ValueError(
@@ -359,8 +355,8 @@ class GuardConfig(Strict):
 
     check_engine: Annotated[bool, MAY_CHANGE] = True
     """Compare the engine's log-probs and top-k lists with those of training, at every evaluation and for every rollout
-    batch before it is trained on (with `batch.ahead` and a trained rollout model, only for the first batch after a
-    start), and check over all batches that the engine samples as it reports."""
+    batch before it is trained on, and check over all batches that the engine samples as it reports. With `batch.ahead`
+    the host's memory keeps a copy of the weights that generate, of every model that is trained and generates."""
     max_non_finite_steps: Annotated[Count, MAY_CHANGE] = 10
     """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""
     rollback: Annotated[RollbackConfig | None, MAY_CHANGE] = None

@@ -18,21 +18,25 @@ class Seconds(NamedTuple):
 
 
 class Clock:
-    """Adds up the time of each phase of an iteration: `with clock("rollout"): ...`. Phases do not overlap.
+    """Adds up the time of each phase of an iteration: `with clock("rollout"): ...`.
 
-    What belongs to no phase is the phase `other`, so that all phases together are the whole time.
+    Phases do not overlap: the time of a phase within another one counts to the inner one alone. What belongs to no
+    phase is the phase `other`, so that all phases together are the whole time.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, Seconds] = {}
         self._begin = _now()  # of the time that `take` returns
+        self._inner = Seconds()  # time of the phases that ended within the one that is open
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time of the block to `phase`."""
-        begin = _now()
+        begin, before, self._inner = _now(), self._inner, Seconds()
         yield
-        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(_now()).plus(begin, -1.0)
+        whole = _now().plus(begin, -1.0)
+        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(whole).plus(self._inner, -1.0)
+        self._inner = before.plus(whole)
 
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""

@@ -83,6 +83,10 @@ class Rollout:
     sampled_by: Role | None = None  # the model of a run that sampled it; None outside of a run's rollout batches
 
 
+# The fields of a `Rollout` with one entry for each token.
+TOKEN_COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """Holds a task's score of one response."""

@@ -14,11 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in
-from jackpot.core.types import Finish, Rollout
+from jackpot.core.types import TOKEN_COLUMNS, Finish, Rollout
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.base import Task, decode
-
-_COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
 
 
 def stream_rollouts(
@@ -130,7 +128,7 @@ class _Episode:
 
     def rollout(self) -> Rollout:
         """Return all segments as one rollout of the request."""
-        columns = {name: torch.cat([getattr(segment, name) for segment in self._segments]) for name in _COLUMNS}
+        columns = {name: torch.cat([getattr(segment, name) for segment in self._segments]) for name in TOKEN_COLUMNS}
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=self.finish, **columns)
 
     def _token_ids(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The checkpointer decides when a running run writes a checkpoint, and what is in it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jackpot.core.errors import CheckpointError
@@ -35,29 +35,29 @@ class Checkpointer:
             with folder.dispensable(self._saved, "removal of old checkpoints"):
                 self._checkpoints.remove_unfinished()
 
-    def save_if_due(self, state: Mapping[str, Any], value: float | None) -> None:
+    def save_if_due(self, iteration: int, state: Callable[[], dict[str, Any]], value: float | None) -> None:
         """Write the checkpoint of an iteration if one is due. A failure is counted and shown, and the run goes on.
 
         Args:
-            state: `iteration`, and the state of the loop's other parts that a resumed run needs.
+            state: returns the state of the loop's other parts that a resumed run needs; called only where one is due.
             value: accuracy of the policy after this iteration, or its mean reward where the task has no verdict; None
                 where it was not evaluated.
         """
         self._value = value
-        config, iteration = self._components.config.checkpoint, state["iteration"]
+        config = self._components.config.checkpoint
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
         first = 0 if self._components.config.guard.rollback else 1  # a policy may never be as good as at the start
         if due and iteration >= first:
-            self._save(state)
+            self._save(iteration, state())
 
-    def save_last(self, state: Mapping[str, Any]) -> None:
+    def save_last(self, iteration: int, state: Callable[[], dict[str, Any]]) -> None:
         """Write the checkpoint that a run ends with, unless it stands there already.
 
         Raises:
             CheckpointError: it cannot be written; names the iteration that the run would continue from.
         """
-        if state["iteration"] > max(self._saved, 0) and (error := self._save(state)):
+        if iteration > max(self._saved, 0) and (error := self._save(iteration, state())):
             raise CheckpointError(
                 f"{error}. Free space there and run the same command: it continues from iteration "
                 f"{max(self._saved, 0)}, the newest checkpoint"
@@ -67,15 +67,15 @@ class Checkpointer:
     def _is_best(self) -> bool:
         return self._value is not None and (self._best is None or self._value > self._best["accuracy"])
 
-    def _save(self, state: Mapping[str, Any]) -> CheckpointError | None:
+    def _save(self, iteration: int, state: dict[str, Any]) -> CheckpointError | None:
         """Write a checkpoint and prune older ones; return the error where it cannot be written."""
-        parts, iteration, is_best = self._components, state["iteration"], self._is_best
+        parts, is_best = self._components, self._is_best
         config = parts.config
         has: dict[Role, Any] = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
         roles = [role for role, settings in has.items() if settings is not None]
         best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
-        own = {"best": best, "version": list(parts.learner.version), "failed": self._folder.failed}
-        own["settings"] = config.model_dump_json()
+        own = {"iteration": iteration, "best": best, "failed": self._folder.failed}
+        own |= {"version": list(parts.learner.version), "settings": config.model_dump_json()}
         self._folder.flush(iteration)
         try:
             self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, {**state, **own}, is_best)

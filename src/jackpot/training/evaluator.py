@@ -1,6 +1,6 @@
 """The evaluator measures both models of a run while it trains them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jackpot.core.types import Prompt, Role
 from jackpot.rollout.engines.base import Engine
@@ -22,16 +22,18 @@ class Evaluator:
         self._components, self._folder, self._engine_checks = components, folder, engine_checks
         self._prompts: dict[str, list[Prompt]] = {}  # of each set that was evaluated
 
-    def evaluate(self, iteration: int) -> dict[str, float]:
+    def evaluate(self, iteration: int, current: Collection[Engine]) -> dict[str, float]:
         """Return the metrics `eval/*` and `tokens/evaluate` of the weights after `iteration`.
 
         Both models get the same problems and the same uniforms, in every evaluation of a run. A policy without a
         rollout model is its own: its numbers stand under both names.
+
+        Args:
+            current: engines that hold these weights and go on with them; others are sent them, and sleep afterwards.
         """
         parts = self._components
         engines: dict[Role, Engine] = {"policy": parts.policy_engine}
         engines |= {} if parts.policy_engine is parts.engine else {"rollout_model": parts.engine}
-        current = parts.next_writers(iteration).values()
         others = {role: engine for role, engine in engines.items() if engine not in current}
         for role, engine in others.items():
             parts.send_weights(engine, role)

@@ -37,32 +37,40 @@ class EngineCheck:
 
     Every rollout batch is checked before it is trained on. What the engine reports must be consistent in itself, over
     all tokens: its lists, and how often it draws what (`SamplingEvidence`). Training scores some of the tokens again:
-    many in the first two batches after a start, then few. `guard.check_engine` turns these checks off.
+    many in the first two batches after a start that other weights generated, then few. `guard.check_engine` turns these
+    checks off.
+
+    A batch that was begun ahead (`batch.ahead`) is scored by a copy of the weights that generated it.
 
     The evidence begins anew with every start of a run, since the engine is a new process, perhaps of another version.
 
     Args:
         learner: holds the weights that the engine should hold.
         role: the model that generates what is checked.
-        record: called with every event: what a thorough check found, what cannot be checked, why the run stops.
+        record: called with every event: what a thorough check found, why the run stops.
     """
 
     def __init__(self, config: Config, learner: Learner, role: Role, record: RecordEvent) -> None:
         self._config, self._learner, self._role, self._record = config, learner, role, record
         self._column = Version._fields.index(role)  # of `Rollout.versions`
-        self._thorough_checks = 0  # done since the start
+        self._thorough: set[int] = set()  # versions whose text was checked thoroughly since the start
         self._evidence = SamplingEvidence()
-        self._unchecked = False  # whether the event has been recorded that a batch could not be scored
+        self._kept: int | None = None  # version of the learner's copy of the weights
+
+    def keep_weights(self) -> None:
+        """Keep the weights that the learner holds now: what is begun ahead is checked when it has moved on."""
+        if self._config.guard.check_engine:
+            self._learner.keep_weights(self._role)
+            self._kept = self._learner.version[self._column]
 
     def check_batch(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> None:
         """Check the rollouts of an iteration that the model generated.
 
-        A rollout generated with older weights than the learner holds cannot be scored again and is passed over.
+        A rollout of other weights than the learner holds or keeps cannot be scored again and is passed over.
 
         Raises:
             EngineError: an id outside the vocabulary, which is looked for always; the engine's log-probs are not those
-                of the distribution that it samples from, or no rollout carries the version of the weights that it was
-                sent.
+                of the distribution that it samples from, or no rollout carries the version of weights that it was sent.
         """
         config = self._config
         if not rollouts:
@@ -71,24 +79,24 @@ class EngineCheck:
             check_ids(rollouts, engine.capabilities.vocab_size)
         if not config.guard.check_engine:
             return
-        is_thorough = self._thorough_checks < THOROUGH_CHECKS
         seed = fold_in(config.seed, "glance", iteration)
-        now = self._learner.version[self._column]
-        chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
-        chosen = [
-            one for one in chosen if one.sampled_mask.any() and bool((one.versions[:, self._column] == now).all())
-        ]
         with _recorded(self._record, iteration):
+            version = self._version_of(rollouts, iteration)
+            is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
+            chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
+            chosen = [
+                one
+                for one in chosen
+                if one.sampled_mask.any() and bool((one.versions[:, self._column] == version).all())
+            ]
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
             if chosen:
-                score = self._score(chosen)
+                score = self._score(chosen, kept=version != self._learner.version[self._column])
                 gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
-            else:
-                self._check_ahead(rollouts, now, iteration)
             evidence = self._evidence.add(lists)
         if is_thorough and chosen:
-            self._thorough_checks += 1
+            self._thorough.add(version)
             tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
             found = {"event": "engine_check", "model": self._role, "tokens": tokens, "sampling_evidence": evidence}
             self._record(iteration, found | gaps)
@@ -113,30 +121,31 @@ class EngineCheck:
             check_lists(ReportedLists.of(chosen))
             return check_gap(chosen, config.sampling, self._precisions(engine), score)["mean_gap"]
 
-    def _check_ahead(self, rollouts: Sequence[Rollout], now: int, iteration: int) -> None:
-        """Refuse a batch without a token of the newest weights, unless it was generated ahead of them.
+    def _version_of(self, rollouts: Sequence[Rollout], iteration: int) -> int | None:
+        """Return the version of the weights that generated a batch, among those that can score it again.
 
-        Then an event says once after a start that nothing is scored again.
+        None where no token says.
+
+        Raises:
+            EngineError: no rollout carries one of them.
         """
         versions = torch.cat([rollout.versions[:, self._column] for rollout in rollouts]).unique().tolist()
-        if not versions or now in versions:
-            return
+        known = [self._learner.version[self._column], self._kept]
+        found = [version for version in known if version in versions]
+        if not versions or found:
+            return found[0] if found else None
         carried = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
-        if not self._config.batch.ahead or versions[-1] > now:
-            raise EngineError(
-                f"none of the {len(rollouts)} rollouts of iteration {iteration} carries the version of the weights "
-                f"that the engine was sent: {now} optimizer steps of the model that generates; they carry {carried}. "
-                f"Have the engine put the version of its last update_weights on every token"
-            )
-        if not self._unchecked:
-            self._unchecked = True
-            why = f"generated ahead with older weights: version {carried}, the learner has {now}"
-            self._record(iteration, {"event": "engine_not_checked", "why": why})
+        sent = " or ".join(str(version) for version in dict.fromkeys(known) if version is not None)
+        raise EngineError(
+            f"none of the {len(rollouts)} rollouts of iteration {iteration} carries the version of the weights "
+            f"that the engine was sent: {sent} optimizer steps of the model that generates; they carry {carried}. "
+            f"Have the engine put the version of its last update_weights on every token"
+        )
 
-    def _score(self, rollouts: Sequence[Rollout]) -> ScoreFn:
+    def _score(self, rollouts: Sequence[Rollout], kept: bool = False) -> ScoreFn:
         config, pads = self._config, self._learner.pads
         batches = plain_batches(rollouts, config.batch.micro_batch_tokens, config.seed, pads)
-        return lambda sampling: self._learner.score(self._role, batches, sampling)
+        return lambda sampling: self._learner.score(self._role, batches, sampling, kept)
 
     def _precisions(self, engine: Engine) -> list[str]:
         capabilities, config = engine.capabilities, self._config

@@ -1,14 +1,14 @@
 """Compute the metrics of one iteration: sums over its optimizer steps, numbers derived from them, and speed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import EffectiveSampleSize, Mean, Sum, Sums, add_sums
-from jackpot.core.types import TrainingSample
+from jackpot.core.metrics import EffectiveSampleSize, Max, Mean, Sum, Sums, add_sums
+from jackpot.core.types import TrainingSample, Version
 from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
@@ -56,6 +56,25 @@ def training_sums(
         "tokens/train": Sum.number(trained),
         "flops/train": Sum.number(flops),
     }
+
+
+def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Sums:
+    """Count for each sampled token the iterations whose update its model has had since it was generated.
+
+    Args:
+        starts: weights at the start of the newest iterations, oldest first; the last one is that of this iteration.
+    """
+    if not samples:
+        return {}
+    lags, masks = [], []
+    by_role = {role: torch.tensor([getattr(one, role) for one in starts]) for role in Version._fields}
+    for rollout in (sample.rollout for sample in samples):
+        role = rollout.sampled_by
+        versions = rollout.versions[:, Version._fields.index(role)]
+        lags.append((by_role[role][:, None] > versions).sum(0))
+        masks.append(rollout.sampled_mask)
+    lag, mask = torch.cat(lags), torch.cat(masks)
+    return {"lag/iterations": Mean.of(lag, mask), "lag/iterations_max": Max.of(lag, mask)}
 
 
 def metric_values(sums: Sums) -> dict[str, float]:

@@ -48,6 +48,7 @@ from jackpot.training.distill_control import next_distill_weight
 from jackpot.training.gradients import GradientSplit
 from jackpot.training.joint_optimizer import JointOptimizer
 from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
+from jackpot.training.kept_weights import KeptWeights
 from jackpot.training.learner import Learner, StepResult
 from jackpot.training.old_policy import (
     MicroBatch,
@@ -168,6 +169,7 @@ class JointLearner(Learner):
             pads=not can_pack(policy),
         )
         self._old_version = Version(0, 0)  # weights that the old log-probs are of
+        self._kept: dict[Role, KeptWeights] = {}
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,
@@ -304,8 +306,18 @@ class JointLearner(Learner):
             trace=loss.trace if trace else {},
         )
 
+    def keep_weights(self, role: Role) -> None:
+        if role not in self._kept:
+            self._kept[role] = KeptWeights(self._models[role].parameters())
+        self._kept[role].keep()
+
     @torch.no_grad()
-    def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
+    def score(
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+    ) -> dict[str, Tensor]:
+        if kept:
+            with self._kept[role].in_place():
+                return self.score(role, batches, sampling)
         model, scores = self._models[role], {}
         for batch in (batch_to(batch, self._device) for batch in batches):
             exists = batch.attention_mask

@@ -56,11 +56,23 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def score(self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling) -> dict[str, Tensor]:
+    def keep_weights(self, role: Role) -> None:
+        """Keep a copy of a model's weights in the host's memory, for `score`, instead of the one kept before.
+
+        A model that is not trained needs no copy.
+        """
+
+    @abstractmethod
+    def score(
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+    ) -> dict[str, Tensor]:
         """Compute the log-probs of every response token and of its `top_ids`, by rollout uid: [T, 1 + K] float32, CPU.
 
         They are those of the distribution that `sampling` draws from, filters included; -inf for a token that the
         filters drop.
+
+        Args:
+            kept: compute with the weights of the last `keep_weights`.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ next batch -> check the engine -> advantages -> optimizer steps -> send weights 
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from jackpot.core.clock import Clock
 from jackpot.core.errors import TrainingError
 from jackpot.core.metrics import Sums
-from jackpot.core.types import TokenBatch, TrainingSample
+from jackpot.core.types import Role, Rollout, TokenBatch, TrainingSample, Version
+from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import mini_batches
@@ -20,7 +22,7 @@ from jackpot.training.components import RunComponents
 from jackpot.training.evaluator import Evaluator
 from jackpot.training.guards import EngineCheck, NonFiniteGuard
 from jackpot.training.interrupt import StopSignal
-from jackpot.training.iteration_metrics import metric_values, throughput, training_sums
+from jackpot.training.iteration_metrics import lag_sums, metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
 from jackpot.training.rollback import RollbackGuard
 from jackpot.training.run.folder import RunFolder, measure_of
@@ -35,11 +37,13 @@ class Trainer:
 
     The loop runs in one thread and waits at four places:
     - the sampler: consumes the weights in the engine and prompts, produces a rollout batch. Waits until the engine has
-      generated it, unless `batch.ahead` had it generated while the batch before was trained on.
+      generated it; with `batch.ahead` it was begun while an earlier batch was trained on.
     - the learner: consumes the rollout batch, produces new weights.
-    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` it first
-      waits until the engine has generated the next batch with the old weights, so no batch mixes two versions.
-    - evaluation: waits until both engines have answered. Nothing is generated for training meanwhile.
+    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` it comes
+      when few of the batches that were begun are left to train on, and waits until these are generated with the old
+      weights: no batch mixes two versions, and none is trained on by weights more than `ahead` iterations younger.
+    - evaluation: waits until both engines have answered, and before that until every batch that was begun is complete.
+      Nothing is generated for training meanwhile.
 
     Args:
         components: engines and learner hold the same weights.
@@ -54,16 +58,16 @@ class Trainer:
         config = components.config
         self._components, self._config, self._folder, self._on_metrics = components, config, folder, on_metrics
         self._clock = Clock()
-        prompts = PromptStream(components.task, "train", config.seed)
         self._sampler = Sampler(
             config,
             components.writers,
             components.task,
             components.tokenizer,
             components.costs,
-            prompts,
+            PromptStream(components.task, "train", config.seed),
             self._clock,
             folder.event,
+            self._check_engines,
         )
         self._engine_checks = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
@@ -75,8 +79,10 @@ class Trainer:
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
         self.iteration = -1  # the last one that is finished; 0 is the evaluation before training
+        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of the newest iterations
         if state is not None:
-            prompts.load_state_dict(state["prompts"])
+            self._sampler.load_state_dict(state)
+            self._versions.extend(Version(*version) for version in state.get("versions", ()))
             self.iteration = state["iteration"]
 
     def train(self) -> bool:
@@ -96,24 +102,29 @@ class Trainer:
             while self.iteration < config.iterations and not stop.requested:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
-                with self._clock("check"):
-                    for role, check in self._engine_checks.items():
-                        own = [one for one in batch.unfiltered if one.sampled_by == role]
-                        check.check_batch(parts.writers[role], own, number)
-                with self._sampler.overlap_with_training(number + 1), self._clock("train"):
+                self._versions.append(parts.learner.version)
+                if self._sampler.begin_ahead(number):
+                    with self._clock("check"):
+                        for check in self._engine_checks.values():
+                            check.keep_weights()
+                with self._clock("train"):
                     samples = parts.learner.compute_advantages(batch.scored)
                     mini_batches = list(self._mini_batches(samples))
                     trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
                     results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
+                writers = self._next_writers(number)
+                if writers:
+                    self._sampler.finish()
                 with self._clock("sync"):
-                    for role, engine in parts.next_writers(number).items():
+                    for role, engine in writers.items():
                         parts.send_weights(engine, role)
                 with self._clock("save"):
                     self._save(number, samples, results)
-                if self._finish_steps(number, results, batch.sums | training_sums(samples, results, parts, number)):
+                sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
+                if self._finish_steps(number, results, sums):
                     self.rolls_back = not stop.requested
                     return False
-            self._checkpointer.save_last(self._state())
+            self._checkpointer.save_last(self.iteration, self._state)
         return self.iteration == config.iterations
 
     def close(self) -> None:
@@ -122,6 +133,17 @@ class Trainer:
             closing.callback(self._folder.close)
             closing.callback(self._components.close)
             self._record_events()  # those of an iteration that did not end may say why
+
+    def _check_engines(self, number: int, rollouts: Sequence[Rollout]) -> None:
+        """Check what the engines report of the rollout batch of iteration `number`."""
+        with self._clock("check"):
+            for role, check in self._engine_checks.items():
+                own = [one for one in rollouts if one.sampled_by == role]
+                check.check_batch(self._components.writers[role], own, number)
+
+    def _next_writers(self, number: int) -> dict[Role, Engine]:
+        """Return the engines that are to generate rollouts with the weights of after iteration `number`."""
+        return self._components.next_writers(number) if self._sampler.takes_weights else {}
 
     def _finish_steps(self, number: int, results: Sequence[StepResult], sums: Sums) -> bool:
         """Finish an iteration after its optimizer steps; return whether the run has collapsed and is to go back."""
@@ -138,14 +160,15 @@ class Trainer:
         self.iteration += 1
         values, batch = metric_values(sums), self._config.batch
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
+            self._sampler.finish()
             with self._clock("evaluate"):
-                values |= self._evaluator.evaluate(self.iteration)
+                values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
         self._folder.check_in_place()
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
         with self._clock("save"):  # counts to the next line
             line = self._folder.report(self.iteration, values | self._rollback.metrics)
-            self._checkpointer.save_if_due(self._state(), values.get(f"eval/policy_{measure_of(values)}"))
+            self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
         return line
 
@@ -182,9 +205,12 @@ class Trainer:
         return number == self._config.iterations
 
     def _state(self) -> dict[str, Any]:
-        """Return what the loop needs to continue after `iteration`; the checkpointer adds the rest."""
-        prompts, bad_steps = self._sampler.prompt_state, self._non_finite.count
-        return {"iteration": self.iteration, "prompts": prompts, "non_finite": bad_steps}
+        """Return what the loop needs to continue after `iteration`; the checkpointer adds the rest.
+
+        Waits until every batch that was begun ahead is complete.
+        """
+        versions = [list(version) for version in self._versions]
+        return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
 
     def _record_events(self) -> None:
         for event in self._components.take_events():

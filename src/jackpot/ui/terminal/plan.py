@@ -82,7 +82,7 @@ def _engine(config: Config) -> str:
     if config.draft:
         parts.append(f"the rollout model drafts for the policy, tokens {config.draft.tokens}, lam {config.draft.lam:g}")
     if config.batch.ahead:
-        parts.append("one rollout batch ahead")
+        parts.append(f"up to {config.batch.ahead} rollout batches ahead")
     if other:
         parts.append(f"evaluation of the policy with {_precision(other)}")
     return "; ".join(parts)
