@@ -127,6 +127,19 @@ def test_temperatures_at_which_vllm_samples_with_another_one_are_refused(folder,
     engine.close()
 
 
+def test_scores_are_right_while_responses_are_unfinished(folder):
+    engine, reference = make(folder), Reference(folder, torch.float32)
+    [rollout] = engine.generate([tiny_request("read")])
+    tokens = rollout.token_ids.tolist()
+    for temperature in (1.0, 0.7):
+        engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=40) for i in range(8)])
+        sampling = tiny_request("", temperature=temperature).sampling
+        exact = reference.log_probs(rollout.prompt, tokens, sampling)[np.arange(len(tokens)), tokens]
+        assert engine.score([rollout], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
+        assert len(engine.collect(8)) == 8
+    engine.close()
+
+
 def test_a_whole_context_can_be_scored_and_no_more(folder):
     engine, reference = make(folder), Reference(folder, torch.float32)
     written = engine.generate([tiny_request(f"{i}", 60, seed=i, max_new_tokens=4) for i in range(20)])

@@ -106,7 +106,14 @@ class VLLMEngine(ThreadEngine):
         self._post(add_all)
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one vLLM request."""
+        """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one vLLM request.
+
+        It waits until no response is unfinished: vLLM returns log-probs of tokens that are asked for, or the top ones,
+        for all requests of a step.
+        """
+        self._check_open()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
         self._check_open()
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
