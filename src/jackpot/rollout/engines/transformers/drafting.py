@@ -7,8 +7,6 @@ Shapes: `R` rows at the start, `N` of them unfinished, `k` most drafts of a row,
 head, `V` vocabulary, `K` top log-probs.
 """
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,39 +21,13 @@ from jackpot.models.forward import backbone, head_logits, output_layer
 from jackpot.models.packed_attention import AttentionSet, layer_windows
 from jackpot.models.sampling import Draw, sample_tokens, sampling_log_probs
 from jackpot.objectives.kernels.topk import top_k as largest
+from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRunner, pack_draw, threads_for
 from jackpot.rollout.engines.transformers.kv_cache import RaggedKVLayer
 from jackpot.rollout.engines.transformers.static_decoding import STATIC, layer_masks
 
 _FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # of a row whose number of drafts follows what is accepted
 _MAX_PROBS = 2**26  # numbers of distributions [.., V] that are verified at once
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Counts what drafts are worth and what they cost, over responses."""
-
-    tokens: int = 0  # generated
-    passes: int = 0  # of a row through the policy, that of its prompt too
-    verifications: int = 0  # those of these passes that verified drafts
-    verified: int = 0  # tokens that they gave, the one behind the last accepted draft too
-    judged: int = 0  # drafts before which all were accepted
-    accepted: int = 0  # of these
-    read_alone: int = 0  # tokens that the policy reads to generate the same responses alone
-    read_by_policy: int = 0
-    read_by_draft: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of drafts by name; none where nothing was generated."""
-        if not self.tokens:
-            return {}
-        return {
-            "draft/accepted_length": self.verified / self.verifications if self.verifications else math.nan,
-            "draft/acceptance": self.accepted / self.judged if self.judged else math.nan,
-            "draft/policy_passes_per_token": self.passes / self.tokens,
-            "draft/policy_reads": self.read_by_policy / self.read_alone,
-            "draft/draft_reads": self.read_by_draft / self.read_alone,
-        }
 
 
 class RaggedRunner:

@@ -25,10 +25,11 @@ from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_request, check_scores
+from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.in_flight import InFlightRequests
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
-from jackpot.rollout.engines.transformers.drafting import DraftCounts, DraftedBatch
+from jackpot.rollout.engines.transformers.drafting import DraftedBatch
 from jackpot.rollout.engines.transformers.static_decoding import (
     GraphCapture,
     StaticBatch,
