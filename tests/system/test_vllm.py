@@ -35,14 +35,20 @@ def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
     assert last["mismatch/engine_gap"] < 1e-6
 
 
-@pytest.mark.parametrize("share", ["1.0", "{schedule: linear, hold: 1, until: 4}"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, share: str) -> None:
-    """Also where the rollouts pass from one model's vLLM to the other's."""
-    config = small_config("engine={name: vllm, kv_cache_memory_bytes: 268435456}", f"rollout_model.share={share}")
+@pytest.mark.parametrize(
+    ("share", "draft"), [("1.0", "null"), ("{schedule: linear, hold: 1, until: 4}", "null"), ("0.0", "{tokens: 3}")]
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, share: str, draft: str) -> None:
+    """Also where the rollouts pass from one model's vLLM to the other's, or where one drafts for the other."""
+    engine = f"engine={{name: vllm, kv_cache_memory_bytes: 268435456, draft: {draft}}}"
+    config = small_config(engine, f"rollout_model.share={share}")
     run(config, tmp_path / "whole")
     run(config, tmp_path / "stopped", kill_after=2)
     run(config, tmp_path / "stopped")
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", ["policy", "rollout_model"])
+    for line in metrics(tmp_path / "whole")[1:]:
+        assert line["mismatch/engine_gap"] < 1e-6
+        assert ("draft/acceptance" in line) == (draft != "null")
 
 
 def test_a_model_is_measured_with_vllm_as_with_transformers(tmp_path: Path) -> None:

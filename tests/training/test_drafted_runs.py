@@ -55,7 +55,13 @@ def test_relaxed_drafts_are_corrected_as_the_distribution_that_drew_them(tmp_pat
         (("rollout_model=null",), "share below 1"),
         (("rollout_model.share=1.0",), "share below 1"),
         (("engine.draft.lam=0.5", "objective.correction={name: obrs, normalizer: exact}"), "lam 0.5"),
-        (("engine=vllm", "evaluation.engine={name: transformers, draft: {}}"), "share below 1"),
+        (("engine=vllm", "evaluation.engine={name: transformers, draft: {}}"), "one kind of engine"),
+        (("evaluation.engine=transformers",), "the policy's with draft"),
+        (("engine={name: vllm, draft: {tokens: auto}}",), "vLLM drafts the same number"),
+        (("engine={name: vllm, draft: {lam: 0.5}}",), "draft.lam is 0.5"),
+        (("engine={name: vllm, draft: {}, kv_cache_dtype: fp8}",), "plain weights"),
+        (("engine={name: vllm, draft: {}, enable_sleep_mode: true}",), "awake"),
+        (("engine={name: vllm_server, urls: http://a:1, weights_folder: w, draft: {}}",), "not for servers"),
     ],
 )
 def test_settings_that_drafts_do_not_go_with_are_refused(overrides, message):

@@ -1,9 +1,9 @@
 """Settings of the inference engines, one class each, chosen by name."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from jackpot.config.base import MAY_CHANGE, Bound, Count, Names, Strict, by_name
 
@@ -51,11 +51,11 @@ class DraftConfig(Strict):
 
     tokens: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = 4
     """Tokens that are proposed before each forward pass of the policy; auto: from 4 on, two more after a pass that
-    accepted all and one less after one that did not, for each response on its own, 1 to 16."""
+    accepted all and one less after one that did not, for each response on its own, 1 to 16. vLLM has no auto."""
     lam: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """A draft x of the rollout model's distribution q is accepted with probability min(1, p(x) / (lam q(x))). With 1
     the tokens have the policy's distribution p; a smaller number accepts more, and the log-probs that are reported are
-    those of the distribution that drew the token, between p and q, in evaluations too."""
+    those of the distribution that drew the token, between p and q, in evaluations too. vLLM has 1 only."""
 
 
 class TransformersEngineConfig(_Engine):
@@ -86,8 +86,33 @@ class VLLMEngineConfig(_Engine):
     """Number of the GPU that vLLM runs on; null: the learner's."""
     enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
     """Release the GPU's memory while the learner trains. Only one engine of a process can."""
+    draft: DraftConfig | None = None
+    """Have the rollout model draft what the policy generates: its share of the rollouts (`rollout_model.share`, 0 for
+    all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Not run on a
+    GPU."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
+
+    @model_validator(mode="after")
+    def _check_draft(self) -> "VLLMEngineConfig":
+        if self.draft is None:
+            return self
+        if self.draft.tokens == "auto":
+            raise ValueError(
+                "draft.tokens is 'auto', but vLLM drafts the same number for all responses; give a number, 4 is usual, "
+                "or use engine=transformers"
+            )
+        if self.draft.lam < 1.0:
+            raise ValueError(
+                f"draft.lam is {self.draft.lam:g}, but vLLM accepts drafts as an exact sample needs it; use lam 1, or "
+                f"engine=transformers"
+            )
+        if is_quantized(self) or self.enable_sleep_mode:
+            raise ValueError(
+                "vLLM's draft model gets plain weights and is awake; leave quantization, kv_cache_dtype and "
+                "enable_sleep_mode out, or draft"
+            )
+        return self
 
 
 class VLLMServerEngineConfig(_Engine):
@@ -109,6 +134,16 @@ class VLLMServerEngineConfig(_Engine):
     """Failed attempts at one response, over all servers, after which the run stops."""
     connect_timeout: Annotated[Bound, MAY_CHANGE] = 600.0
     """Time to wait while no server can be reached, seconds; after that the run stops."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_draft(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "draft" in given:
+            raise ValueError(
+                "engine.draft is not for servers, whose draft model would keep the weights that it started with; use "
+                "engine=vllm or engine=transformers, or leave it out"
+            )
+        return given
 
 
 def is_quantized(engine: "EngineConfig") -> bool:

@@ -468,12 +468,13 @@ class Config(Strict):
             )
         if self.batch.group_size == 1 and self.batch.filter_groups:
             raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
-        drafts = getattr(self.evaluation.engine or self.engine, "draft", None)
-        if drafts and not (self.is_mixed and isinstance(self.engine, TransformersEngineConfig)):
+        engines = [self.engine, self.evaluation.engine or self.engine]
+        drafts = [getattr(engine, "draft", None) for engine in engines]
+        if any(drafts) and not (self.is_mixed and drafts[1] and engines[0].name == engines[1].name):
             raise ValueError(
-                "engine.draft has the rollout model draft the rollouts that the policy generates, which needs "
-                "engine=transformers and a rollout_model with a share below 1; set rollout_model.share=0.0, for all of "
-                "them, or engine.draft=null"
+                "engine.draft has the rollout model draft the rollouts that the policy generates, which needs a "
+                "rollout_model with a share below 1, and for both one kind of engine, transformers or vllm, the "
+                "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null"
             )
         one_model = isinstance(self.engine, VLLMServerEngineConfig) and self.evaluation.engine is None
         if one_model and self.rollout_model is not None:

@@ -20,14 +20,14 @@ def make_engine(
 
     Args:
         device: the learner's device.
-        drafter: engine of the model that drafts for this one, both of them `TransformersEngine`; None: none does.
+        drafter: engine of the model that drafts for this one, of the same class, which drafts; None: none does.
 
     Raises:
         ConfigError: a setting that the engine does not have on this device.
         EngineError, ModelError: the engine cannot be made, or not with this model.
     """
     if isinstance(settings, VLLMEngineConfig):
-        return VLLMEngine(path, settings, device=device, version=version)
+        return VLLMEngine(path, settings, device=device, version=version, drafter=drafter)
     is_remote = isinstance(settings, VLLMServerEngineConfig)
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote else device)
     engine = VLLMServerEngine if is_remote else partial(TransformersEngine, drafter=drafter)

@@ -125,6 +125,11 @@ def test_a_run_has_the_engines_that_the_launcher_makes() -> None:
     assert same["evaluation.engine"].role == "policy" and same["evaluation.engine"].settings == needs["engine"].settings
     alone = engine_needs(resolve("joint_8b", "on_policy", []), 1024)
     assert {name: one.role for name, one in alone.items()} == {"engine": "policy"}
+    drafted = engine_needs(small_config("rollout_model.share=0.0", "engine={name: vllm, draft: {}}"), 6)
+    plain = engine_needs(small_config("rollout_model.share=0.0", "engine=vllm"), 6)
+    for part in ("weights", "token"):  # one vLLM holds the policy and the model that drafts for it
+        both = sum(getattr(one, part) for one in plain.values())
+        assert getattr(drafted["evaluation.engine"], part) == both != getattr(plain["evaluation.engine"], part)
     other = engine_needs(small_config("evaluation.engine=transformers", arm="on_policy"), 6)
     assert {name: one.role for name, one in other.items()} == {"engine": "policy", "evaluation.engine": "policy"}
 

@@ -126,7 +126,11 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
     role: Role = "rollout_model" if "rollout_model" in paths else "policy"
     needs = {"engine": needs_of(config, role, config.engine, prompt_tokens)}
     if settings is not None or role != "policy":
-        needs["evaluation.engine"] = needs_of(config, "policy", settings or config.engine, prompt_tokens)
+        own = needs_of(config, "policy", settings or config.engine, prompt_tokens)
+        if config.draft and isinstance(own.settings, VLLMEngineConfig):  # one vLLM holds both models
+            draft = needs_of(config, "rollout_model", own.settings, prompt_tokens)
+            own = own._replace(weights=own.weights + draft.weights, token=own.token + draft.token)
+        needs["evaluation.engine"] = own
     return needs
 
 

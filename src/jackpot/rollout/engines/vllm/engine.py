@@ -14,6 +14,7 @@ Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -27,13 +28,21 @@ import torch
 from torch import Tensor
 
 from jackpot.config.engines import VLLMEngineConfig, is_quantized
-from jackpot.core.digest import WeightsDigest
+from jackpot.core.digest import WeightsDigest, weights_digest
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model, resolve_path
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.draft_counts import DraftCounts
+from jackpot.rollout.engines.vllm.drafts import (
+    count_drafts,
+    draft_arguments,
+    expand,
+    repair_sampling,
+    reserved_tokens,
+)
 from jackpot.rollout.engines.vllm.protocol import (
     check_temperature,
     join_log_probs,
@@ -57,12 +66,22 @@ _CPU_CACHE_BYTES = 2**30  # of keys and values, where `kv_cache_memory_bytes` is
 class VLLMEngine(ThreadEngine):
     """Decodes with a copy of the model that vLLM owns, in this process."""
 
-    def __init__(self, path: str, settings: VLLMEngineConfig, *, device: torch.device, version: Version) -> None:
+    def __init__(
+        self,
+        path: str,
+        settings: VLLMEngineConfig,
+        *,
+        device: torch.device,
+        version: Version,
+        drafter: "VLLMEngine | None" = None,
+    ) -> None:
         """Start vLLM with the model in `path` and its weights.
 
         Args:
             path: path of the model as `load_model` takes it.
             device: the learner's device. vLLM runs on the same kind of device, on a GPU by default on the same one.
+            drafter: the engine whose model proposes tokens as `settings.draft` says. vLLM holds a copy of that model,
+                which gets each new weights of the drafter; None: this engine's model generates alone.
 
         Raises:
             ConfigError: a setting that vLLM does not have on this kind of device.
@@ -75,7 +94,16 @@ class VLLMEngine(ThreadEngine):
         # Only quantized weights are given to vLLM at its start; it reads others from the folder itself.
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self._eos_token_ids, folder = tuple(eos_token_ids(model)), resolve_path(path)
+        self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
+        self._draft = settings.draft if drafter is not None else None
+        self._arguments: dict[str, Any] = {"max_model_len": settings.max_model_len}
+        if drafter is not None:
+            context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            limit = drafter.capabilities.max_model_len
+            limit = min(context or limit, limit)
+            self._arguments = draft_arguments(settings.draft, drafter._folder, settings.max_num_seqs, limit)
+        self._followers: list[VLLMEngine] = []  # those for which this engine's model drafts
+        self._draft_counts: deque[DraftCounts] = deque()  # of finished responses
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
         self._events = list(self._weight_format.events)
         self._llm: Any = None
@@ -87,10 +115,12 @@ class VLLMEngine(ThreadEngine):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", category=FutureWarning)  # from torch, about vLLM's own calls
-                self._capabilities = self._call(lambda: self._load(folder, weights))
+                self._capabilities = self._call(lambda: self._load(weights))
         except BaseException:
             self.close()
             raise
+        if drafter is not None:
+            drafter._followers.append(self)
 
     def _check(self, request: Request) -> None:
         check_request(request, self.capabilities)
@@ -133,20 +163,41 @@ class VLLMEngine(ThreadEngine):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says.
 
-        vLLM holds some weights fused or packed, so the digest is computed from the tensors that it is given.
+        vLLM holds some weights fused or packed, so the digest is computed from the tensors that it is given. An engine
+        for which this one's model drafts gets them too.
         """
-        self._check_open()
-        self._in_flight.check_empty()
+        followers = [engine for engine in self._followers if not engine._is_closed]
+        for engine in (self, *followers):
+            engine._check_open()
+            engine._in_flight.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(sent, self._shapes)
         digest = self._call(lambda: self._replace_weights(sent))
+        for engine in followers:
+            engine._update_draft(sent)
         self._version = version
         return digest
+
+    def _update_draft(self, sent: Sequence[tuple[str, Tensor]]) -> None:
+        """Replace the weights of vLLM's copy of the model that drafts, or raise EngineError where not all arrived."""
+        held, whole = self._call(lambda: self._replace_draft_weights(sent)), weights_digest(sent, self._dtype)
+        if held != whole:
+            raise EngineError(
+                f"vLLM's draft model has taken only a part of its new weights: digest {held[:12]} in place of "
+                f"{whole[:12]}. Leave engine.draft out, or use engine=transformers"
+            )
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return the event `quantized` at the first call, where the settings quantize."""
         events, self._events = self._events, []
         return events
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of drafts (docs/metrics.md), where the engine has a drafter, from vLLM's own counters."""
+        counts = DraftCounts()
+        while self._draft_counts:  # the other thread may append
+            counts += self._draft_counts.popleft()
+        return counts.metrics()
 
     def sleep(self) -> None:
         """Release the memory of weights and cache until the next `update_weights`, with `enable_sleep_mode`."""
@@ -175,13 +226,13 @@ class VLLMEngine(ThreadEngine):
             self._llm.engine_core.shutdown()
         self._llm = None
 
-    def _load(self, folder: str, weights: Sequence[tuple[str, Tensor]]) -> Capabilities:
+    def _load(self, weights: Sequence[tuple[str, Tensor]]) -> Capabilities:
         """Start vLLM.
 
         Args:
-            weights: weights to start with, in the engine's dtype; none: those in `folder`.
+            weights: weights to start with, in the engine's dtype; none: those in the model's folder.
         """
-        settings, on_cpu = self._settings, self._device.type == "cpu"
+        folder, settings, on_cpu = self._folder, self._settings, self._device.type == "cpu"
         enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
         vllm = _import_vllm(compiles=not enforce_eager)
         _check_device(not on_cpu, vllm.has_gpu)
@@ -199,7 +250,6 @@ class VLLMEngine(ThreadEngine):
                 kv_cache_dtype=settings.kv_cache_dtype or "auto",
                 seed=0,
                 max_num_seqs=settings.max_num_seqs,
-                max_model_len=settings.max_model_len,
                 max_logprobs=-1,
                 logprobs_mode="processed_logprobs",
                 enforce_eager=enforce_eager,
@@ -210,10 +260,12 @@ class VLLMEngine(ThreadEngine):
                 device_ids=None if device is None else [device],
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
+                **self._arguments,
             )
             with _one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             self._llm.apply_model(_keep_scales)
+            self._llm.collective_rpc(repair_sampling)
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
         finally:
@@ -222,7 +274,7 @@ class VLLMEngine(ThreadEngine):
         return Capabilities(
             vocab_size=model.get_vocab_size(),
             num_top_log_probs=model.get_vocab_size(),
-            max_model_len=model.max_model_len,
+            max_model_len=model.max_model_len - (reserved_tokens(self._draft) if self._draft else 0),
             quantized=is_quantized(settings) or bool(model.quantization),
             dtype=self._dtype,
             device=self._device.type,
@@ -258,6 +310,9 @@ class VLLMEngine(ThreadEngine):
             response = output.outputs[0]
             ids, log_probs = top.arrays(len(response.token_ids), 1 + request.sampling.num_top_log_probs)
             rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
+            if metrics := response.spec_decode_metrics:
+                prompt = len(request.prompt.token_ids)
+                self._draft_counts.append(count_drafts(prompt, len(response.token_ids), metrics))
             self._complete([rollout])
 
         return handle
@@ -267,16 +322,29 @@ class VLLMEngine(ThreadEngine):
         if self._is_asleep:
             self._llm.wake_up(["weights"])
         digest = WeightsDigest(self._dtype)
-        cast = ((name, tensor.to(self._dtype)) for name, tensor in sent)
-        converted = self._weight_format.convert(digest.watch(cast))
+        converted = self._weight_format.convert(digest.watch(self._cast(sent)))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
         self._llm.apply_model(_pack_tied_head)
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
+        self._forget_states()
+        return digest.hexdigest()
+
+    def _replace_draft_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+        """Have vLLM's draft model load new weights; return the digest of the tensors that it has taken."""
+        digest = WeightsDigest(self._dtype)
+        self._llm.collective_rpc(self._vllm.reload_draft, args=(digest.watch(self._cast(sent)),))
+        self._forget_states()
+        return digest.hexdigest()
+
+    def _cast(self, sent: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._dtype)) for name, tensor in sent)
+
+    def _forget_states(self) -> None:
+        """Empty the prefix cache."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache still holds states of the old weights and could not be reset")
-        return digest.hexdigest()
 
 
 def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
@@ -363,6 +431,7 @@ class _VLLM:
     RequestOutputKind: Any
     tokens_input: Any
     register_loader: Callable[[Iterable[tuple[str, Tensor]]], str]
+    reload_draft: Callable[[Any, Iterable[tuple[str, Tensor]]], None]
     has_gpu: bool
 
 
@@ -408,12 +477,15 @@ def _import_vllm(compiles: bool) -> _VLLM:
     if not compiles:
         torch._dynamo.config.disable = True  # vLLM would compile the gathering of log-probs: 14 s at the first request
     try:
+        from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.inputs import tokens_input
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.utils import cpu_triton_utils
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
         raise EngineError(
@@ -434,5 +506,23 @@ def _import_vllm(compiles: bool) -> _VLLM:
 
         return _LOAD_FORMAT
 
-    has_gpu = not current_platform.is_cpu()
-    return _VLLM(EngineArgs, LLMEngine, SamplingParams, RequestOutputKind, tokens_input, register_loader, has_gpu)
+    def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights of the draft model, as `reload_weights` of vLLM's worker replaces those of the other."""
+        model, config = worker.get_draft_model(), worker.vllm_config
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(model)
+            model.load_weights(weights)
+            finalize_layerwise_reload(model, config.speculative_config.draft_model_config)
+        _pack_tied_head(model)
+
+    cpu_triton_utils._expand_kernel_impl = expand
+    return _VLLM(
+        EngineArgs=EngineArgs,
+        LLMEngine=LLMEngine,
+        SamplingParams=SamplingParams,
+        RequestOutputKind=RequestOutputKind,
+        tokens_input=tokens_input,
+        register_loader=register_loader,
+        reload_draft=reload_draft,
+        has_gpu=not current_platform.is_cpu(),
+    )
