@@ -22,6 +22,7 @@ from jackpot.analysis.advice.rule import (
     worth_of,
 )
 from jackpot.analysis.replay.run import replay
+from jackpot.analysis.replay.stats import SampledColumns, rule_columns
 
 
 def sums(**given: float) -> torch.Tensor:
@@ -82,6 +83,15 @@ def test_the_share_elsewhere_is_the_total_variation_of_the_states_behind_the_fir
     assert 0.005 > none.elsewhere.error > 0.001 and expected.value > 0.1
     prefix = next(one for one in found.answer.candidates if one.label == "prefix low=1 high=1")
     assert prefix.elsewhere.value < 0.7 * none.elsewhere.value  # it weighs states by R_t, within its band
+
+
+def test_states_are_weighed_by_their_share_of_all_weights_and_masked_tokens_are_not_counted():
+    """h of 0.6, 1.0 and 0.2 is, over its mean of 0.6, 1, 5/3 and 1/3, beside R of 1, 0.5 and 2."""
+    mask = torch.tensor([[True, True, True, False]])
+    scale, prefixes = (torch.tensor([row], dtype=torch.float64) for row in ([0.6, 1.0, 0.2, 9.0], [1.0, 0.5, 2.0, 0.0]))
+    ones = torch.ones_like(scale)
+    found = rule_columns(SampledColumns(ones, 2.0 * ones, 3.0 * ones, 4.0 * ones), scale, prefixes, 0.5 * ones, mask)
+    assert found.tolist() == [pytest.approx([3.0, 3.0, 6.0, 9.0, 12.0, 5.0 / 3.0 - 0.5, 1.5])]
 
 
 def test_the_standard_error_is_the_spread_over_repeated_draws():
