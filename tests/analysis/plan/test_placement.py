@@ -91,11 +91,11 @@ def test_drafts_make_the_policy_faster() -> None:
 
 
 def test_the_cheapest_is_the_least_of_all_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AHEAD", (0, 1, 2))
+    monkeypatch.setattr(module, "AHEAD", (0, 1, 3))
     found = placements(small_config(), 20.0).plan(3, restart=1.0)
     assert [str(run.placement) for run in found.runs] == ["shared", "1 + 2", "2 + 1"]
-    assert [list(run.by_ahead) for run in found.runs] == [[0], [0, 1, 2], [0, 1, 2]]
-    assert [list(run.in_flight) for run in found.runs] == [[], [1, 2], [1, 2]]
+    assert [list(run.by_ahead) for run in found.runs] == [[0], [0, 1, 3], [0, 1, 3]]
+    assert [list(run.in_flight) for run in found.runs] == [[], [1, 3], [1, 3]]
     best, ahead = found.cheapest()
     hours = [run.hours(number) for run in found.runs for number in run.by_ahead]
     assert best.hours(ahead) == min(hours) and best.evaluating > 0

@@ -4,9 +4,11 @@ Between two events every engine decodes the same sequences, so the seconds until
 events are: a response ends, an optimizer step ends, weights arrive, an engine dies, an engine is back.
 
 Rules, as in `training/trainer.py` and `rollout/sampler.py`, with versions that count finished iterations:
-- Where training on a batch begins and no later one has been begun, the next `ahead` batches are begun together.
-- The learner sends weights where at most one batch is begun and not trained on, and waits until it is complete: engines
-  take weights only while none of them generates. So a batch has one version, and nothing that was begun is dropped.
+- Where training on a batch begins and fewer later ones are begun than the reserve, which is more than half of `ahead`,
+  all are begun that `ahead` allows.
+- The learner sends weights where no more batches than the reserve are begun and not trained on, and waits until those
+  are complete: engines take weights only while none of them generates. So a batch has one version, and nothing that was
+  begun is dropped.
 - An engine that dies loses its unfinished responses. Other engines generate them again from the first token.
 """
 
@@ -114,13 +116,14 @@ class _Simulation:
         """Begin everything that may begin: sending, batches, training, responses."""
         in_flight, trained = self._cluster.in_flight, self._trained
         if not self._is_training and now >= self._learner_free:
-            is_due = self._version < trained and (in_flight or len(self._left) - trained < 2)
+            is_due = self._version < trained and (in_flight or len(self._left) - trained <= self._reserve)
             if is_due and (in_flight or not self._unfinished):
                 self._send(now)
             elif not is_due:
                 self._begin_batches(trained + 1)
                 if self._left.get(trained + 1) == 0:
-                    self._begin_batches(trained + 1 + self._cluster.ahead, if_begun=trained + 1)
+                    if len(self._left) - trained - 1 < self._reserve:
+                        self._begin_batches(trained + 1 + self._cluster.ahead)
                     self._is_training = True
                     self._work(now + self._cluster.training)
         if in_flight:
@@ -128,15 +131,20 @@ class _Simulation:
         if self._queue:
             self._admit(now)
 
-    def _begin_batches(self, last: int, if_begun: int | None = None) -> None:
-        """Begin the batches up to number `last`; with `if_begun` only if that many are begun so far."""
-        if if_begun in (None, len(self._left)):
-            for number in range(len(self._left) + 1, min(last, len(self._batches)) + 1):
-                batch = self._batches[number - 1]
-                self.lags.append(number - 1 - self._version)
-                self._left[number] = len(batch)
-                self._unfinished += len(batch)
-                self._queue.extend((number, response) for response in batch)
+    @property
+    def _reserve(self) -> int:
+        """Return the number of batches that are begun and not trained on when the next ones are begun."""
+        ahead = self._cluster.ahead
+        return ahead // 2 + 1 if ahead else 0
+
+    def _begin_batches(self, last: int) -> None:
+        """Begin the batches up to number `last`."""
+        for number in range(len(self._left) + 1, min(last, len(self._batches)) + 1):
+            batch = self._batches[number - 1]
+            self.lags.append(number - 1 - self._version)
+            self._left[number] = len(batch)
+            self._unfinished += len(batch)
+            self._queue.extend((number, response) for response in batch)
 
     def _send(self, now: float) -> None:
         """Send the newest weights; engines that generate stop for as long."""

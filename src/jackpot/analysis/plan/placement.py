@@ -14,8 +14,8 @@ from jackpot.config.engines import EngineConfig, VLLMEngineConfig, VLLMServerEng
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
-AHEAD = (0, 1, 2, 4, 8)  # values of batch.ahead that are simulated
-IN_FLIGHT = (1, 2, 4)  # those that are simulated with engines that take weights while they generate
+AHEAD = (0, 1, 3, 5, 7)  # values of batch.ahead that are simulated; an even one takes as long as the one before it
+IN_FLIGHT = (1, 3, 5)  # those that are simulated with engines that take weights while they generate
 TRIED = 16  # splits at most of a number of GPUs; of fewer GPUs all
 HERE = "this process"
 BETWEEN_DEATHS = (3600.0, 600.0)  # mean seconds between two deaths of one engine that are simulated
