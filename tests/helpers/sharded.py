@@ -49,10 +49,22 @@ def samples_of(folder: Path, lengths: Sequence[int] = ()) -> list[TrainingSample
     return [cut(item, length) for item, length in zip(items, lengths, strict=False)] + items[len(lengths) :]
 
 
-def learner_of(config: Config, is_sharded: bool) -> JointLearner:
+def learner_of(config: Config, is_sharded: bool, checkpoint: Path | None = None) -> JointLearner:
     mesh = init_device_mesh("cpu", (RANKS,)) if is_sharded else None
-    models = load_models(config, None, torch.device("cpu"))
-    return make_learner(config, models, exact_engines=["rollout_model"], mesh=mesh)
+    models = load_models(config, checkpoint, torch.device("cpu"))
+    learner = make_learner(config, models, exact_engines=["rollout_model"], mesh=mesh)
+    if checkpoint:
+        learner.load_state_dict(torch.load(checkpoint / "state.pt", weights_only=True))
+    return learner
+
+
+def save(learner: JointLearner, config: Config, folder: Path) -> None:
+    """Write what a learner continues from; all ranks call it."""
+    folder.mkdir(exist_ok=True)
+    for role in ("policy", "rollout_model", *(["critic"] if config.critic else [])):
+        learner.save_model(role, folder / role)
+    if state := learner.state_dict():
+        torch.save(state, folder / "state.pt")
 
 
 def compared(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save_models, train
+from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save, save_models, train
 from jackpot.core.errors import ModelError
 from jackpot.core.shards import local
 from jackpot.launch.local import load_models
@@ -16,6 +16,7 @@ from jackpot.models.load import load_model
 from jackpot.training.batching import deal, plain_batches
 
 CLIPPED = [f"{role}.optimizer.max_grad_norm=0.01" for role in ("policy", "rollout_model")]
+CRITIC = ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
 PREPASS = "objective.correction.kappa=prepass"
 REPAIR = "objective.correction.kappa_tolerance=0"
 
@@ -43,7 +44,7 @@ SLOW = {
     "clipped gradients": Case((PREPASS, *CLIPPED)),
     "reference": Case((PREPASS, "objective.reference={kl_loss_coef: 0.1}")),
     "lora": Case((PREPASS, "policy.lora={rank: 4, alpha: 8}")),
-    "critic": Case((PREPASS, "objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")),
+    "critic": Case((PREPASS, *CRITIC)),
     "update once an iteration": Case((PREPASS, "rollout_model.update=iteration", "batch.mini_batch_size=6")),
     "two epochs, dealt anew": Case(("batch.ppo_epochs=2", "batch.mini_batch_size=6"), budget=40, micro_batches=4),
     "frozen rollout model": Case((PREPASS, "rollout_model.optimizer=null")),
@@ -142,6 +143,32 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_holds_whole_ones(folder, tmp_path):
     check_weights_are_current(folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_two_ranks_save_continues_on_two_ranks_and_in_one_process(folder, tmp_path):
+    config = config_of(folder, PREPASS, "policy.lora={rank: 4, alpha: 8}", *CRITIC)
+    samples = samples_of(folder)
+
+    def work(learner, rank, ranks):
+        return train(learner, config, samples, 80, rank, ranks)
+
+    def first(rank):
+        learner = learner_of(config, True)
+        done = work(learner, rank, RANKS)
+        save(learner, config, tmp_path / "saved")
+        return done
+
+    on_ranks(first, tmp_path / "first")
+    alone = work(learner_of(config, False, tmp_path / "saved"), 0, 1)
+    again = on_ranks(lambda rank: work(learner_of(config, True, tmp_path / "saved"), rank, RANKS), tmp_path / "again")[
+        0
+    ]
+    straight = learner_of(config, False)
+    work(straight, 0, 1)
+    wanted = work(straight, 0, 1)
+    assert alone["digests"] == again["digests"] == wanted["digests"]
+    assert all(map(torch.equal, again["gradients"], wanted["gradients"]))
 
 
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):

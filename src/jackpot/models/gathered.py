@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.core.errors import ModelError
+from jackpot.core.shards import is_sharded, local, whole
 
 _Result = TypeVar("_Result")
 
@@ -53,6 +56,19 @@ class Gathered(nn.Module):
         Nothing waits for another rank afterwards. The other ranks get none.
         """
         return [(name, tensor.cpu()) for name, tensor in weights if dist.get_rank() == 0]
+
+    def keep_state(self, state: Any) -> Any:
+        """Return nested containers with their sharded tensors gathered on the first rank's CPU; None on other ranks.
+
+        All ranks have to call it.
+        """
+
+        def gather(leaf: Any) -> Any:
+            kept = whole(leaf) if isinstance(leaf, Tensor) else leaf
+            return (kept.cpu() if isinstance(kept, Tensor) else kept) if dist.get_rank() == 0 else None
+
+        gathered = tree_map(gather, state)
+        return gathered if dist.get_rank() == 0 else None
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
@@ -97,6 +113,15 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
                 f"one; train it in one process"
             )
     return root
+
+
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor that all ranks have, sharded as another of its shape is; a plain
+    tensor where that one is plain."""
+    if not is_sharded(other):
+        return tensor
+    mesh, placements = other.device_mesh, other.placements
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to(local(other).device)
 
 
 def _ties(model: nn.Module) -> set[frozenset[str]]:

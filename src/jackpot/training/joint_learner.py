@@ -88,7 +88,8 @@ class JointLearner(Learner):
     """Trains both models in this process, on one device; several ranks sum their gradients.
 
     Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
-    in each (`batching.deal`).
+    in each (`batching.deal`). `weights` and `state_dict` give the first rank whole tensors on its CPU, and the others
+    nothing; `save_model` lets the first rank write; all ranks load the same whole state.
 
     Args:
         policy: trained in place; fp32 weights.
@@ -342,11 +343,12 @@ class JointLearner(Learner):
         save_model(model, folder, self._gathered.keep if self._gathered else list)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict() | {
+        state = self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
             "totals": self._totals.state_dict(),
             "distill_weight": self._rollout_objective.distill_weight if self._distill_control else None,
         }
+        return self._gathered.keep_state(state) if self._gathered else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned.

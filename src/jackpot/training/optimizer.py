@@ -11,6 +11,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from jackpot.config.run import OptimizerConfig
 from jackpot.core.shards import is_sharded, locals_of, norm
+from jackpot.models.gathered import shard_like
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -119,5 +120,14 @@ class ModelOptimizer:
         return {"adamw": self._adamw.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._adamw.load_state_dict(state["adamw"])
+        """Continue from what `state_dict` returned; of a sharded model with whole tensors, which all ranks have."""
+        adamw, parameters = state["adamw"], dict(enumerate(self._parameters))
+        moments = {
+            number: {
+                name: shard_like(value, parameters[number]) if value.shape == parameters[number].shape else value
+                for name, value in entries.items()
+            }
+            for number, entries in adamw["state"].items()
+        }
+        self._adamw.load_state_dict(adamw | {"state": moments})
         self.steps = state["steps"]
