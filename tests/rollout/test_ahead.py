@@ -157,7 +157,7 @@ def test_several_batches_ahead_are_trained_on_once_within_the_bound_and_survive_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [1, 2, 4, 8])
+@pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) -> None:
     assert_bounded_and_killed_equal(tmp_path, ahead, range(1, 6))
 
@@ -172,7 +172,6 @@ def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) 
         (("sampling.max_new_tokens=24",), "tool"),
         (("rollout_model.optimizer=null", "batch.mini_batch_size=2"), None),
         (("batch.mini_batch_size=2", "rollout_model.update=iteration"), None),
-        ((), "on_policy"),
         ((), "lora"),
     ],
 )
@@ -184,9 +183,9 @@ def test_a_kill_changes_nothing_whoever_generates_what(overrides, arm, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), ("batch.filter_groups.max_num_gen_batches=3", "batch.group_size=3")])
-def test_when_a_run_waits_for_its_batches_changes_nothing(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_when_a_run_waits_for_its_batches_changes_nothing(tmp_path: Path) -> None:
     """At a checkpoint and before an evaluation all batches are completed, else each when its turn comes."""
+    overrides = ("batch.filter_groups.max_num_gen_batches=3", "batch.group_size=3")
     ours, theirs = tmp_path / "often", tmp_path / "seldom"
     run(small_config(*TINY, "batch.ahead=3", *overrides), ours)
     run(small_config(*TINY, "batch.ahead=3", *overrides, "checkpoint.every=99", "evaluation.every=99"), theirs)

@@ -61,8 +61,9 @@ def test_without_a_checkpoint_from_before_a_collapsed_run_stops(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_or_killed_after_its_rollback_ends_bit_equal(tmp_path: Path) -> None:
-    config = small_config(*COLLAPSES, GUARD)
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_run_stopped_before_or_killed_after_its_rollback_ends_bit_equal(ahead: int, tmp_path: Path) -> None:
+    config = small_config(*COLLAPSES, GUARD, f"batch.ahead={ahead}")
     run_and_copy(config, tmp_path / "whole", tmp_path / "after", after=3)
 
     def interrupt(line: MetricsLine) -> None:
