@@ -612,6 +612,14 @@ def test_a_tied_model_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
     make(server)
 
 
+def test_a_server_that_drafts_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
+    server.settings["speculative_config"] = {"method": "draft_model", "num_speculative_tokens": 3}
+    with pytest.raises(EngineError, match="without --speculative-config"):
+        make(server)
+    server.settings["device_config"]["device"] = "cuda"
+    make(server)
+
+
 def test_prompts_read_in_several_steps_are_refused_on_a_cpu_and_not_on_a_gpu(make, server):
     server.settings["scheduler_config"]["enable_chunked_prefill"] = True
     with pytest.raises(EngineError, match="--no-enable-chunked-prefill"):

@@ -24,6 +24,7 @@ class ServerInfo:
     dtype: str  # dtype of the weights, such as float32
     device: str  # kind of device, such as cpu or cuda
     chunked_prefill: bool  # True where a long prompt is read in several steps
+    speculative: bool  # True where it verifies drafts of tokens (--speculative-config)
     quantization: str | None  # vLLM's name of the quantization of weights
     cache_dtype: str  # dtype of keys and values; auto: that of the weights
     logprobs_mode: str  # kind of log-probs that the server returns
@@ -73,6 +74,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         dtype=str(model["dtype"]).removeprefix("torch."),
         device=str(vllm_config["device_config"]["device"]),
         chunked_prefill=bool(vllm_config["scheduler_config"]["enable_chunked_prefill"]),
+        speculative=vllm_config.get("speculative_config") is not None,
         quantization=model["quantization"],
         cache_dtype=str(vllm_config["cache_config"]["cache_dtype"]),
         logprobs_mode=str(model["logprobs_mode"]),
@@ -165,6 +167,11 @@ def _check_cpu_limits(info: ServerInfo, url: str) -> None:
         raise EngineError(
             f"{url} runs on a CPU and reads long prompts in several steps. vLLM would rewind a random generator there, "
             f"which it cannot, and end; start it with --no-enable-chunked-prefill"
+        )
+    if info.speculative:
+        raise EngineError(
+            f"{url} runs on a CPU and verifies drafts of tokens, where vLLM drops their temperatures and generates "
+            f"nonsense; start it without --speculative-config, or use engine=vllm with engine.draft"
         )
 
 
