@@ -310,6 +310,15 @@ class BatchConfig(Strict):
         return self
 
 
+def batches_in_reserve(ahead: int) -> int:
+    """Return how many rollout batches are begun and not trained on when the next ones begin: more than half of `ahead`.
+
+    Then at most as many begin together, so the learner need not wait for the first of them while they share the
+    engines. With fewer in reserve it would, and with more each update of the weights would serve fewer batches.
+    """
+    return ahead // 2 + 1 if ahead else 0
+
+
 class EvaluationConfig(Strict):
     """Settings of the evaluations of policy and rollout model during a run."""
 

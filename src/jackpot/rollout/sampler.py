@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.run import Config
+from jackpot.config.run import Config, batches_in_reserve
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Mean, Sum, Sums, add_sums
 from jackpot.core.prng import fold_in, uniforms
@@ -110,7 +110,7 @@ class Sampler:
         config = self._config
         last = min(iteration + config.batch.ahead, config.iterations)
         numbers = range(max(self._under_way, default=iteration) + 1, last + 1)
-        begins = len(self._under_way) < self._reserve and len(numbers) > 0
+        begins = len(self._under_way) < batches_in_reserve(self._config.batch.ahead) and len(numbers) > 0
         if begins:
             self._under_way |= {number: self._submit(number) for number in numbers}
         elif not any(isinstance(begun, _PendingBatch) for begun in self._under_way.values()):
@@ -124,17 +124,7 @@ class Sampler:
 
         That is where no more batches are under way than the learner needs meanwhile.
         """
-        return len(self._under_way) <= self._reserve
-
-    @property
-    def _reserve(self) -> int:
-        """Return the number of batches that are under way when the next ones begin: more than half of `batch.ahead`.
-
-        Then at most as many begin together, so the learner need not wait for the first of them while they share the
-        engines. With fewer in reserve it would, and with more each update of the weights would serve fewer batches.
-        """
-        ahead = self._config.batch.ahead
-        return ahead // 2 + 1 if ahead else 0
+        return len(self._under_way) <= batches_in_reserve(self._config.batch.ahead)
 
     def finish(self) -> None:
         """Wait until all batches that are under way are complete, so that the engines have nothing left to generate."""

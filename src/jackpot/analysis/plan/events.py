@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jackpot.config.run import batches_in_reserve
+
 
 class Response(NamedTuple):
     """Describes a response before it is generated."""
@@ -89,6 +91,7 @@ class _Simulation:
         self.lags: list[int] = []  # of each batch that was begun
         self._events: list[tuple[float, int, int, int]] = []  # heap: time, serial, engine or -1 of the learner, stamp
         self._serial = self._version = self._trained = self._unfinished = 0
+        self._reserve = batches_in_reserve(cluster.ahead)
         self._learner_free = 0.0  # seconds at which training or sending ends
         self._is_training = False
         self.ends: list[float] = []  # seconds at which training on each batch ended
@@ -130,12 +133,6 @@ class _Simulation:
             self._begin_batches(self._version + 1 + self._cluster.ahead)
         if self._queue:
             self._admit(now)
-
-    @property
-    def _reserve(self) -> int:
-        """Return the number of batches that are begun and not trained on when the next ones are begun."""
-        ahead = self._cluster.ahead
-        return ahead // 2 + 1 if ahead else 0
 
     def _begin_batches(self, last: int) -> None:
         """Begin the batches up to number `last`."""
