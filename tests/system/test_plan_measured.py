@@ -15,7 +15,7 @@ from jackpot.launch import local
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training.joint_learner import JointLearner
 
-STEP, TRAINING = 0.08, 1.2  # seconds of a decoding step, and of training on a batch
+STEP, TRAINING = 0.08, 1.6  # seconds of a decoding step, and of training on a batch
 ITERATIONS = 20
 
 

@@ -62,7 +62,7 @@ class ClusterPlan(NamedTuple):
     kind: str  # name of the GPU, a key of GPUS
     lengths: Lengths  # of prompts and responses
     arithmetic: Hours | None  # of the shared placement as `--dry-run` counts it; None where it has no room
-    micro_batches: int  # of an optimizer step, in the mean
+    micro_batches: int  # of an optimizer step, if all are full
     runs: list[PlacedRun]  # of placements that have the room, the shared one first
     no_room: list[Placement]
     deaths: dict[float, Simulated]  # of the placement with the shortest iterations, by mean seconds between two deaths

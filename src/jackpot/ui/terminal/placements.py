@@ -98,9 +98,9 @@ def _sentences(config: Config, plan: ClusterPlan, prompts: PromptLengths, source
         + (f", assumed: {prompts.assumed}." if prompts.assumed else ", counted.")
     )
     said.append(
-        f"An optimizer step has {plan.micro_batches:,} micro-batches: more GPUs than that do not train faster. Engines "
-        f"on GPUs of their own take {ENGINES_SHARE:.0%} of the memory. In flight: if engines took weights while they "
-        "generate, which nothing does today."
+        f"An optimizer step has {plan.micro_batches:,} full micro-batches: more GPUs than that are counted as if they "
+        f"did not train faster. Engines on GPUs of their own take {ENGINES_SHARE:.0%} of the memory. In flight: if "
+        "engines took weights while they generate, which nothing does today."
     )
     return said
 
