@@ -27,9 +27,10 @@ RANKS = 2
 
 
 def save_models(folder: Path) -> None:
-    """Two models with tied weights and two layers each."""
+    """Two models with two layers each; the second one's head is its embedding."""
     for seed, role in enumerate(("policy", "rollout_model")):
-        tiny_model(seed, VOCAB, hidden_size=32, intermediate_size=48).save_pretrained(folder / role)
+        shape = dict(hidden_size=32, intermediate_size=48, tie_word_embeddings=role == "rollout_model")
+        tiny_model(seed, VOCAB, **shape).save_pretrained(folder / role)
 
 
 def config_of(folder: Path, *overrides: str) -> Config:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save, save_models, train
 from jackpot.core.errors import ModelError
@@ -120,6 +121,8 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
 
     def work(rank):
         learner = learner_of(config, True)
+        alone = [isinstance(one.get_input_embeddings(), FSDPModule) for one in learner._models.values()]
+        assert alone == [True, False]  # the rollout model's belongs to its head
         mine = deal(batches, RANKS)[rank]
         learner.score("policy", mine, config.sampling)
         change(learner)
@@ -188,7 +191,7 @@ def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):
 def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
     monkeypatch.setattr(gathered, "fully_shard", _each_apart)
     models = load_models(config_of(folder), None, torch.device("cpu"))
-    with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the policy"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the rollout_model"):
         gathered.shard(models, SimpleNamespace(device_type="cpu"))
 
 

@@ -1,8 +1,8 @@
 """Shards the models of a learner over ranks (FSDP2): every rank keeps a part of each weight, gradient and moment.
 
-All models have one root. Its weights, which are all embeddings, final norms and heads, are whole while the root runs,
-and those of a layer while that layer runs. A weight that embedding and head share stays one weight: sharded apart, they
-would become two without an error.
+All models have one root. Its weights, which are all final norms and heads, are whole while the root runs, and those of
+a layer, or of an embedding that no head shares, while that runs. A weight that embedding and head share belongs to the
+root and stays one weight: sharded apart, it would become two without an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -99,8 +99,13 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
                 f"the {name}, {type(model).__name__}, has no layers that can be sharded one by one; train it in one "
                 f"process, or take a model such as Qwen, Llama, Mistral or Gemma"
             )
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, offload_policy=policy)
+        embedding = model.get_input_embeddings()
+        shared = {one for names in before[name] for one in names}
+        alone = [
+            module for one, module in model.named_modules() if module is embedding and f"{one}.weight" not in shared
+        ]
+        for module in (*alone, *layers):
+            fully_shard(module, mesh=mesh, offload_policy=policy)
     root = fully_shard(Gathered(models, device), mesh=mesh, offload_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):  # each setting is of one module
