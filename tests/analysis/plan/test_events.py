@@ -78,6 +78,9 @@ def test_responses_of_an_engine_that_dies_are_generated_again() -> None:
     assert never.seconds < two.seconds < one.seconds  # the other engine goes on
     assert one.lost_tokens > 0 and one == run(batches=60, between_deaths=200.0, restart=30.0)
     assert one != run(batches=60, between_deaths=200.0, restart=30.0, seed=1)
+    slots = {"models": [Speed(steady, 0.0, slots=1)]}  # a second for each token, those that are lost too
+    found = run(batches=300, first=1, between_deaths=50.0, **slots)
+    assert found.seconds == pytest.approx(6 + 8 + found.lost_tokens + 10 + 1, rel=0.01) and found.lost_tokens > 0.5
 
 
 MODEL = ModelCost(parameters=1_720_000_000, trained=0, body=2_800_000_000, head=622_000_000, pair=229_376, cache=57_344)
