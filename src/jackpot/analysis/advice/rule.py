@@ -98,17 +98,17 @@ class Worth(NamedTuple):
         return self.of_tokens * (1.0 - self.elsewhere).clamp(min=0.0).square()
 
 
-def worth_of(sums: Tensor, share: float | Tensor = 1.0) -> Worth:
-    """Compute the worth of rollouts, a share of which is the rollout model's and the others the policy's own.
+def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
+    """Compute the worth of rollouts, a fraction of which is the rollout model's and the others the policy's own.
 
     Args:
         sums: [..., 7] sums over tokens, the COLUMNS.
     """
     tokens, factor, square, wrong, trained, elsewhere, _ = sums.unbind(-1)
     mean, second = factor / tokens, square / tokens
-    total = share * mean + 1.0 - share
-    part = share * mean / torch.where(total > 0, total, 1.0)
-    noise = share * second + 1.0 - share
+    total = fraction * mean + 1.0 - fraction
+    part = fraction * mean / torch.where(total > 0, total, 1.0)
+    noise = fraction * second + 1.0 - fraction
     return Worth(
         effective=torch.where(noise > 0, total.square() / noise, 0.0),
         gap=part * torch.where(trained > 0, wrong / trained, 1.0),
