@@ -68,6 +68,16 @@ def test_sample_shows_both_models_before_and_after(trained: tuple[Path, str]) ->
     assert "policy" in result.stdout and "rollout model" in result.stdout and "answer:" in result.stdout
 
 
+def test_a_dry_run_says_how_many_ranks_train_and_other_commands_run_in_one_process(tmp_path: Path) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert "2 ranks; rank 0 generates" in jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
+    follower = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks | {"RANK": "1", "LOCAL_RANK": "1"})
+    assert (follower.returncode, follower.stdout, follower.stderr) == (0, "", "")
+    refused = jackpot("eval", "starter:policy", cwd=tmp_path, **ranks)
+    assert refused.returncode == 2
+    assert "error: torchrun started 2 processes; eval runs in one, without it" in refused.stderr
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     result = jackpot("train", "quickstart", "--arm", "tis", "--dry-run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

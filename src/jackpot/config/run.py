@@ -381,6 +381,14 @@ class RolloutsConfig(Strict):
     """Files of rollouts that are kept: the first, the newest, and others spread evenly between them."""
 
 
+class PlacementConfig(Strict):
+    """Settings of a run of several processes, which torchrun starts (docs/distributed.md)."""
+
+    timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
+    """Seconds that a rank waits for the others while all of them train, score or load models, before the run ends with
+    an error. Between these, ranks wait for rank 0 as long as it generates rollouts."""
+
+
 class Config(Strict):
     """All settings of one run of `jackpot train`."""
 
@@ -424,8 +432,8 @@ class Config(Strict):
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """Device of training and of the engine; auto: a GPU where there is one."""
     threads: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
-    """CPU threads of torch; auto: the cores that are free when the run starts. A run that continues keeps the number
-    that it began with, unless another one is given."""
+    """CPU threads of torch; auto: the cores that are free when the run starts, shared by the ranks of a machine. A run
+    that continues keeps the number that it began with, unless another one is given."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluations during the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -434,6 +442,8 @@ class Config(Strict):
     """Checks that stop a run which no longer trains."""
     rollouts: RolloutsConfig = RolloutsConfig()
     """Rollouts saved in the run folder."""
+    placement: PlacementConfig = PlacementConfig()
+    """Processes of the run."""
 
     def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
         """Return the models that generate rollouts in an iteration, or in any of several up to `last`."""

@@ -33,6 +33,10 @@ class TrainingError(JackpotError, RuntimeError):
     """Reports training that has to stop."""
 
 
+class RankError(JackpotError, RuntimeError):
+    """Reports a process of a run of several that was lost or does not answer."""
+
+
 def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
     """Build the message for a name that does not exist: it lists the valid names and suggests the closest one.
 

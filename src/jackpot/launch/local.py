@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +16,7 @@ from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.cores import free_cores
 from jackpot.core.errors import ConfigError, ModelError
+from jackpot.core.place import place
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Role, Version
 from jackpot.launch.checks import (
@@ -51,6 +52,7 @@ from jackpot.rollout.tasks.registry import make_sets, make_task
 from jackpot.training.components import RunComponents
 from jackpot.training.critic import Critic
 from jackpot.training.joint_learner import JointLearner
+from jackpot.training.learner import Learner
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.run.checkpoint import Checkpoints
@@ -61,15 +63,24 @@ from jackpot.training.trainer import OnMetrics, Trainer
 _log = logging.getLogger(__name__)
 Models = Mapping[str, PreTrainedModel]  # by name, as `load_models` has them
 
+# Makes a learner from settings, the checkpoint to continue from and the content of its state.pt (None for a new run),
+# and the models whose engine has the distribution that they have in training (`engine_is_exact`).
+BuildLearner = Callable[[Config, Path | None, dict[str, Any] | None, Collection[Role]], Learner]
+
 
 def train_run(
-    config: Config, path: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
+    config: Config,
+    path: Path,
+    on_metrics: OnMetrics,
+    on_start: Callable[[int], None] = lambda iteration: None,
+    build: BuildLearner | None = None,
 ) -> bool:
     """Train a new run in `path`, or the one that stands there, and start it again after each rollback.
 
     Args:
         on_metrics: called with every line of metrics.jsonl once it is written.
         on_start: called with the iteration that a start continues after, -1 for a new run.
+        build: as in `make_components`.
 
     Returns:
         Whether the run has reached its last iteration; False where a signal ended it early.
@@ -77,26 +88,33 @@ def train_run(
     Raises:
         JackpotError: as `launch` and `Trainer.train`.
     """
-    while (is_finished := _one_start(config, path, on_metrics, on_start)) is None:
+    while (is_finished := _one_start(config, path, on_metrics, on_start, build)) is None:
         gc.collect()  # models and engines of this start, before the next one loads its own
     return is_finished
 
 
-def _one_start(config: Config, path: Path, on_metrics: OnMetrics, on_start: Callable[[int], None]) -> bool | None:
+def _one_start(
+    config: Config,
+    path: Path,
+    on_metrics: OnMetrics,
+    on_start: Callable[[int], None],
+    build: BuildLearner | None,
+) -> bool | None:
     """Do what `train_run` does, up to the next rollback; None where the run goes back."""
-    with closing(launch(config, path, on_metrics)) as trainer:
+    with closing(launch(config, path, on_metrics, build)) as trainer:
         on_start(trainer.iteration)
         is_finished = trainer.train()
         return None if trainer.rolls_back else is_finished
 
 
-def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
+def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
     """Build the trainer of a new run in `path`, or of the run that stands there, from its newest intact checkpoint.
 
     A pending rollback is carried out: checkpoints that it leaves behind move to superseded/.
 
     Args:
         on_metrics: called with every line of metrics.jsonl once it is written.
+        build: as in `make_components`.
 
     Raises:
         CheckpointError: the folder is in use, is damaged, or holds a run with other settings or without an intact
@@ -118,7 +136,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics) -> Trainer:
             found.check_settings(config)
         state = found.state if found else None
         slower = scaled_rates(config, rollbacks.rate_factor)
-        components = replace(make_components(slower, found.folder if found else None, state), config=config)
+        components = replace(make_components(slower, found.folder if found else None, state, build), config=config)
         undo.callback(components.close)
         torch.set_num_threads(folder.start(config, threads(config), state["iteration"] if state else -1))
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
@@ -178,19 +196,19 @@ def run_task(config: Config, paths: Mapping[Role, str], tokenizer: PreTrainedTok
 
 
 def make_components(
-    config: Config, checkpoint: Path | None, state: dict | None, mesh: DeviceMesh | None = None
+    config: Config, checkpoint: Path | None, state: dict[str, Any] | None, build: BuildLearner | None = None
 ) -> RunComponents:
     """Build task, engines and learner, all with the same weights and version; an error leaves nothing open.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
         state: content of its state.pt.
-        mesh: as in `make_learner`.
+        build: makes the learner; None: `build_learner`, in this process alone.
     """
     paths = model_paths(config, checkpoint)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
-    models = load_models(config, checkpoint, torch.device("cpu") if mesh else device)
-    check_vocabulary({role: models[role] for role in paths}, tokenizer)
+    outlines = {role: _outline(role, path) for role, path in paths.items()}
+    check_vocabulary(outlines, tokenizer)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
@@ -205,9 +223,7 @@ def make_components(
         if config.is_mixed:
             check_top_log_probs(config, policy_engine)
             exact["policy"] = engine_is_exact(config, policy_engine, config.evaluation.engine)
-        learner = make_learner(config, models, [role for role, is_exact in exact.items() if is_exact], mesh)
-        if state is not None:
-            learner.load_state_dict(state["learner"])
+        learner = (build or build_learner)(config, checkpoint, state, [role for role, one in exact.items() if one])
         undo.pop_all()
     return RunComponents(
         config=config,
@@ -217,8 +233,27 @@ def make_components(
         engine=engine,
         policy_engine=policy_engine,
         learner=learner,
-        costs={role: forward_cost(load_meta_model(path)) for role, path in paths.items()},
+        costs={role: forward_cost(outline) for role, outline in outlines.items()},
     )
+
+
+def build_learner(
+    config: Config,
+    checkpoint: Path | None,
+    state: dict[str, Any] | None,
+    exact_engines: Collection[Role],
+    mesh: DeviceMesh | None = None,
+) -> JointLearner:
+    """Load the models and make the learner of this process from them, as `BuildLearner` says.
+
+    Args:
+        mesh: as in `make_learner`.
+    """
+    models = load_models(config, checkpoint, torch.device("cpu") if mesh else pick_device(config))
+    learner = make_learner(config, models, exact_engines, mesh)
+    if state is not None:
+        learner.load_state_dict(state["learner"])
+    return learner
 
 
 def make_engines(
@@ -301,6 +336,11 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
     """Fuse parts of a model that will compute on the CPU; models that are sharded over GPUs are loaded there too."""
     if pick_device(config).type == "cpu":
         fuse(model)
+
+
+def _outline(role: Role, path: str) -> PreTrainedModel:
+    with _role_named(role):
+        return load_meta_model(path)
 
 
 @contextmanager
@@ -407,11 +447,11 @@ def pick_device(config: Config | BenchmarksConfig | MismatchConfig) -> torch.dev
 
 
 def threads(config: Config | BenchmarksConfig | MismatchConfig) -> int:
-    """Return the number of CPU threads: for `auto` the number of free cores.
+    """Return the number of CPU threads: for `auto` the number of free cores, shared by the ranks on this machine.
 
     On a machine with another busy process, training with one thread too many was 10 times slower.
     """
-    return free_cores() if config.threads == "auto" else config.threads
+    return max(1, free_cores() // place().local_size) if config.threads == "auto" else config.threads
 
 
 def _optimizer(model: PreTrainedModel, config: OptimizerConfig, total_steps: int) -> ModelOptimizer:

@@ -189,6 +189,11 @@ class JointLearner(Learner):
         return Version(policy, self._optimizer.steps("rollout_model") if self._separate else policy)
 
     @property
+    def critic(self) -> Critic | None:
+        """Return the critic, if there is one."""
+        return self._critic
+
+    @property
     def pads(self) -> bool:
         others = [part.model for part in (self._critic, self._reference) if part]
         return not all(map(can_pack, (*self._models.values(), *others)))

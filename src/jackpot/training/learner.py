@@ -88,8 +88,7 @@ class Learner(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the weights: optimizers, versions, running sums; loadable with `weights_only`."""
+        """Return what a learner that continues from it needs beside the weights: optimizers, versions, running sums.
 
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        It is loadable with `weights_only`.
+        """

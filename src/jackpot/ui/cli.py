@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from jackpot.config.recipes import recipe_names
 from jackpot.core.errors import ConfigError, JackpotError, unknown_name
+from jackpot.core.place import place
 from jackpot.rollout.tasks.benchmarks import SETS
 from jackpot.ui.terminal.text import PrintableFormatter, plain
 
@@ -39,19 +40,22 @@ app = typer.Typer(
 )
 
 
-def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(name: str | None = None, on_ranks: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command. The decorated function declares its options and help text and has no body.
 
     Calling the command imports `jackpot.ui.commands.FUNCTION` and calls the function of the same name there.
 
     Args:
         name: what the user types, where that is not the function's name.
+        on_ranks: several processes that torchrun started may run the command together.
     """
 
     def register(declaration: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(declaration)
         def call(**options: Any) -> None:
             function = declaration.__name__
+            if not on_ranks and (ranks := place().size) > 1:
+                raise ConfigError(f"torchrun started {ranks} processes; {name or function} runs in one, without it")
             getattr(import_module(f"jackpot.ui.commands.{function}"), function)(**options)
 
         paragraphs = (declaration.__doc__ or "").split("\n\n")
@@ -93,7 +97,7 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@command()
+@command(on_ranks=True)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -114,6 +118,8 @@ def train(
     Ctrl-C, SIGTERM or a closed terminal stops after the current iteration and saves a checkpoint; a second signal stops
     at once. A kill costs at most the iterations since the last checkpoint. Settings that decide no number computed
     before, such as iterations, may change when a run continues: `jackpot config KEY` says so.
+
+    `torchrun --nproc-per-node N -m jackpot train RECIPE` trains with N processes: docs/distributed.md.
 
     Not yet run on a GPU.
     """

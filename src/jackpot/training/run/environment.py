@@ -12,6 +12,7 @@ from typing import Any
 
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import write_whole
+from jackpot.core.place import place
 
 FORMAT = 1  # number of the run folder's format, which rises when older versions could not continue a newer folder
 
@@ -47,7 +48,8 @@ class Environment:
         Returns:
             What differs from the start before, as (before, now) by its name; empty for the first start.
         """
-        before, now = self.newest, _environment()
+        newest = self.newest
+        before, now = newest and {"ranks": 1} | newest, _environment()  # earlier versions had one rank
         start = {"time": time.time(), "after_iteration": iteration} | now
         self._content = {"format": FORMAT, "threads": threads, "starts": [*self._content["starts"], start]}
         write_whole(self._path, json.dumps(self._content, indent=2).encode() + b"\n")
@@ -101,6 +103,7 @@ def _environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "ranks": place().size,
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

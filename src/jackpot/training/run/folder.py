@@ -3,6 +3,7 @@
     config.yaml        resolved settings          environment.json   versions and machine of every start, threads
     metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
     rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
+    ranks/             the newest command of each rank, where a run has several
     rollbacks.json     returns of `guard.rollback` to an earlier checkpoint, where there are any
     superseded/        lines and files of iterations that were run again, one folder for each start that found any
 

@@ -17,7 +17,9 @@ from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
+from jackpot.core.place import place
 from jackpot.launch.local import train_run
+from jackpot.launch.ranks import follow_leader, leading
 from jackpot.rollout.tasks.registry import check_sets, set_name
 from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
@@ -41,7 +43,11 @@ _REWARD_FACTS = {  # in place of accuracies, where the task has no verdict
 def train(
     recipe: str, overrides: list[str] | None, arm: str | None, run: Path | None, dry_run: bool, tiny: bool
 ) -> None:
-    """Train or continue the run, or print its plan with `dry_run`."""
+    """Train or continue the run, or print its plan with `dry_run`. Of several ranks, rank 0 does; others follow it."""
+    if (at := place()).rank > 0:
+        if not dry_run:
+            follow_leader(at)
+        return
     console = Console()
     config = resolve(recipe, arm, overrides or [])
     check_sets(config.evaluation.benchmarks)
@@ -77,8 +83,8 @@ def _train_and_show(console: Console, config: Config, folder: Path) -> None:
                 f"more; --run with another folder begins a new one.",
             )
 
-    with _listener(console, config.iterations) as listen:
-        is_finished = train_run(config, folder, listen, begin)
+    with _listener(console, config.iterations) as listen, leading(config, folder) as build:
+        is_finished = train_run(config, folder, listen, begin, build)
     _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
 
 

@@ -13,6 +13,7 @@ from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
 from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
+from jackpot.core.place import place
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.load import load_config
@@ -55,7 +56,8 @@ def show_plan(
         "objective": _objective(config),
         "engine": _engine(config),
         "evaluation": _evaluation(config),
-        "placement": "; ".join(f"{place}: {', '.join(holds)}" for place, holds in residents(config).items()),
+        "placement": "; ".join(f"{where}: {', '.join(holds)}" for where, holds in residents(config).items()),
+        "processes": _processes(),
         "run folder": str(folder),
     }
     show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
@@ -86,6 +88,13 @@ def _engine(config: Config) -> str:
     if other:
         parts.append(f"evaluation of the policy with {_precision(other)}")
     return "; ".join(parts)
+
+
+def _processes() -> str:
+    """Say how many processes train, as torchrun started this one."""
+    if (ranks := place().size) == 1:
+        return "1; torchrun --nproc-per-node N -m jackpot train shares the training out to N"
+    return f"{ranks} ranks; rank 0 generates, evaluates and writes, all of them train"
 
 
 def _precision(engine: EngineConfig) -> str:

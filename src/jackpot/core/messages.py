@@ -1,0 +1,101 @@
+"""Turns the values that ranks exchange into bytes and back: JSON and flat tensors, without pickle.
+Only the classes in `_CLASSES` are ever made from a message.
+"""
+
+import json
+import math
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackpot.core.types import (
+    AttentionBlock,
+    PackedRow,
+    Prompt,
+    Rollout,
+    Score,
+    ScoredRollout,
+    TokenBatch,
+    TrainingSample,
+)
+
+_KNOWN = (AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch, TrainingSample)
+_CLASSES = {one.__name__: one for one in _KNOWN}
+_ALIGNED = 8  # bytes; every tensor begins at a multiple of them, so that no copy is needed to read it
+
+
+def pack(value: Any) -> Tensor:
+    """Return a value as bytes, [n] uint8 on the CPU, from which `unpack` makes an equal one.
+
+    The value consists of None, bools, numbers, strings, tensors of any device, lists, tuples, dicts with strings as
+    keys, and the classes of `core.types` that hold rollouts and batches of them.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    tensors: list[Tensor] = []
+    plain = _plain(value, tensors)
+    text = json.dumps([plain, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in tensors]]).encode()
+    head = len(text).to_bytes(_ALIGNED, "little") + text
+    parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    parts += [one.detach().cpu().contiguous().flatten().view(torch.uint8) for one in tensors]
+    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
+
+
+def unpack(message: Tensor) -> Any:
+    """Return the value that `pack` was given; its tensors are on the CPU and share the memory of the message.
+
+    Raises:
+        ValueError, KeyError: the message does not come from `pack` of this version.
+    """
+    size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
+    plain, kinds = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
+    place, tensors = _ALIGNED + size, []
+    for name, shape in kinds:
+        place += -place % _ALIGNED
+        dtype = getattr(torch, name)
+        end = place + math.prod(shape) * dtype.itemsize
+        tensors.append(message[place:end].view(dtype).view(shape))
+        place = end
+    return _value(plain, tensors)
+
+
+def _plain(value: Any, tensors: list[Tensor]) -> Any:
+    """Return what JSON can hold, with the number of each tensor in its place; a list or object names its type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    name = type(value).__name__
+    if _CLASSES.get(name) is type(value):
+        values = [getattr(value, one.name) for one in fields(value)] if is_dataclass(value) else list(value)
+        return {name: [_plain(one, tensors) for one in values]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _plain(one, tensors) for key, one in value.items()}}
+    if type(value) is tuple:
+        return {"tuple": [_plain(one, tensors) for one in value]}
+    if type(value) is list:
+        return [_plain(one, tensors) for one in value]
+    raise TypeError(f"a message between ranks holds a {name}, which is none of {', '.join(_CLASSES)} and plain values")
+
+
+def _value(plain: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_value(one, tensors) for one in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((name, held),) = plain.items()
+    if name == "tensor":
+        return tensors[held]
+    if name == "dict":
+        return {key: _value(one, tensors) for key, one in held.items()}
+    values = [_value(one, tensors) for one in held]
+    if name == "tuple":
+        return tuple(values)
+    known = _CLASSES[name]
+    if not is_dataclass(known):
+        return known(*values)
+    return known(**dict(zip((one.name for one in fields(known)), values, strict=True)))

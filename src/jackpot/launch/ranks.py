@@ -1,0 +1,158 @@
+"""Joins the processes that torchrun started into one run: rank 0 leads it, the others follow (`training.ranks`)."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from jackpot.config.build import build_config
+from jackpot.config.engines import VLLMEngineConfig
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError, RankError
+from jackpot.core.place import Place, place
+from jackpot.core.types import Role
+from jackpot.launch.local import BuildLearner, build_learner, pick_device
+from jackpot.training.interrupt import TERMINATIONS
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.learner import Learner
+from jackpot.training.ranks import LedLearner, Ranks, follow
+from jackpot.training.run.checkpoint import load_state
+
+_SETUP = "jackpot/setup"  # key of the store under which rank 0 says how the group is made
+
+
+@contextmanager
+def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
+    """Join the other ranks for as long as the block runs, and yield what builds the learner that leads them.
+
+    Without other ranks that is the learner of this process.
+
+    Args:
+        run: the run folder, on a disk that all ranks see.
+
+    Raises:
+        ConfigError: settings, or the machine's GPUs, do not fit several ranks.
+        RankError: the other ranks cannot be reached.
+    """
+    at = place()
+    if at.size == 1:
+        yield build_learner
+        return
+    _check(config)
+    _use_device(config.device, at)
+    store = _store(at)
+    timeout = config.placement.timeout
+    store.set(_SETUP, json.dumps({"run": str(run.resolve()), "timeout": timeout, "device": config.device}))
+    with _joined(store, at, run, timeout) as ranks:
+        yield partial(_build_led, ranks)
+        ranks.end()
+
+
+def follow_leader(at: Place) -> None:
+    """Follow rank 0 until it ends. Signals that end a run are left to rank 0, which finishes the iteration first.
+
+    Raises:
+        RankError: rank 0 or another rank was lost.
+    """
+    store = _store(at)
+    try:
+        setup = json.loads(store.get(_SETUP))
+    except dist.DistError as error:
+        raise RankError(f"rank {at.rank} waits for rank 0 in vain: {_first_line(error)}") from error
+    _use_device(setup["device"], at)
+    with _joined(store, at, Path(setup["run"]), setup["timeout"]) as ranks:
+        for number in (signal.SIGINT, *TERMINATIONS):
+            signal.signal(number, signal.SIG_IGN)
+        follow(ranks, _build_followed)
+
+
+def _check(config: Config) -> None:
+    if isinstance(config.engine, VLLMEngineConfig) or isinstance(config.evaluation.engine, VLLMEngineConfig):
+        raise ConfigError(
+            "engine vllm sets up torch.distributed in the process that trains, which has set it up for its ranks; use "
+            "engine=vllm_server, or one process"
+        )
+
+
+def _use_device(device: str, at: Place) -> None:
+    """Give this rank a GPU of its own, where the settings and the machine have GPUs."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    gpus = torch.cuda.device_count()
+    if at.local_size > gpus:
+        raise ConfigError(
+            f"torchrun started {at.local_size} ranks on a machine with {gpus} GPUs, and each rank needs its own; use "
+            f"--nproc-per-node {gpus}, or device=cpu"
+        )
+    torch.cuda.set_device(at.local_rank)
+
+
+def _store(at: Place) -> dist.Store:
+    """Return what the ranks find each other by. Ranks of one machine talk over its loopback interface."""
+    if at.local_size == at.size and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except (ValueError, dist.DistError) as error:
+        raise RankError(
+            f"rank {at.rank} of {at.size} does not reach the others at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {_first_line(error)}"
+        ) from error
+    return store
+
+
+@contextmanager
+def _joined(store: dist.Store, at: Place, run: Path, timeout: float) -> Iterator[Ranks]:
+    """Set up torch.distributed for the block: gloo for what is on the CPU, NCCL for what is on a GPU."""
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.PrefixStore("jackpot", store),
+            rank=at.rank,
+            world_size=at.size,
+            timeout=timedelta(seconds=timeout),
+        )
+        ranks = Ranks(run)
+    except RuntimeError as error:
+        raise RankError(f"the {at.size} ranks cannot join: {_first_line(error)}") from error
+    yield ranks
+    dist.destroy_process_group()
+
+
+def _build_led(
+    ranks: Ranks, config: Config, checkpoint: Path | None, state: dict[str, Any] | None, exact: Collection[Role]
+) -> Learner:
+    part = {
+        "config": config.model_dump_json(),
+        "checkpoint": checkpoint and str(checkpoint.resolve()),
+        "exact": list(exact),
+    }
+    build: Callable[[Any], JointLearner] = lambda _: build_learner(config, checkpoint, state, exact, _mesh(config))  # noqa: E731
+    learner, _ = ranks.carry_out("build", [part] * ranks.size, build)
+    return LedLearner(learner, ranks)
+
+
+def _build_followed(part: dict[str, Any]) -> JointLearner:
+    config, checkpoint = build_config(json.loads(part["config"])), part["checkpoint"] and Path(part["checkpoint"])
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    state = load_state(checkpoint) if checkpoint else None
+    return build_learner(config, checkpoint, state, part["exact"], _mesh(config))
+
+
+def _mesh(config: Config) -> DeviceMesh:
+    """Return all ranks, over which the models are sharded."""
+    return init_device_mesh(pick_device(config).type, (dist.get_world_size(),))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

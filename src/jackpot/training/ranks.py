@@ -1,0 +1,255 @@
+"""Several processes train one run: rank 0 leads with the same trainer as ever, the other ranks follow its commands.
+
+    rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ──┬──► its own learner
+    rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
+
+Only the learner runs on all ranks, which share its models. What it does within a command it does on all of them at
+once, so collectives (sums over gradients, gathered weights) meet. A command and what comes back are messages over gloo
+(`core.messages`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jackpot.config.run import Sampling
+from jackpot.core.errors import JackpotError, RankError
+from jackpot.core.messages import pack, unpack
+from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
+from jackpot.training.batching import deal
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.learner import Learner, StepResult
+from jackpot.training.run.last_commands import LastCommand, describe
+
+PATIENCE = timedelta(days=365)  # of a rank that waits for a command: rank 0 may generate rollouts for hours
+_PIECE = 2**28  # most bytes that are sent at once
+
+
+class Ranks:
+    """Moves commands from rank 0 to the other ranks of torch.distributed's default group, and the replies back.
+
+    A rank that waits for a command waits as long as it takes. Within a command, the time-out of the default group
+    holds.
+
+    Args:
+        run: the run folder, in which every rank writes its last command.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._run, self._last = run, LastCommand(run, self.rank)
+        self._is_idle = True
+
+    def carry_out(self, name: str, parts: Sequence[Any], work: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+        """Do one command on all ranks; only rank 0 calls this.
+
+        Args:
+            parts: the arguments of each rank.
+            work: what rank 0 does with its own.
+
+        Returns:
+            What `work` returned, and the replies of ranks 1, 2, ...
+
+        Raises:
+            RankError: a rank was lost, or does not answer within the time-out; names what each rank did last.
+        """
+        with self._command(self._last.number + 1, name):
+            for rank, part in enumerate(parts[1:], start=1):
+                self._send([self._last.number, name, torch.get_num_threads(), part], rank)
+            done = work(parts[0])
+            return done, [self._receive(rank, None) for rank in range(1, self.size)]
+
+    def follow(self, do: Callable[[str, Any], Any]) -> None:
+        """Carry out commands with `do` and send back what it returns, until rank 0 ends.
+
+        The threads of torch are as many as rank 0 has, so that a run does not depend on which rank computes what.
+
+        Raises:
+            RankError: rank 0 or another rank was lost.
+        """
+        while True:
+            with self._lost_named(f"waiting for a command after {self._last}"):
+                message = self._receive(0, self._waiting)
+            if message is None:
+                return
+            number, name, threads, part = message
+            with self._command(number, name):
+                if threads != torch.get_num_threads():
+                    torch.set_num_threads(threads)
+                self._send(do(name, part), 0, None)
+
+    def end(self) -> None:
+        """End the other ranks; only rank 0 calls this. A rank that is within a command notices that rank 0 has gone."""
+        if self._is_idle:
+            with self._lost_named("ending"):
+                for rank in range(1, self.size):
+                    self._send(None, rank)
+
+    @contextmanager
+    def _command(self, number: int, name: str) -> Iterator[None]:
+        self._last.begin(number, name)
+        self._is_idle = False
+        try:
+            with self._lost_named(str(self._last)):
+                yield
+        except BaseException as error:
+            self._last.fail(error)
+            raise
+        self._is_idle = True
+        self._last.end()
+
+    @contextmanager
+    def _lost_named(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, JackpotError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise RankError(
+                f"rank {self.rank} lost another rank in {doing}: {_reason(error)}\n{describe(self._run, self.size)}\n"
+                f"The run continues from its newest checkpoint when it is started again; torchrun --max-restarts N "
+                f"does so by itself"
+            ) from error
+
+    def _send(self, value: Any, rank: int, group: dist.ProcessGroup | None = None) -> None:
+        message = pack(value)
+        first = self._waiting if self.rank == 0 else None
+        dist.send(torch.tensor([len(message)]), rank, group=first)
+        for piece in message.split(_PIECE):
+            dist.send(piece, rank)
+
+    def _receive(self, rank: int, group: dist.ProcessGroup | None) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=group)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        for piece in message.split(_PIECE):
+            dist.recv(piece, rank)
+        return unpack(message)
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what torch says, without the place in its source and without advice."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
+
+
+class LedLearner(Learner):
+    """Trains on all ranks: every call is a command to which each rank brings its own learner.
+
+    Args:
+        learner: rank 0's, which shares the models with those of the other ranks.
+    """
+
+    def __init__(self, learner: JointLearner, ranks: Ranks) -> None:
+        self._learner, self._ranks = learner, ranks
+
+    @property
+    def version(self) -> Version:
+        return self._learner.version
+
+    @property
+    def pads(self) -> bool:
+        return self._learner.pads
+
+    def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
+        critic = self._learner.critic
+        if critic is None or not scored:
+            return self._learner.compute_advantages(scored)
+        return critic.compute_advantages(scored, self._by_rollout("values", critic.batches(scored)))
+
+    def train(
+        self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
+    ) -> list[StepResult]:
+        dealt = [deal(one, self._ranks.size) for one in mini_batches]
+        same = {"trace": trace, "with_rollout_model": with_rollout_model}
+        parts = [{"mini_batches": [step[rank] for step in dealt]} | same for rank in range(self._ranks.size)]
+        results, others = self._all("train", parts)
+        traces = zip(*([one.traces for one in results], *others), strict=True)  # of each step, by rank
+        return [replace(one, traces=_merged(rows)) for one, rows in zip(results, traces, strict=True)]
+
+    def score(
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+    ) -> dict[str, Tensor]:
+        same = {"role": role, "sampling": sampling.model_dump(), "kept": kept}
+        return self._by_rollout("score", batches, **same) if batches else {}
+
+    def keep_weights(self, role: Role) -> None:
+        self._on_all("keep_weights", role=role)
+
+    def weights(self, role: Role) -> list[tuple[str, Tensor]]:
+        """Return all weights: no rank waits for another while they are sent to an engine."""
+        return self._on_all("weights", role=role)
+
+    def save_model(self, role: Role, folder: Path) -> None:
+        self._on_all("save_model", role=role, folder=str(folder.resolve()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._on_all("state_dict")
+
+    def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **same: Any) -> dict[str, Tensor]:
+        """Share batches out to the ranks, and return what is known of each rollout by its uid."""
+        own, others = self._all(name, [{"batches": mine} | same for mine in deal(batches, self._ranks.size)])
+        return _merged([own, *others])
+
+    def _on_all(self, name: str, **same: Any) -> Any:
+        """Do the same on all ranks, and return what rank 0 has of it."""
+        return self._all(name, [same] * self._ranks.size)[0]
+
+    def _all(self, name: str, parts: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
+        return self._ranks.carry_out(name, parts, lambda part: _work(self._learner, name, part))
+
+
+def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> None:
+    """Bring a learner to every command of rank 0, until it ends.
+
+    Args:
+        build: makes the learner that the command `build` describes, in place of the one before.
+
+    Raises:
+        RankError: rank 0 or another rank was lost.
+    """
+    learner: list[JointLearner] = []
+
+    def do(name: str, part: dict[str, Any]) -> Any:
+        if name == "build":
+            learner.clear()  # before the next one loads its models
+            learner.append(build(part))
+            return None
+        done = _work(learner[0], name, part)
+        return _REPLIES[name](done) if name in _REPLIES else None
+
+    ranks.follow(do)
+
+
+def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
+    """Do what a command says with a rank's own learner."""
+    match name:
+        case "score":
+            return learner.score(**part | {"sampling": Sampling(**part["sampling"])})
+        case "save_model":
+            return learner.save_model(part["role"], Path(part["folder"]))
+        case "weights":
+            return list(learner.weights(part["role"]))
+    return getattr(learner, name)(**part)
+
+
+# by command: what rank 0 wants of what another rank's learner returned; of the other commands nothing
+_REPLIES: dict[str, Callable[[Any], Any]] = {
+    "train": lambda results: [one.traces for one in results],
+    "score": lambda scores: scores,
+    "values": lambda values: values,
+}
+
+
+def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join what is known by rollout uid."""
+    return {uid: row for one in rows for uid, row in one.items()}

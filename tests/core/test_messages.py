@@ -1,0 +1,69 @@
+"""What ranks exchange: every value comes back as it was, and nothing else can be sent."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.token_batches import token_batch
+from jackpot.core.messages import pack, unpack
+from jackpot.core.types import AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch
+from jackpot.models.packed_row import pack_row
+
+
+def rollout() -> Rollout:
+    prompt = Prompt(uid="p", text="2+3=\n", answer="5", token_ids=(5, 6), other_answers=("five",))
+    return Rollout(
+        uid="p#0",
+        prompt=prompt,
+        finish="stop",
+        token_ids=torch.tensor([9, 1]),
+        rollout_log_probs=torch.tensor([-0.1, float("-inf")]),
+        sampled_mask=torch.tensor([True, False]),
+        top_ids=torch.zeros(2, 0, dtype=torch.int64),
+        top_log_probs=torch.zeros(2, 0),
+        versions=torch.tensor([[8, 8], [8, 8]]),
+    )
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, TokenBatch | PackedRow | Rollout | ScoredRollout):
+        return type(one) is type(other) and all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(same, one.values(), other.values()))
+    return type(one) is type(other) and one == other
+
+
+PACKED = pack_row([(5, 6), (7,)], [0, 1], [torch.tensor([8, 9, 1]), torch.tensor([9])])
+VALUES = {
+    "plain": [None, True, 3, 2.5, "ä", ("a", [1]), {"x": {"y": ()}}],
+    "token batch": {"batches": [token_batch(), token_batch(2)], "trace": False},
+    "packed row": PACKED,
+    "scored rollouts": [ScoredRollout(rollout=rollout(), score=Score(reward=1.0, correct=True))],
+    "odd sizes": [torch.ones(3, dtype=torch.bool), torch.tensor(1.0, dtype=torch.float64), torch.empty(0, 4)],
+    "bfloat16, transposed": torch.arange(6.0).bfloat16().view(2, 3).T,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_comes_back_as_it_was_sent(name: str) -> None:
+    message = pack(VALUES[name])
+    assert message.dtype == torch.uint8 and same(VALUES[name], unpack(message))
+
+
+@pytest.mark.parametrize("value", [Path("x"), {1: 2}, [{3}], pack, AttentionBlock])
+def test_nothing_else_can_be_sent(value: object) -> None:
+    with pytest.raises(TypeError, match="a message between ranks holds a "):
+        pack(value)
+
+
+def test_a_message_makes_no_other_class() -> None:
+    text = b'[{"Path": ["/etc/passwd"]}, []]'
+    forged = bytearray(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(KeyError, match="Path"):
+        unpack(torch.frombuffer(forged, dtype=torch.uint8))

@@ -1,0 +1,83 @@
+"""Ranks that train one run together: rank 0 leads, the others follow its commands."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.led import run_ranks, sending
+from helpers.runs import FinishedRuns, metrics, read_lines, small_config, weights
+
+
+def assert_close_runs(one: Path, other: Path) -> None:
+    """Weights are bit-equal, and metrics but for the last bits of sums over shards."""
+    for role in ("policy", "rollout_model"):
+        ours, theirs = weights(one, role), weights(other, role)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for line, same in zip(metrics(one), metrics(other), strict=True):
+        assert line.keys() == same.keys()
+        for name, value in line.items():
+            assert same[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)), name
+
+
+def test_two_ranks_train_the_run_of_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    """A step is one micro-batch here, so one rank reads an empty one and nothing is added in another order."""
+    run = tmp_path / "two"
+    ended = run_ranks(2, small_config(), run)
+    assert ended.codes == [0, 0], ended.printed
+    assert_close_runs(finished_run(), run)
+    first, second = (json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["number"] == second["number"] > 4 and first["state"] == second["state"] == "done"
+    assert first["pid"] != second["pid"]
+    assert json.loads((run / "environment.json").read_text())["starts"][0]["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lost", "ranks"), [(1, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, 1), (1, 2), (0, 2)))]
+)
+def test_a_killed_rank_ends_all_and_any_number_of_ranks_continues(
+    lost: int, ranks: int, finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    """The error names the last command of the rank that was lost."""
+    run, config = tmp_path / "run", small_config()
+    ended = run_ranks(2, config, run, sending(signal.SIGKILL, lost, run, after=3))
+    assert ended.codes[lost] == -signal.SIGKILL and ended.codes[1 - lost] == 2
+    error = ended.printed[1 - lost]
+    assert f"error: rank {1 - lost} lost another rank in " in error
+    last = json.loads((run / "ranks" / f"{lost}.json").read_text())
+    assert f"rank {lost} (process {last['pid']} on " in error
+    assert f"command {last['number']} ({last['command']})" in error
+    assert (run / "checkpoints" / "last").readlink() == Path("step-2")
+    ended = run_ranks(ranks, config, run)
+    assert ended.codes == [0] * ranks, ended.printed
+    assert_close_runs(finished_run(), run)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    changed = [one["ranks"] for one in events if one["event"] == "environment_changed"]
+    assert changed == ([] if ranks == 2 else [f"ranks 2 -> {ranks}"])
+
+
+def test_a_rank_that_stands_still_is_an_error_within_the_time_out(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = small_config("iterations=500", "placement.timeout=5")
+    ended = run_ranks(2, config, run, sending(signal.SIGSTOP, 1, run, after=0), patience=0.0)
+    assert ended.codes == [2, -signal.SIGKILL] and "rank 0 lost another rank in command " in ended.printed[0]
+
+
+def test_a_signal_ends_all_ranks_after_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def terminate(line: dict) -> None:
+        for rank in (1, 0):
+            sending(signal.SIGTERM, rank, run, after=1)(line)
+
+    ended = run_ranks(2, small_config("iterations=500"), run, terminate)
+    assert ended.codes == [0, 0], ended.printed
+    assert (run / "checkpoints" / "last").readlink() == Path(f"step-{read_lines(run)[-1]['iteration']}")
+
+
+def test_a_group_that_cannot_start_says_why_once(tmp_path: Path) -> None:
+    ended = run_ranks(2, small_config("engine=vllm", "evaluation.engine=transformers"), tmp_path / "run", patience=0.0)
+    assert ended.codes[0] == 2 and "error: engine vllm sets up torch.distributed in the process" in ended.printed[0]
+    assert ended.printed[1] == ""

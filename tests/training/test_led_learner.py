@@ -1,0 +1,87 @@
+"""A learner that leads two ranks does what one that is alone does."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, write
+from helpers.led import Ended, fork_ranks
+from jackpot.config.run import Sampling
+from jackpot.core.errors import ConfigError
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.learner import Learner
+from jackpot.training.ranks import LedLearner, Ranks, follow
+
+POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
+ROLES = ("policy", "rollout_model")
+
+
+def one_learner(part: object = None) -> JointLearner:
+    return make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="prepass"))
+
+
+def two_ranks(run: Path, lead: Callable[[Ranks], None], build: Callable[[object], Learner] = one_learner) -> Ended:
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
+        ranks = Ranks(run)
+        if rank:
+            follow(ranks, build)
+        else:
+            lead(ranks)
+            ranks.end()
+
+    return fork_ranks(2, work, run)
+
+
+def outcome(learner: Learner) -> dict[str, torch.Tensor]:
+    """All that a learner gives on 12 rollouts: two steps of several micro-batches, traces, log-probs and weights."""
+    steps = batches(write(ROLLOUT_MODEL, num_top_log_probs=2), mini_batch_size=6, budget=60)
+    assert [len(step) for step in steps] == [2, 1], "one rank should get an empty micro-batch"
+    found = {f"before/{uid}": row for uid, row in learner.score("policy", steps[0], Sampling(top_k=5)).items()}
+    results = learner.train(steps, trace=True)
+    for number, one in enumerate(results):
+        found |= {f"{number}/{uid}/{name}": row for uid, rows in one.traces.items() for name, row in rows.items()}
+        found[f"{number}/loss"] = one.metrics["policy/loss"].value
+    found |= {role: parameters(learner, role) for role in ROLES}
+    return found | {"version": torch.tensor(learner.version)}
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
+    def lead(ranks: Ranks) -> None:
+        own, _ = ranks.carry_out("build", [None, None], one_learner)
+        led = LedLearner(own, ranks)
+        assert led.score("policy", [], Sampling()) == {} and led.pads == own.pads
+        torch.save({name: one.clone() for name, one in outcome(led).items()}, tmp_path / "led.pt")
+
+    ended = two_ranks(tmp_path, lead)
+    assert ended.codes == [0, 0], ended.printed
+    ours, alone = torch.load(tmp_path / "led.pt", weights_only=True), outcome(one_learner())
+    assert ours.keys() == alone.keys()
+    for name, wanted in alone.items():
+        assert torch.allclose(ours[name].double(), wanted.double(), rtol=1e-5, atol=1e-6), name
+    assert not torch.allclose(alone["policy"], parameters(one_learner(), "policy"))
+
+
+def test_a_rank_that_fails_gives_the_leader_its_reason(tmp_path: Path) -> None:
+    def refuse(part: object) -> Learner:
+        raise ConfigError("this rank has no model")
+
+    ended = two_ranks(tmp_path, lambda ranks: ranks.carry_out("build", [None, None], one_learner), refuse)
+    assert ended.codes == [2, 2]
+    assert (
+        "failed in command 1 (build)" in ended.printed[0] and "ConfigError: this rank has no model" in ended.printed[0]
+    )
+
+
+def test_all_ranks_have_the_threads_of_the_leader(tmp_path: Path) -> None:
+    def lead(ranks: Ranks) -> None:
+        torch.set_num_threads(3)
+        ranks.carry_out("build", [None, None], lambda part: None)
+
+    def build(part: object) -> None:
+        assert torch.get_num_threads() == 3
+
+    ended = two_ranks(tmp_path, lead, build)
+    assert ended.codes == [0, 0], ended.printed
