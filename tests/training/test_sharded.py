@@ -48,6 +48,7 @@ SLOW = {
     "critic": Case((PREPASS, *CRITIC)),
     "update once an iteration": Case((PREPASS, "rollout_model.update=iteration", "batch.mini_batch_size=6")),
     "two epochs, dealt anew": Case(("batch.ppo_epochs=2", "batch.mini_batch_size=6"), budget=40, micro_batches=4),
+    "offload": Case((PREPASS, "placement.offload=true")),
     "frozen rollout model": Case((PREPASS, "rollout_model.optimizer=null")),
     "policy alone": Case(("rollout_model=null", "objective.correction=none")),
 }
@@ -192,7 +193,7 @@ def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
     monkeypatch.setattr(gathered, "fully_shard", _each_apart)
     models = load_models(config_of(folder), None, torch.device("cpu"))
     with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the rollout_model"):
-        gathered.shard(models, SimpleNamespace(device_type="cpu"))
+        gathered.shard(models, SimpleNamespace(device_type="cpu"), False)
 
 
 def _each_apart(module, **options):

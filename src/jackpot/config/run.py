@@ -387,6 +387,9 @@ class PlacementConfig(Strict):
     timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
     """Seconds that a rank waits for the others while all of them train, score or load models, before the run ends with
     an error. Between these, ranks wait for rank 0 as long as it generates rollouts."""
+    offload: Annotated[bool, MAY_CHANGE] = False
+    """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
+    several ranks train: room on the GPUs for time. It has not run on a GPU."""
 
 
 class Config(Strict):

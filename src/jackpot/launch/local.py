@@ -365,7 +365,7 @@ def make_learner(
     policy, rollout_model = models["policy"], models.get("rollout_model")
     settings, head = config.rollout_model, head_options(config)
     reference = _reference(config, models, head)  # its digest is of whole weights
-    gathered = shard(models, mesh) if mesh else None
+    gathered = shard(models, mesh, config.placement.offload) if mesh else None
     trains = rollout_model is not None and settings.optimizer is not None
     each_step = settings is None or settings.update == "step"
     rollout_steps = _total_steps(config) if each_step else config.iterations

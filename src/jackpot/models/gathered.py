@@ -74,7 +74,7 @@ class Gathered(nn.Module):
         return work()
 
 
-def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool = False) -> Gathered:
+def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool) -> Gathered:
     """Shard models in place over all ranks of a mesh, which must be all ranks of torch.distributed.
 
     Their parameters become DTensors on the mesh's device: optimizers have to be made afterwards. Only one layer, or all

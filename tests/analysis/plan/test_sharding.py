@@ -45,6 +45,9 @@ def test_weights_moments_and_gradients_are_divided_and_activations_are_not() -> 
     one, four = (shard(MEMORY, PARTS, {}, GPU, gpus) for gpus in (1, 4))
     assert (one.weights, one.optimizer, one.gradients, one.training) == (40, 80, 24, 7)
     assert (four.weights, four.optimizer, four.gradients, four.training) == (10, 20, 6, 7)
+    offloaded = shard(MEMORY, PARTS, {}, GPU, 4, offloads=True)
+    assert offloaded == replace(four, weights=0.0, optimizer=0.0, gradients=0.0)
+    assert shard(MEMORY, PARTS, {}, GPU, 1, offloads=True) == one  # nothing is sharded
     # Two layers and all heads in float32, and the gradient of the larger of the two; alone, copies in bf16.
     assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000) + 4 * 3_000, 2 * 500)
 

@@ -202,7 +202,7 @@ def test_only_what_decides_no_number_computed_before_may_change() -> None:
     blocks = [f"{block}.{name}" for block in ("engine", "evaluation.engine") for name in engine]
     cadence = ["evaluation.every", "checkpoint.every", "checkpoint.keep", "rollouts.every", "rollouts.keep"]
     machine = ["device", "threads", "batch.micro_batch_tokens", "activation_checkpointing", "task.reward_workers"]
-    machine += ["head_kernel", "head_logits_memory", "placement.timeout"]
+    machine += ["head_kernel", "head_logits_memory", "placement.timeout", "placement.offload"]
     guards = ["guard.check_engine", "guard.max_non_finite_steps", "guard.rollback"]
     guards += ["guard.rollback.times", "guard.rollback.factor"]
     assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *blocks}

@@ -203,7 +203,8 @@ class Estimator:
 
     def shard(self, kind: str, count: int) -> Shard:
         """Return the memory on each of `count` GPUs of a kind."""
-        return shard(self.memory, self.blocks, self.needs, GPUS[kind], count)
+        offloads = self._config.placement.offload
+        return shard(self.memory, self.blocks, self.needs, GPUS[kind], count, offloads)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours on `count` GPUs of a kind."""

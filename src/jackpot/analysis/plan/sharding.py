@@ -143,17 +143,24 @@ def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: 
     )
 
 
-def shard(memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int) -> Shard:
-    """Return the memory of each of `gpus` GPUs; `memory` must have been planned inside `sharded`."""
+def shard(
+    memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int, offloads: bool = False
+) -> Shard:
+    """Return the memory of each of `gpus` GPUs; `memory` must have been planned inside `sharded`.
+
+    Args:
+        offloads: several GPUs keep weights, gradients and moments in the memory of their machines.
+    """
+    kept = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
     held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
     whole = 4 * (2 * parts.layer + parts.heads) + 4 * max(parts.layer, parts.heads)
     return Shard(
         gpus=gpus,
         limit=gpu.memory,
-        weights=memory.weights / gpus,
-        optimizer=memory.optimizer / gpus,
-        gradients=memory.gradients / gpus,
+        weights=kept * memory.weights,
+        optimizer=kept * memory.optimizer,
+        gradients=kept * memory.gradients,
         gathered=2 * parts.copied if gpus == 1 else whole,
         training=memory.training,
         resting=sum(size for name, size in held.items() if not _sleeps(needs[name])),
