@@ -28,7 +28,7 @@ from jackpot.training.learner import Learner
 from jackpot.training.ranks import LedLearner, Ranks, follow
 from jackpot.training.run.checkpoint import load_state
 
-_SETUP = "jackpot/setup"  # key of the store under which rank 0 says how the group is made
+_SETUP = "setup"  # key of the store under which rank 0 says how the group is made
 
 
 @contextmanager
@@ -108,7 +108,8 @@ def _store(at: Place) -> dist.Store:
             f"rank {at.rank} of {at.size} does not reach the others at "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {_first_line(error)}"
         ) from error
-    return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it starts ranks again
+    return dist.PrefixStore(f"jackpot/{attempt}", store)
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def _joined(store: dist.Store, at: Place, run: Path, timeout: float) -> Iterator
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=dist.PrefixStore("jackpot", store),
+            store=store,
             rank=at.rank,
             world_size=at.size,
             timeout=timedelta(seconds=timeout),
