@@ -12,8 +12,8 @@ import pytest
 from helpers.disks import largest_file
 from helpers.kill_points import Kill
 from helpers.runs import Killed
-from helpers.tensors import save
-from jackpot.core.errors import CheckpointError
+from helpers.tensors import TOKENIZER, OneTensor, save
+from jackpot.core.errors import CheckpointError, RankError
 from jackpot.training.run.checkpoint import Checkpoints, CorruptCheckpoint, load_state
 
 
@@ -137,6 +137,18 @@ def test_one_that_does_not_fit_leaves_those_before_it(size: int, tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "best", "last"}
     save(tmp_path, 4, is_best=True)
     assert (tmp_path / "best").resolve().name == "step-4"
+
+
+def test_a_rank_that_is_lost_while_saving_is_no_disk_that_is_full(tmp_path: Path) -> None:
+    """A run goes on without a checkpoint, and not without a part of its models."""
+
+    class LostRank(OneTensor):
+        def state_dict(self) -> dict:
+            raise RankError("rank 1 was lost")
+
+    with pytest.raises(RankError, match="rank 1 was lost"):
+        Checkpoints(tmp_path, 2).save(2, LostRank(2), ["policy"], TOKENIZER, {}, is_best=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.build import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.run import Config
-from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.errors import CheckpointError, ConfigError, RankError
 from jackpot.core.files import PARTIAL, checkpoint_error_in, flush_file, flush_folder
 from jackpot.core.types import Role
 from jackpot.training.learner import Learner
@@ -94,6 +94,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it cannot be written. Earlier checkpoints are untouched.
+            RankError: a rank that holds a part of the models is lost, and the run with it.
         """
         place = self._place(iteration)
         partial = place.with_name(place.name + PARTIAL)
@@ -115,6 +116,8 @@ class Checkpoints:
                 self._link("best", place)
         except Exception as error:  # torch, safetensors and tokenizers each have another error for a full disk
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, RankError):
+                raise
             raise CheckpointError(f"cannot write the checkpoint {place}: {_cause(error)}") from error
 
     def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
