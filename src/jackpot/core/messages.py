@@ -1,4 +1,5 @@
 """Turns the values that ranks exchange into bytes and back: JSON and flat tensors, without pickle.
+
 Only the classes in `_CLASSES` are ever made from a message.
 """
 

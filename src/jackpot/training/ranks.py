@@ -85,7 +85,7 @@ class Ranks:
             with self._command(number, name):
                 if threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
-                self._send(do(name, part), 0, None)
+                self._send(do(name, part), 0)
 
     def end(self) -> None:
         """End the other ranks; only rank 0 calls this. A rank that is within a command notices that rank 0 has gone."""
@@ -120,10 +120,9 @@ class Ranks:
                 f"does so by itself"
             ) from error
 
-    def _send(self, value: Any, rank: int, group: dist.ProcessGroup | None = None) -> None:
-        message = pack(value)
-        first = self._waiting if self.rank == 0 else None
-        dist.send(torch.tensor([len(message)]), rank, group=first)
+    def _send(self, value: Any, rank: int) -> None:
+        message, is_command = pack(value), self.rank == 0
+        dist.send(torch.tensor([len(message)]), rank, group=self._waiting if is_command else None)
         for piece in message.split(_PIECE):
             dist.send(piece, rank)
 
