@@ -24,7 +24,7 @@ test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
 	-$(MAKE) --no-print-directory chromium
 	-$(BIN)/pip install --quiet -c constraints.txt triton  # 190 MB; without it the tests of its kernels say that they were skipped
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile
 	$(MAKE) --no-print-directory test-vllm
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it

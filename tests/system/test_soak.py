@@ -24,7 +24,8 @@ from jackpot.training.run.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "8"))  # of all scenarios together
-SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
+ONE_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # the same in all of pytest's processes
+SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.Random(ONE_RUN).randrange(2**32)))
 SHUFFLED = random.Random(SEED).sample(list(SCENARIOS), len(SCENARIOS))
 KILLS_OF = {name: KILLS // len(SHUFFLED) + (place < KILLS % len(SHUFFLED)) for place, name in enumerate(SHUFFLED)}
 SOAKED = [name for name in SCENARIOS if KILLS_OF[name]]
