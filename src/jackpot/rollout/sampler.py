@@ -72,6 +72,7 @@ class Sampler:
     ) -> None:
         self._config, self._engines, self._task, self._tokenizer, self._costs = config, engines, task, tokenizer, costs
         self._prompts, self._clock, self._event, self._check = prompts, clock, event, check
+        self._reserve = batches_in_reserve(config.batch.ahead)
         # Begun and not yet trained on, by iteration in ascending order: first those that are complete.
         self._under_way: dict[int, list[GenerationBatch] | _PendingBatch] = {}
         self._engine_metrics: dict[str, float] = {}  # those of the newest generation batch
@@ -110,7 +111,7 @@ class Sampler:
         config = self._config
         last = min(iteration + config.batch.ahead, config.iterations)
         numbers = range(max(self._under_way, default=iteration) + 1, last + 1)
-        begins = len(self._under_way) < batches_in_reserve(self._config.batch.ahead) and len(numbers) > 0
+        begins = len(self._under_way) < self._reserve and len(numbers) > 0
         if begins:
             self._under_way |= {number: self._submit(number) for number in numbers}
         elif not any(isinstance(begun, _PendingBatch) for begun in self._under_way.values()):
@@ -124,7 +125,7 @@ class Sampler:
 
         That is where no more batches are under way than the learner needs meanwhile.
         """
-        return len(self._under_way) <= batches_in_reserve(self._config.batch.ahead)
+        return len(self._under_way) <= self._reserve
 
     def finish(self) -> None:
         """Wait until all batches that are under way are complete, so that the engines have nothing left to generate."""

@@ -167,7 +167,8 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
     """
     if not batches:
         raise ValueError("there is no micro-batch to deal; give at least one")
-    dealt = [*batches, *[empty_like(batches[0])] * (-len(batches) % ranks)]
+    missing = -len(batches) % ranks
+    dealt = [*batches, *([empty_like(batches[0])] * missing if missing else [])]
     return [dealt[rank::ranks] for rank in range(ranks)]
 
 

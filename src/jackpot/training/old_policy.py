@@ -45,12 +45,13 @@ class OldPolicySnapshot:
             **({} if old.lam is None else {"lam": old.lam}),
         }
         self._none = {name: column[:0] for name, column in columns.items()}
-        self._rows |= {_key(uid): row for uid, row in by_rollout(batch, columns).items()}
+        rows = by_rollout(batch, columns)
+        self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
         """Copy the rows of all ranks to each, where any rank lacks some of its own micro-batches."""
-        lacks = any(_key(uid) not in self._rows for batch in batches for uid in batch.uids)
-        if not max_over_ranks(lacks):
+        wanted = _keys(uid for batch in batches for uid in batch.uids).tolist()
+        if not max_over_ranks(not self._rows.keys() >= set(wanted)):
             return
         own = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
@@ -70,7 +71,7 @@ class OldPolicySnapshot:
 
     def look_up(self, batch: TokenBatch) -> OldLogProbs:
         """Return the old log-probs of a micro-batch, padded to its length: [B, T] each."""
-        mine = [self._rows[_key(uid)] for uid in batch.uids]
+        mine = [self._rows[key] for key in _keys(batch.uids).tolist()]
         padded = {
             name: pad_sequence([row[name] for row in mine], batch_first=True)
             if mine
@@ -85,16 +86,16 @@ def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     """Return the batches in whose place any rank has a rollout that none has in an earlier place."""
     uids = [(place, uid) for place, batch in enumerate(batches) for uid in batch.uids]
     places = all_gather(torch.tensor([place for place, _ in uids], dtype=torch.int64)).tolist()
-    keys = all_gather(torch.tensor([_key(uid) for _, uid in uids], dtype=torch.int64)).tolist()
+    keys = all_gather(_keys(uid for _, uid in uids)).tolist()
     first: dict[int, int] = {}
     for place, key in sorted(zip(places, keys, strict=True)):
         first.setdefault(key, place)
     return [batches[place] for place in sorted(set(first.values()))]
 
 
-def _key(uid: str) -> int:
-    """Hash a rollout's uid to an int64, for ranks that do not have it."""
-    return int(key_tensor([fold_in(uid)]))
+def _keys(uids: Iterable[str]) -> Tensor:
+    """Hash the uids of rollouts to int64, [B], for ranks that do not have them."""
+    return key_tensor([fold_in(uid) for uid in uids])
 
 
 def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> bool:
