@@ -1,4 +1,4 @@
-"""The joint learner trains policy and rollout model in one process.
+"""The joint learner trains policy and rollout model, in one process or as one of several ranks.
 
 It runs the forward and backward passes of an optimizer step. What stands before a step is in `old_policy` (log-probs
 before the first update on a rollout batch) and `step_totals` (sums that the correction needs first); the step of the
@@ -85,7 +85,7 @@ class _BackwardPass:
 
 
 class JointLearner(Learner):
-    """Trains both models in this process, on one device; several ranks sum their gradients.
+    """Trains both models on one device; several ranks, each with a learner, sum their gradients.
 
     Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
     in each (`batching.deal`). `weights` and `state_dict` give the first rank whole tensors on its CPU, and the others

@@ -1,7 +1,7 @@
 """Plans the memory of a run on each of several GPUs.
 
 Weights, gradients and moments are sharded fully (FSDP), every layer is gathered in float32 when it is
-computed, and each GPU has an engine, or a part of one. This version trains in one process on one GPU: docs/cost.md.
+computed, and each GPU has an engine, or a part of one. What of this has run: docs/distributed.md.
 """
 
 from collections.abc import Iterator, Mapping
