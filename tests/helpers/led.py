@@ -44,7 +44,8 @@ def fork_ranks(size: int, work: Callable[[int], None], output: Path, patience: f
     files = [output / f"rank{rank}.txt" for rank in range(size)]
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_rank, args=(rank, size, port, work, files[rank])) for rank in range(size)]
-    for one in ranks:
+    for one, file in zip(ranks, files, strict=True):
+        file.touch()  # a rank may be killed before it begins
         one.start()
     wait([one.sentinel for one in ranks])
     deadline = time.monotonic() + patience
