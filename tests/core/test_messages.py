@@ -1,5 +1,8 @@
 """What ranks exchange: every value comes back as it was, and nothing else can be sent."""
 
+import io
+import pickle
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -67,3 +70,41 @@ def test_a_message_makes_no_other_class() -> None:
     forged = bytearray(len(text).to_bytes(8, "little") + text)
     with pytest.raises(KeyError, match="Path"):
         unpack(torch.frombuffer(forged, dtype=torch.uint8))
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return Path.write_text, (self._file, "gone off")
+
+
+def _saved(value: object) -> bytes:
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, _saved])
+@pytest.mark.parametrize("is_framed", [False, True])
+def test_a_pickled_payload_is_refused_and_runs_nothing(
+    dump: Callable[[object], bytes], is_framed: bool, tmp_path: Path
+) -> None:
+    """Also where it stands in place of the JSON of a message, after the length."""
+    file = tmp_path / "bomb"
+    payload = dump(Bomb(file))
+    message = len(payload).to_bytes(8, "little") + payload if is_framed else payload
+    with pytest.raises(ValueError):
+        unpack(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    assert not file.exists()
+    pickle.loads(pickle.dumps(Bomb(file)))
+    assert file.exists()
+
+
+@pytest.mark.parametrize("name", ["load", "nothing"])
+def test_a_number_format_is_one_of_torch(name: str) -> None:
+    text = f'[{{"tensor": 0}}, [["{name}", [1]]]]'.encode()
+    with pytest.raises(ValueError, match="no number format of torch"):
+        unpack(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)), dtype=torch.uint8))

@@ -1,9 +1,11 @@
 """Ranks that train one run together: rank 0 leads, the others follow its commands."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,10 +25,20 @@ def assert_close_runs(one: Path, other: Path) -> None:
 
 
 def test_two_ranks_train_the_run_of_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
-    """A step is one micro-batch here, so one rank reads an empty one and nothing is added in another order."""
-    run = tmp_path / "two"
-    ended = run_ranks(2, small_config(), run)
+    """A step is one micro-batch here, so one rank reads an empty one and nothing is added in another order.
+
+    What the ranks listen on is the loopback interface.
+    """
+    run, heard = tmp_path / "two", tmp_path / "listening"
+
+    def look(line: dict) -> None:
+        ranks = [psutil.Process(), *psutil.Process(os.getppid()).children()]
+        open_ports = [one for rank in ranks for one in rank.net_connections() if one.status == psutil.CONN_LISTEN]
+        heard.write_text(" ".join(one.laddr.ip for one in open_ports))
+
+    ended = run_ranks(2, small_config(), run, look)
     assert ended.codes == [0, 0], ended.printed
+    assert set(heard.read_text().split()) == {"127.0.0.1"}
     assert_close_runs(finished_run(), run)
     first, second = (json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(2))
     assert first["number"] == second["number"] > 4 and first["state"] == second["state"] == "done"

@@ -56,7 +56,9 @@ def unpack(message: Tensor) -> Any:
     place, tensors = _ALIGNED + size, []
     for name, shape in kinds:
         place += -place % _ALIGNED
-        dtype = getattr(torch, name)
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a message between ranks has a tensor of {name!r}, which is no number format of torch")
         end = place + math.prod(shape) * dtype.itemsize
         tensors.append(message[place:end].view(dtype).view(shape))
         place = end

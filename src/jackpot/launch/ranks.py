@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -102,14 +103,27 @@ def _store(at: Place) -> dist.Store:
     if at.local_size == at.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store, _, _ = next(dist.rendezvous("env://"))
-    except (ValueError, dist.DistError) as error:
+        store = _rendezvous(at)
+    except (KeyError, ValueError, OSError, dist.DistError) as error:
         raise RankError(
             f"rank {at.rank} of {at.size} does not reach the others at "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {_first_line(error)}"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it starts ranks again
     return dist.PrefixStore(f"jackpot/{attempt}", store)
+
+
+def _rendezvous(at: Place) -> dist.Store:
+    """Return the store at MASTER_ADDR. Rank 0 listens there alone, where torch would on every interface.
+
+    Under torchrun its agent listens instead.
+    """
+    if at.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://"))[0]
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((address, port), family=family) as server:
+        return dist.TCPStore(address, port, at.size, is_master=True, master_listen_fd=server.detach())
 
 
 @contextmanager
