@@ -1,6 +1,6 @@
 """HTTP client of one vLLM server. aiohttp is imported when an engine is made, not before.
 
-Every call ends in a result, in `ServerLost` (a retry, there or on another server, may help) or in an EngineError (only
+Every call ends in a result, in `PeerLost` (a retry, there or on another server, may help) or in an EngineError (only
 a change by the user can help).
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jackpot.core.errors import EngineError
+from jackpot.rollout.engines.pool import PeerLost
 from jackpot.rollout.engines.vllm.protocol import completion_bytes
 
 Result = TypeVar("Result")
@@ -25,15 +26,7 @@ _SHORT_SECONDS = 60.0  # for a call without generation; vLLM takes some seconds 
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
 
-class ServerLost(Exception):
-    """A server sent no response, or none that fits the call."""
-
-
-class ServerRestarted(ServerLost):
-    """A server was restarted, so it has lost the weights that it was sent."""
-
-
-class ServerRefused(ServerLost):
+class ServerRefused(PeerLost):
     """A server answered that it cannot serve the call, at least now."""
 
 
@@ -169,9 +162,9 @@ class ServerClient:
             ) as response:
                 status, data = response.status, await _read(response, path, most)
         except TimeoutError:
-            raise ServerLost(f"{path} took longer than {seconds:g} seconds") from None
+            raise PeerLost(f"{path} took longer than {seconds:g} seconds") from None
         except (self._aiohttp.ClientError, OSError) as error:
-            raise ServerLost(f"{type(error).__name__}: {error}") from error
+            raise PeerLost(f"{type(error).__name__}: {error}") from error
         if status != 200:
             self._raise_for_status(path, status, data, missing)
         if parse is None:
@@ -197,10 +190,10 @@ async def _read(response: Any, path: str, most: int) -> bytes:
     """Return the body of a response.
 
     Raises:
-        ServerLost: it has more than `most` bytes, or is compressed, which no request asks for.
+        PeerLost: it has more than `most` bytes, or is compressed, which no request asks for.
     """
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise ServerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")
+        raise PeerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")
     data = bytearray()
     if (response.content_length or 0) <= most:
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
@@ -209,7 +202,7 @@ async def _read(response: Any, path: str, most: int) -> bytes:
                 break
         else:
             return bytes(data)
-    raise ServerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
+    raise PeerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
 
 
 def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
@@ -217,9 +210,7 @@ def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
         return parse(json.loads(data))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reply = data[:200].decode(errors="replace")
-        raise ServerLost(
-            f"an answer to {path} that cannot be read ({type(error).__name__}: {error}): {reply}"
-        ) from error
+        raise PeerLost(f"an answer to {path} that cannot be read ({type(error).__name__}: {error}): {reply}") from error
 
 
 def _check_success(body: Any) -> None:

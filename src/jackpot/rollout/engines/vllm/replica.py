@@ -5,39 +5,45 @@ All methods run on the engine's event loop.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.vllm.client import ServerClient, ServerLost, ServerRestarted
+from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted
+from jackpot.rollout.engines.vllm.client import ServerClient
 from jackpot.rollout.engines.vllm.server_info import ExpectedModel, ServerInfo, check_server, parse_server_info
 from jackpot.rollout.engines.vllm.weight_sync import SavedWeights, check_loaded
 
-Result = TypeVar("Result")
 _INITIAL_VERSION = "default"  # a server's name of the weights that it started with
 _RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed update
 
 
-class Replica:
+class Job(NamedTuple):
+    """One completion that a server is asked for."""
+
+    body: Mapping[str, Any]  # of the completions call, without the model's name
+    parse: Callable[[Any], Any]  # converts the JSON of the completion to the result
+
+
+class Replica(Peer):
     """Tracks which weights one server holds, updates them, and sends it completions."""
 
-    def __init__(self, url: str, client: ServerClient, expected: ExpectedModel, version_prefix: str) -> None:
+    kind = "server"
+    weights: SavedWeights | None
+
+    def __init__(
+        self, url: str, client: ServerClient, expected: ExpectedModel, version_prefix: str, capacity: int
+    ) -> None:
         """Track a server; nothing is sent before the first `sync`.
 
         Args:
             version_prefix: start of the names of all weights of this engine, unique to it.
+            capacity: completions that run at once.
         """
-        self.url, self._client, self._expected, self._version_prefix = url, client, expected, version_prefix
+        super().__init__(url, capacity)
+        self._client, self._expected, self._version_prefix = client, expected, version_prefix
         self.info: ServerInfo | None = None  # facts in the last report of the server
-        self.weights: SavedWeights | None = None  # weights the server holds; None while it must not get requests
         self.loading: SavedWeights | None = None  # weights being sent, whose file must stay
-        self.num_running = 0  # completions running on the server
-        self.error: ServerLost | None = None  # reason why the server gets no more requests
-        self.num_failures = 0  # failures since the last completion
-        self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
-        self.num_resent = 0  # requests queued again because of the current failure
-        self.was_restarted = False  # True where the last inspection found the server restarted
         self._model_name = ""  # name that completions have to give
         self._was_updated = False  # True once this engine has sent weights to the server
         self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
@@ -45,22 +51,11 @@ class Replica:
         self._checks_begun = self._checks_passed = 0  # numbers of the last check begun and of the last one passed
         self._check_lock = asyncio.Lock()
 
-    @property
-    def is_lost(self) -> bool:
-        """Return whether the server has failed and has not been synced since."""
-        return self.lost_since is not None
-
-    def mark_lost(self, error: ServerLost) -> None:
-        """Record a failure of the server, after which it gets no requests before the next `sync`."""
-        self.error, self.weights = error, None
-        self.num_failures += 1
-        self.lost_since = self.lost_since or time.monotonic()
-
     async def sync(self, newest: SavedWeights) -> None:
-        """Make sure that the server holds the newest weights. It must have no completions running.
+        """Make sure that the server holds the newest weights, as `Peer.sync` says.
 
         Raises:
-            ServerLost: the server cannot be reached or updated now; try again later.
+            PeerLost: as there.
             EngineError: it serves something else, or another run sends it weights.
         """
         self.loading = newest
@@ -73,7 +68,6 @@ class Replica:
                 await self._update(newest)
         finally:
             self.loading = None
-        self.weights, self.error, self.lost_since = newest, None, None
 
     async def _inspect(self) -> None:
         """Read and check the server's facts, and find out whether it still holds the weights that it was sent."""
@@ -81,7 +75,7 @@ class Replica:
         vllm_config = await self._client.vllm_config()
         try:
             version, self.was_restarted = await self._weight_version(), False
-        except ServerRestarted:
+        except PeerRestarted:
             version, self.was_restarted, self._verified = _INITIAL_VERSION, True, None
         if self._sent is not None and self._sent.version != version:
             self._sent = None
@@ -90,34 +84,34 @@ class Replica:
             info = parse_server_info(vllm_config, inspection, checksums)
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
-                f"{self.url} has settings that cannot be read ({type(error).__name__}: {error}); this engine was made "
+                f"{self.name} has settings that cannot be read ({type(error).__name__}: {error}); this engine was made "
                 f"for vLLM 0.32, see docs/vllm.md"
             ) from error
-        check_server(info, self.url, self._expected)
+        check_server(info, self.name, self._expected)
         self.info = info
 
     async def _weight_version(self) -> str:
         """Return the name of the weights that the server holds.
 
         Raises:
-            ServerRestarted: it was sent weights and holds those of its start again.
+            PeerRestarted: it was sent weights and holds those of its start again.
             EngineError: it was sent weights and holds those of another run now.
         """
         version = await self._client.weight_version()
         if self._was_updated:
             if version == _INITIAL_VERSION:
-                raise ServerRestarted("it was restarted")
+                raise PeerRestarted("it was restarted")
             if not version.startswith(self._version_prefix):
                 raise EngineError(
-                    f"another run updates the weights of {self.url}: it holds {version!r}, not what this run sent; "
+                    f"another run updates the weights of {self.name}: it holds {version!r}, not what this run sent; "
                     f"one server serves one run at a time"
                 )
         return version
 
     async def _check_version(self, expected: SavedWeights) -> None:
-        """Raise ServerLost unless the server reports that it holds these weights; else as `_weight_version`."""
+        """Raise PeerLost unless the server reports that it holds these weights; else as `_weight_version`."""
         if (version := await self._weight_version()) != expected.version:
-            raise ServerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
+            raise PeerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
     async def _update(self, weights: SavedWeights) -> None:
         """Replace the server's weights while it is paused. It is resumed afterwards, also after a failure."""
@@ -126,7 +120,7 @@ class Replica:
             await self._client.pause()
             await self._load(weights)
         except BaseException:
-            with contextlib.suppress(ServerLost, TimeoutError):  # the first error says why
+            with contextlib.suppress(PeerLost, TimeoutError):  # the first error says why
                 await asyncio.wait_for(self._client.resume(), _RESUME_SECONDS)
             raise
         await self._client.resume()
@@ -138,18 +132,14 @@ class Replica:
         await client.reload_weights(str(weights.folder))
         await client.reset_prefix_cache()
         checksums = await client.checksums()
-        check_loaded(self.url, weights, checksums, self._verified)
+        check_loaded(self.name, weights, checksums, self._verified)
         await client.set_weight_version(weights.version)
         await self._check_version(weights)
         self._verified = (weights, checksums)
 
-    async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
-        """Return a parsed completion that was generated by `weights`. No `sync` may run meanwhile.
-
-        Raises:
-            ServerLost: there is no completion, or other weights may have generated it.
-        """
-        completion = await self._client.complete({**body, "model": self._model_name}, parse)
+    async def run(self, job: Job) -> Any:
+        """Return a parsed completion that was generated by `weights`, as `Peer.run` says."""
+        completion = await self._client.complete({**job.body, "model": self._model_name}, job.parse)
         await self._confirm_weights()
         return completion
 

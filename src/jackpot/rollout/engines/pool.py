@@ -1,0 +1,402 @@
+"""A pool of peers that work off one queue: servers, engines in other processes, engines in actors.
+
+Two kinds of threads take part. All peers are called from an event loop on a thread of the pool:
+
+- A caller's thread hands over jobs (`begin`, `results`) and new weights (`update`), and waits for results or for peers.
+- `_serve`, one task per peer, brings the peer to the newest weights and then runs `_dispatch`. It is unblocked by a
+  failure of the peer and by new weights, and ends when the peer leaves or with the pool.
+- `_dispatch` consumes the shared queue while its peer holds the newest weights. It waits for `_state_changed`, which a
+  new job, a finished one, new weights and a lost peer set. It produces one `_do` task per job.
+- `_do` waits for what the peer makes of the job, or puts the job back at the front of the queue, so that each job gets
+  exactly one result, whatever happens to peers.
+
+A peer that does not hold the newest weights is given no job, and one that lost them says so instead of doing it. Peers
+may join (`add`) and leave (`remove`) at any time.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from jackpot.core.errors import EngineError
+
+Result = TypeVar("Result")
+_MAX_EVENTS = 1000  # kept between two calls of `take_events`
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach a peer
+
+
+class PeerLost(Exception):
+    """A peer did not do what it was asked; another attempt, there or at another peer, may succeed."""
+
+
+class PeerRestarted(PeerLost):
+    """A peer was restarted, so it has lost the weights that it was sent, and can be reached."""
+
+
+class Peer(ABC):
+    """One engine of a pool. All methods run on the event loop of the pool, which also keeps the attributes."""
+
+    kind: ClassVar[str] = "peer"  # what events and errors call it: `peer_lost`
+
+    def __init__(self, name: str, capacity: int) -> None:
+        """Describe a peer; nothing is sent before the first `sync`.
+
+        Args:
+            name: unlike that of any other peer of the pool.
+            capacity: jobs that it does at once.
+        """
+        self.name, self.capacity = name, capacity
+        self.weights: Any = None  # weights that it holds; None while it must not get jobs
+        self.num_running = 0  # jobs
+        self.error: PeerLost | None = None  # reason why it gets no more jobs
+        self.num_failures = 0  # since the last result
+        self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
+        self.num_resent = 0  # jobs queued again because of the current failure
+        self.was_restarted = False  # whether the last `sync` found it without the weights that it was sent
+        self.is_leaving = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the peer has failed and has not been synced since."""
+        return self.lost_since is not None
+
+    @abstractmethod
+    async def sync(self, newest: Any) -> None:
+        """Make sure that the peer holds the newest weights, those that `Pool.update` was given. It has no jobs.
+
+        `error` says why it was lost, None where it was not.
+
+        Raises:
+            PeerLost: it cannot be reached or updated now; `sync` is called again later.
+            EngineError: it is of no use, and neither is the pool; the text says what to do.
+        """
+
+    @abstractmethod
+    async def run(self, job: Any) -> Any:
+        """Return what the peer made of a job with `weights`. No `sync` runs meanwhile, but other jobs may.
+
+        Raises:
+            PeerLost: there is no result, or other weights may have made it.
+            EngineError: no peer could do the job; the text says what to do.
+        """
+
+    async def close(self) -> None:
+        """End what the peer keeps open. The last call."""
+        return  # most servers are left as they are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolLimits:
+    """Limits of a pool, with the names of the settings that they come from and advice for the errors."""
+
+    patience: float  # seconds without a peer that can be reached
+    patience_setting: str
+    unreachable: str  # what to do then
+    attempts: int  # at one job
+    attempts_setting: str
+    failing: str  # what to do where so many attempts fail
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    """One job from the queue to its result."""
+
+    uid: str  # for errors
+    job: Any
+    finish: Callable[[Any], None]  # takes the result, on the event loop's thread
+    failed_at: list[str] = field(default_factory=list)  # peer and error of each failed attempt
+
+
+class Pool:
+    """Has peers do jobs, each exactly once, while peers are lost and come back."""
+
+    def __init__(self, limits: PoolLimits, newest: Any, thread_name: str) -> None:
+        """Start the thread of a pool without peers.
+
+        Args:
+            newest: weights that peers must hold to be given jobs. `Peer.sync` is given them; the pool only compares
+                by identity.
+        """
+        self.newest = newest
+        self.peers: list[Peer] = []
+        self.failure: EngineError | None = None
+        self.on_failure: list[Callable[[EngineError], None]] = []  # called once, on the event loop's thread
+        self.check: Callable[[Peer], None] = lambda peer: None  # raises EngineError for a peer that does not fit
+        self._limits = limits
+        self._queue: deque[_Work] = deque()
+        self._futures: set[Future] = set()  # those for which `results` waits
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._tasks: dict[Peer, asyncio.Task] = {}
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._state_changed = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=thread_name, daemon=True)
+        self._thread.start()
+
+    # From other threads
+
+    def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine on the event loop and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def add(self, *peers: Peer) -> None:
+        """Let peers join. They are given jobs once they hold the newest weights.
+
+        Raises:
+            EngineError: a peer of that name is in the pool.
+        """
+        self.call(self.join(*peers))
+
+    def remove(self, name: str) -> None:
+        """Let a peer leave once the jobs that it does are done.
+
+        Raises:
+            EngineError: it is not in the pool, or is the last one.
+        """
+        self.call(self._leave(name))
+
+    def begin(self, jobs: Sequence[tuple[str, Any, Callable[[Any], None]]]) -> None:
+        """Queue jobs and return at once: the name of each for errors, what peers are given, and who takes the result.
+
+        Results are handed over on the event loop's thread, in any order.
+        """
+        works = [_Work(uid=uid, job=job, finish=finish) for uid, job, finish in jobs]
+        self._loop.call_soon_threadsafe(self._add, works)
+
+    def results(self, jobs: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Return the results of jobs, each with a name for errors, once all are done.
+
+        Raises:
+            EngineError: the pool has failed.
+        """
+        futures: list[Future] = [Future() for _ in jobs]
+        works = [
+            _Work(uid=uid, job=job, finish=future.set_result) for (uid, job), future in zip(jobs, futures, strict=True)
+        ]
+
+        def add() -> None:
+            self._futures = set(futures)
+            if self.failure is not None:
+                self._fail(self.failure)
+            self._add(works)
+
+        self._loop.call_soon_threadsafe(add)
+        return [future.result() for future in futures]
+
+    def update(self, newest: Any) -> None:
+        """Replace the newest weights, and wait until a peer holds them and all others do or are lost."""
+        self.call(self._update(newest))
+
+    def log_event(self, event: dict[str, Any]) -> None:
+        """Add an event to those of `take_events`."""
+        self._events.append(event)
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return and forget the events since the last call: `KIND_lost`, `KIND_back`, `KIND_restarted` of peers."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def close(self, *last: Callable[[], Awaitable[None]]) -> None:
+        """Abandon all jobs, close the peers, then await `last`, and end the thread. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.call(self._stop(last))
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    # On the event loop's thread
+
+    async def join(self, *peers: Peer) -> None:
+        """Let peers join, as `add` says."""
+        for peer in peers:
+            if any(peer.name == other.name for other in self.peers):
+                raise EngineError(f"a {peer.kind} {peer.name} is in the pool; give every one a name of its own")
+            self.peers.append(peer)
+            self._tasks[peer] = asyncio.create_task(self._serve(peer))
+
+    async def _leave(self, name: str) -> None:
+        peer = next((one for one in self.peers if one.name == name), None)
+        if peer is None or len(self.peers) == 1:
+            names = ", ".join(one.name for one in self.peers)
+            raise EngineError(f"{name} cannot leave the pool of {names}, which needs one at least; add another first")
+        peer.is_leaving = True
+        self.peers.remove(peer)
+        self._notify()
+        if peer.is_lost:  # it may wait for its next attempt
+            self._tasks[peer].cancel()
+        await asyncio.wait([self._tasks.pop(peer)])
+        await peer.close()
+
+    async def until_synced(self) -> None:
+        """Return when a peer holds the newest weights and all others do or are lost.
+
+        Raises:
+            EngineError: the pool has failed.
+        """
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            is_synced = [peer.weights is self.newest for peer in self.peers]
+            pairs = zip(is_synced, self.peers, strict=True)
+            if any(is_synced) and all(synced or peer.is_lost for synced, peer in pairs):
+                return
+            await self._state_changed.wait()
+
+    async def _stop(self, last: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(peer.close() for peer in self.peers), return_exceptions=True)
+        for one in last:
+            await one()
+
+    async def _update(self, newest: Any) -> None:
+        self.newest = newest
+        self._notify()
+        await self.until_synced()
+
+    def _notify(self) -> None:
+        """Unblock all tasks that wait for `_state_changed`."""
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
+    def _fail(self, failure: EngineError) -> None:
+        is_first, self.failure = self.failure is None, self.failure or failure
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(self.failure)
+        if is_first:
+            for listener in self.on_failure:
+                listener(failure)
+        for task in self._tasks.values():
+            task.cancel()
+        self._notify()
+
+    def _add(self, works: Sequence[_Work]) -> None:
+        self._queue.extend(works)
+        self._notify()
+
+    async def _serve(self, peer: Peer) -> None:
+        """Keep a peer at the newest weights and give it jobs, as long as it is in the pool."""
+        try:
+            while not peer.is_leaving:
+                was_lost, newest = peer.is_lost, self.newest
+                try:
+                    await peer.sync(newest)
+                    peer.weights, peer.error, peer.lost_since = newest, None, None
+                    self.check(peer)
+                    if was_lost:
+                        self._log("restarted" if peer.was_restarted else "back", peer)
+                    self._notify()
+                    await self._dispatch(peer)
+                except PeerLost as lost:
+                    await self._back_off(peer, lost)
+        except EngineError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(EngineError(f"{self._thread.name} cannot go on: {type(error).__name__}: {error}"))
+
+    async def _back_off(self, peer: Peer, lost: PeerLost) -> None:
+        """Wait before the next attempt to reach a lost peer, longer every time.
+
+        Raises:
+            EngineError: no peer has been in reach for `patience` seconds.
+        """
+        if not peer.is_lost:
+            self._log("lost", peer, why=str(lost), sent_again=peer.num_resent)
+            peer.num_resent = 0
+        peer.error, peer.weights = lost, None
+        peer.num_failures += 1
+        peer.lost_since = peer.lost_since or time.monotonic()
+        self._notify()
+        limits = self._limits
+        timeout = limits.patience
+        if self.peers and all(other.is_lost for other in self.peers):
+            left = timeout - (time.monotonic() - max(other.lost_since for other in self.peers))
+            if left <= 0.0:
+                reasons = "; ".join(f"{other.name}: {other.error}" for other in self.peers)
+                raise EngineError(
+                    f"no {peer.kind} could be used for {limits.patience_setting} = {timeout:g} seconds ({reasons}). "
+                    f"{limits.unreachable}"
+                )
+            timeout = left
+        if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
+            return
+        wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(peer.num_failures - 1, 10))
+        await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
+
+    async def _dispatch(self, peer: Peer) -> None:
+        """Give a peer jobs until it fails, leaves or new weights are there; then wait for those that it does.
+
+        Raises:
+            PeerLost: the peer failed.
+        """
+        tasks: set[asyncio.Task] = set()
+        try:
+            while peer.error is None and peer.weights is self.newest and not peer.is_leaving:
+                if self._queue and self._is_next(peer):
+                    peer.num_running += 1
+                    task = asyncio.create_task(self._do(peer, self._queue.popleft()))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    self._notify()
+                else:
+                    await self._state_changed.wait()
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if peer.error is not None:
+            raise peer.error
+
+    def _is_next(self, peer: Peer) -> bool:
+        """Return whether the peer does the fewest jobs of all ready ones, and fewer than it can."""
+        ready = [one for one in self.peers if one.error is None and one.weights is self.newest]
+        return peer.num_running == min(one.num_running for one in ready) < peer.capacity
+
+    async def _do(self, peer: Peer, work: _Work) -> None:
+        """Get one job's result from a peer; queue the job again if the peer is lost."""
+        try:
+            result = await peer.run(work.job)
+        except PeerLost as lost:
+            peer.error = peer.error or lost
+            self._requeue(peer, work, lost)
+        except EngineError as error:
+            self._fail(EngineError(f"{peer.name}: {error}"))
+        except Exception as error:
+            self._fail(EngineError(f"the answer to {work.uid} cannot be used: {type(error).__name__}: {error}"))
+        else:
+            peer.num_failures = 0
+            work.finish(result)
+        finally:
+            peer.num_running -= 1
+            self._notify()
+
+    def _requeue(self, peer: Peer, work: _Work, lost: PeerLost) -> None:
+        work.failed_at.append(f"{peer.name}: {lost}")
+        peer.num_resent += 1
+        if len(work.failed_at) < self._limits.attempts:
+            self._queue.appendleft(work)
+        else:
+            attempts = "; ".join(work.failed_at)
+            self._fail(
+                EngineError(
+                    f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failed_at)} times ({attempts}); "
+                    f"{self._limits.failing}"
+                )
+            )
+
+    def _log(self, event: str, peer: Peer, **details: Any) -> None:
+        self._events.append({"event": f"{peer.kind}_{event}", peer.kind: peer.name, **details})
