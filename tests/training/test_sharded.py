@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save, save_models, train
@@ -173,6 +174,44 @@ def test_what_two_ranks_save_continues_on_two_ranks_and_in_one_process(folder, t
     wanted = work(straight, 0, 1)
     assert alone["digests"] == again["digests"] == wanted["digests"]
     assert all(map(torch.equal, again["gradients"], wanted["gradients"]))
+
+
+def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, monkeypatch):
+    """An adapter's layers in fp32, as their sum is cast; nothing is whole on the second rank."""
+    config = config_of(folder, "policy.lora={rank: 4, alpha: 8}")
+    bucket, gather, messages = 2**14, dist.gather, []
+
+    def change(learner):
+        with torch.no_grad():
+            for model in learner._models.values():
+                for parameter in model.parameters():
+                    local(parameter).add_(0.01)
+        return learner
+
+    def recorded(mine, pieces):
+        messages.append(RANKS * len(mine))
+        gather(mine, pieces)
+
+    def work(rank):
+        learner, sent = change(learner_of(config, True)), {}
+        for role in ("policy", "rollout_model"):
+            messages.clear()
+            sent[role] = dict(learner.weights(role, torch.bfloat16))
+            sent[f"{role}, messages"] = list(messages)
+        return sent
+
+    monkeypatch.setattr(gathered, "BUCKET", bucket)
+    monkeypatch.setattr(dist, "gather", recorded)
+    whole = change(learner_of(config, False))
+    first, second = on_ranks(work, tmp_path)
+    for role in ("policy", "rollout_model"):
+        wanted, found = dict(whole.weights(role)), first[role]
+        assert second[role] == {} and found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], one.bfloat16()) for name, one in wanted.items())
+        sizes, largest = first[f"{role}, messages"], max(one.nbytes for one in wanted.values())
+        assert len(sizes) > 2 and max(sizes) <= max(bucket, largest)
+    plain = sum(one.nbytes for one in first["rollout_model"].values())
+    assert plain <= sum(first["rollout_model, messages"]) < 1.1 * plain
 
 
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):

@@ -5,7 +5,7 @@ a layer, or of an embedding that no head shares, while that runs. A weight that 
 root and stays one weight: sharded apart, it would become two without an error.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,9 @@ from jackpot.core.errors import ModelError
 from jackpot.core.shards import is_sharded, local, whole
 
 _Result = TypeVar("_Result")
+
+BUCKET = 2**30
+"""Bytes of whole weights that are gathered at once, unless one weight is larger."""
 
 
 class Gathered(nn.Module):
@@ -51,11 +54,11 @@ class Gathered(nn.Module):
         return result
 
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Go through whole weights, which all ranks gather together, and keep them on the first rank's CPU.
+        """Go through the weights that `gather` yields, and keep them on the first rank's CPU.
 
         Nothing waits for another rank afterwards. The other ranks get none.
         """
-        return [(name, tensor.cpu()) for name, tensor in weights if dist.get_rank() == 0]
+        return [(name, tensor.cpu()) for name, tensor in weights]
 
     def keep_state(self, state: Any) -> Any:
         """Return nested containers with their sharded tensors gathered on the first rank's CPU; None on other ranks.
@@ -118,6 +121,40 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
                 f"one; train it in one process"
             )
     return root
+
+
+def gather(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield named tensors whole, in their order, on the first rank; on other ranks none. Plain ones stay as they are.
+
+    All ranks have to go through the same ones to the end. Sharded ones are gathered in messages of `BUCKET` bytes.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        if not is_sharded(tensor):
+            yield name, tensor
+            continue
+        if bucket and sum(one.nbytes for _, one in bucket) + tensor.nbytes > BUCKET:
+            yield from _gathered(bucket)
+            bucket = []
+        bucket.append((name, tensor))
+    if bucket:
+        yield from _gathered(bucket)
+
+
+def _gathered(bucket: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Gather tensors in one message of bytes, in which every rank's part of a tensor is as long as the first one's."""
+    ranks = dist.get_world_size()
+    lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]
+    parts = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
+    mine = torch.zeros(sum(lengths), dtype=torch.uint8, device=parts[0].device)
+    for place, part in zip(mine.split(lengths), parts, strict=True):
+        place[: len(part)] = part
+    pieces = [torch.empty_like(mine) for _ in range(ranks)] if dist.get_rank() == 0 else None
+    dist.gather(mine, pieces)
+    if pieces is None:
+        return
+    for (name, tensor), *shares in zip(bucket, *(piece.split(lengths) for piece in pieces), strict=True):
+        yield name, torch.cat(shares)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ file needs peft, and only for a model that gets an adapter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +20,8 @@ from transformers import PreTrainedModel
 from jackpot.config.run import ALL_LINEAR, LoraConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
-from jackpot.core.shards import is_sharded, whole
+from jackpot.core.shards import is_sharded
+from jackpot.models.gathered import gather
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
 _BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
@@ -76,18 +79,31 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 
 @torch.no_grad()
-def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that the model computes with, by their names without an adapter, tied ones once.
 
-    Each merged weight is computed when it is yielded, in its own dtype; the model is not changed. Without an adapter
-    these are the `named_parameters()`. Of a sharded model all ranks yield whole weights, and have to go through all of
-    them together. In float32 the merged model equals the model up to rounding; a cast to bfloat16
+    Each merged weight is computed when it is yielded; the model is not changed. Without an adapter these are the
+    `named_parameters()`. Of a sharded model all ranks have to go through them together, and the first one gets them
+    (`gathered.gather`). In float32 the merged model equals the model up to rounding; a cast to bfloat16
     loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
+
+    Args:
+        dtype: that all are cast to, those that nothing is merged into before they are gathered; None: each has its own.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
-    for name, parameter in _base_parameters(model):
-        layer = deltas.get(name)
-        yield _plain(name), parameter if layer is None else parameter + _delta(layer)
+
+    def stored() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in _base_parameters(model):
+            if layer := deltas.get(name):
+                yield from ((name, one) for one in (parameter, *_factors(layer)))
+            else:
+                yield name, parameter.to(dtype or parameter.dtype)
+
+    for name, group in groupby(gather(stored()), key=itemgetter(0)):
+        weight, *factors = (tensor for _, tensor in group)
+        if factors:
+            weight = weight + _delta(deltas[name], *factors)
+        yield _plain(name), weight.to(dtype or weight.dtype)
 
 
 def save_model(model: PreTrainedModel, folder: Path, keep: Keep = list) -> None:
@@ -101,8 +117,8 @@ def save_model(model: PreTrainedModel, folder: Path, keep: Keep = list) -> None:
     if not adapter and not any(map(is_sharded, model.parameters())):
         model.save_pretrained(folder)
         return
-    base = weights_digest(_plain_base(model), torch.float32) if adapter else None
-    adapter = dict(keep((name, whole(tensor)) for name, tensor in adapter.items()))
+    base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else None
+    adapter = dict(keep(gather(adapter.items())))
     merged = dict(keep(merged_weights(model)))
     if not merged:  # another rank writes
         return
@@ -161,9 +177,13 @@ def _has_delta(layer: nn.Module) -> bool:
     return hasattr(layer, "get_delta_weight")
 
 
-def _delta(layer: nn.Module) -> Tensor:
+def _factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the matrices A and B of a layer's adapter."""
+    return layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+
+
+def _delta(layer: nn.Module, first: Tensor, second: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round otherwise."""
-    first, second = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
     return second @ first * layer.scaling["default"]
 
 
@@ -177,7 +197,7 @@ def _plain(name: str) -> str:
 
 
 def _base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    return ((name, whole(tensor.detach())) for name, tensor in model.named_parameters() if not name.endswith(_END))
+    return ((name, tensor.detach()) for name, tensor in model.named_parameters() if not name.endswith(_END))
 
 
 def _plain_base(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -69,8 +69,9 @@ class RunComponents:
         Raises:
             EngineError: the engine holds other weights than the learner sent.
         """
-        digest = WeightsDigest(engine.capabilities.dtype)
-        weights = digest.watch(self.learner.weights(role))
+        dtype = engine.capabilities.dtype
+        digest = WeightsDigest(dtype)
+        weights = digest.watch(self.learner.weights(role, dtype))
         held = engine.update_weights(weights, self.learner.version)
         deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
         sent = digest.hexdigest()

@@ -339,9 +339,10 @@ class JointLearner(Learner):
             scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": spread.cpu()}).items()}
         return scores
 
-    def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
-        weights = merged_weights(self._models[role])
-        return self._gathered.keep(weights) if self._gathered else weights
+    def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
+        if self._gathered:
+            return self._gathered.keep(merged_weights(self._models[role], dtype))
+        return merged_weights(self._models[role])
 
     def save_model(self, role: Role, folder: Path) -> None:
         model = self._critic.model if role == "critic" else self._models[role]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jackpot.config.run import Sampling
@@ -76,10 +77,13 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def weights(self, role: Role) -> Iterable[tuple[str, Tensor]]:
+    def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
         """Yield the current weights of a model by name: tied ones once, an adapter merged in.
 
         Where there is no rollout model, its weights are the policy's.
+
+        Args:
+            dtype: that the caller casts them to; weights that have to be copied anyway come in it. None: their own.
         """
 
     @abstractmethod

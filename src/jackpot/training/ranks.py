@@ -184,9 +184,9 @@ class LedLearner(Learner):
     def keep_weights(self, role: Role) -> None:
         self._on_all("keep_weights", role=role)
 
-    def weights(self, role: Role) -> list[tuple[str, Tensor]]:
+    def weights(self, role: Role, dtype: torch.dtype | None = None) -> list[tuple[str, Tensor]]:
         """Return all weights: no rank waits for another while they are sent to an engine."""
-        return self._on_all("weights", role=role)
+        return self._on_all("weights", role=role, dtype=dtype and str(dtype).removeprefix("torch."))
 
     def save_model(self, role: Role, folder: Path) -> None:
         self._on_all("save_model", role=role, folder=str(folder.resolve()))
@@ -237,7 +237,7 @@ def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
         case "save_model":
             return learner.save_model(part["role"], Path(part["folder"]))
         case "weights":
-            return list(learner.weights(part["role"]))
+            return list(learner.weights(part["role"], part["dtype"] and getattr(torch, part["dtype"])))
     return getattr(learner, name)(**part)
 
 
