@@ -109,7 +109,7 @@ def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
     found, below = find("engine")
     assert {block.command for block in found} == {"train", "eval"}
     assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server"]
-    assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 19
+    assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 20
     below = find("task.rewards")[1]
     assert [setting.key for setting in below][:2] == ["task.rewards[].name", "task.rewards[].weight"]
     assert find("learners.0.autocast")[1] == [SETTINGS["learners[].autocast"]]

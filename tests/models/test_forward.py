@@ -34,7 +34,9 @@ from jackpot.models.forward import (
     predicting_hidden,
     response_hidden,
     token_hidden,
+    widen_head,
 )
+from jackpot.objectives.kernels.linear_head import LinearHead
 
 V = 30
 SHAPE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -231,3 +233,26 @@ def test_tokens_are_padded_on_the_side_asked_for(side, ids, mask):
     padded: tuple[Tensor, Tensor] = pad_tokens([[5], [1, 2, 3]], side, torch.device("cpu"))
     assert padded[0].tolist() == ids
     assert padded[1].int().tolist() == mask
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_wide_head_of_an_engine_is_that_of_training(tied):
+    """The engine holds bfloat16, training float32 under autocast; both have the same weights and hidden states."""
+    torch.manual_seed(0)
+    trained = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).bfloat16()
+    engine = LlamaForCausalLM(trained.config).bfloat16()
+    engine.load_state_dict(trained.state_dict())
+    hidden, ids = torch.randn(64, 32).bfloat16(), torch.arange(64) % V
+    trained = trained.float()
+    gaps = []
+    for widen in (lambda model: None, widen_head):
+        for model in (trained, engine):
+            names, weight = [name for name, _ in model.named_parameters()], output_layer(model).weight
+            widen(model)
+            assert output_layer(model).weight is weight and [name for name, _ in model.named_parameters()] == names
+        with torch.autocast("cpu", torch.bfloat16):
+            learned = LinearHead(output_layer(trained))(hidden.float(), None, ids, temperature=1.0).log_probs
+        sampled = head_logits(engine, hidden).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        exact = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        gaps.append([(found - exact).abs().max().item() for found in (learned, sampled)])
+    assert min(gaps[0]) > 1e-4 and max(gaps[1]) < 1e-6

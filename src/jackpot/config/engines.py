@@ -38,6 +38,9 @@ class _Engine(Strict):
     """Sequences that the engine decodes at once; of servers, requests in flight to each server."""
     dtype: Dtype = "fp32"
     """Number format of the engine's weights and activations. Servers must have been started with the same one."""
+    head_dtype: Literal["fp32"] | None = None
+    """Number format in which the output layer multiplies; its weight and what it multiplies are in `dtype`. null:
+    `dtype`. Servers must have been started with the same one."""
     quantization: Quantization | None = None
     """Number format that the linear layers compute with (docs/precision.md); null: `dtype`. vLLM has `fp8` on a GPU
     only. Servers must have been started with the same one."""

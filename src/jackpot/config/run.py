@@ -420,6 +420,9 @@ class Config(Strict):
     """The policy's loss."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of training's forward pass (autocast); weights and optimizer states are fp32."""
+    head_dtype: Literal["fp32"] | None = None
+    """Number format in which training's output layers multiply; null: that of `precision`. The engine's own is
+    `engine.head_dtype`."""
     head_kernel: Annotated[Literal["auto", "eager", "compile", "triton"], MAY_CHANGE] = "auto"
     """What reads the logits of training's output layers: torch's operators (eager), those through torch.compile, or
     Triton kernels; auto: Triton on a GPU where it is installed, else eager. It changes speed, and results only by

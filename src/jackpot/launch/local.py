@@ -31,7 +31,7 @@ from jackpot.launch.engines import make_engine
 from jackpot.launch.head_kernel import tile_reader
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
-from jackpot.models.forward import checkpoint_activations, output_layer
+from jackpot.models.forward import checkpoint_activations, output_layer, widen_head
 from jackpot.models.fused import fuse
 from jackpot.models.gathered import shard
 from jackpot.models.load import (
@@ -298,6 +298,7 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device) -
             raise ModelError(
                 f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary"
             )
+        _widen(config, model)
         models["reference"] = model
     return models
 
@@ -311,6 +312,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     settings = getattr(config, role)
     with _role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
+    _widen(config, model)
     _fuse(config, model)
     if settings.lora is not None:
         add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
@@ -336,6 +338,11 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
     """Fuse parts of a model that will compute on the CPU; models that are sharded over GPUs are loaded there too."""
     if pick_device(config).type == "cpu":
         fuse(model)
+
+
+def _widen(config: Config, model: PreTrainedModel) -> None:
+    if config.head_dtype == "fp32":
+        widen_head(model)
 
 
 def _outline(role: Role, path: str) -> PreTrainedModel:

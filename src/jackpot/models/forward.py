@@ -23,6 +23,7 @@ from transformers.modeling_outputs import ModelOutput
 from jackpot.core.errors import DataError, ModelError
 from jackpot.core.types import PackedRow, TokenBatch
 from jackpot.models.packed_attention import PACKED, AttentionPlan, AttentionSet, replaces_attention
+from jackpot.objectives.kernels.linear_head import Fp32Linear
 
 PaddingSide = Literal["left", "right"]
 
@@ -247,6 +248,18 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
             f"{type(model).__name__} has no linear output layer ({type(layer).__name__}); take a causal language model"
         )
     return layer
+
+
+def widen_head(model: PreTrainedModel) -> None:
+    """Have the output layer multiply in float32, whatever the weights' dtype and autocast, in place; its weight stays
+    the same parameter.
+
+    Raises:
+        ModelError: as `output_layer`, or an output layer that cannot be replaced.
+    """
+    model.set_output_embeddings(Fp32Linear.of(output_layer(model)))
+    if not isinstance(output_layer(model), Fp32Linear):
+        raise ModelError(f"the output layer of {type(model).__name__} cannot be replaced; leave head_dtype out")
 
 
 def logit_softcap(model: PreTrainedModel) -> float | None:

@@ -113,6 +113,15 @@ def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
     assert not torch.cat(found).equal(torch.cat(plain))
 
 
+def test_two_wide_heads_are_nearer_than_two_narrow_ones_and_than_one_of_each():
+    narrow, wide = {"dtype": "bf16"}, {"dtype": "bf16", "head_dtype": "fp32"}
+    cast = {"autocast": "bf16"}
+    found = apart(cast, cast | {"head_dtype": "fp32"}, samplers=(narrow, wide), reread=True, responses=8)
+    of = {pair.name: pair.numbers.gap.value for pair in found}
+    both = of.pop("transformers bf16 head fp32 | transformers fp32 head fp32 autocast bf16")
+    assert len(of) == 3 and 0.0 < both < min(of.values())
+
+
 SIDES = [
     {},
     INT8,
@@ -238,8 +247,9 @@ def test_sets_of_problems_take_the_place_of_the_task():
 def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_training(
     finished_run: FinishedRuns, tmp_path: Path
 ):
-    short = ("iterations=1", "evaluation.problems=2")
-    run(small_config(*short, "engine.dtype=bf16", "precision=bf16", "sampling.temperature=0.9"), tmp_path)
+    short = ("iterations=1", "evaluation.problems=2", "sampling.temperature=0.9")
+    heads = ("head_dtype=fp32", "engine.head_dtype=fp32")
+    run(small_config(*short, *heads, "engine.dtype=bf16", "precision=bf16"), tmp_path)
     config = mismatch_config(str(tmp_path), [], [[{"dtype": "fp32"}]], [])
     [sampler], [learner] = config.samplers, config.learners
     assert (Path(sampler.path).name, Path(learner.path).name) == ("rollout_model", "policy")
@@ -252,8 +262,8 @@ def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_tra
     [other] = apart({}, model=str(tmp_path))
     assert own.numbers.gap.value < 0.01 < other.numbers.gap.value
     assert (other.sampler, other.learner) == (
-        "rollout_model transformers bf16",
-        "policy transformers fp32 autocast bf16",
+        "rollout_model transformers bf16 head fp32",
+        "policy transformers fp32 head fp32 autocast bf16",
     )
     config = mismatch_config(str(finished_run("iterations=2", arm="on_policy")), [], [], [])
     [learner] = config.learners

@@ -19,7 +19,7 @@ from helpers.naive_head import (
     random_ids,
 )
 from jackpot.objectives.kernels import autograd
-from jackpot.objectives.kernels.linear_head import Head, LinearHead, joint_linear_head, linear_head
+from jackpot.objectives.kernels.linear_head import Fp32Linear, Head, LinearHead, joint_linear_head, linear_head
 
 FORMED_AGAIN = autograd.HeadOptions(logits_memory=0)
 
@@ -298,6 +298,27 @@ def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
     assert (output.gathered.double() - exact).abs().max() <= shift < 0.1
     assert (output.gathered.double().exp().sum(-1) - 1.0).abs().max() <= 4 * v * 2**-24
     assert ((head.weight.grad.double() - to_logits.t() @ hidden).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("operands", [torch.float32, torch.bfloat16])
+def test_a_head_in_fp32_computes_under_autocast_what_it_computes_without(operands):
+    wide = random_head(1, dtype=torch.float32)
+    layers = [nn.Linear(H, V, bias=False), Fp32Linear.of(nn.Linear(H, V, bias=False))]
+    found = {}
+    for cast in (False, True):
+        for layer in layers:
+            layer.weight = nn.Parameter(wide.weight.detach().to(operands))
+            hidden = wide.hidden.detach().to(operands).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                output = LinearHead(layer)(hidden, None, random_ids(N), temperature=1.0)
+                logits = layer(hidden).float()
+            output.log_probs.sum().backward()
+            found[cast, type(layer)] = (output.log_probs, output.entropy, hidden.grad, layer.weight.grad, logits)
+    plain, cast = found[False, Fp32Linear], found[True, Fp32Linear]
+    assert all(one.equal(other) for one, other in zip(plain, cast, strict=True))
+    exact = (wide.hidden.detach().to(operands).double() @ layers[1].weight.detach().double().t()).float()
+    torch.testing.assert_close(plain[4], exact, atol=1e-6, rtol=1e-6)
+    assert not found[True, nn.Linear][0].equal(plain[0]) and not found[True, nn.Linear][4].equal(plain[4])
 
 
 def test_float64_stays_float64_under_autocast():

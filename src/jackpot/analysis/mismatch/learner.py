@@ -43,7 +43,7 @@ def learner_model(settings: TransformersEngineConfig, path: str, device: torch.d
     """
     model = load_model(path, DTYPES[settings.dtype], device)
     set_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype is not None)
-    ModelWeights(model, settings.quantization)  # quantizes the model in place
+    ModelWeights(model, settings)  # quantizes the model in place
     return model.eval()
 
 

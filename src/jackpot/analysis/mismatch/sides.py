@@ -41,7 +41,10 @@ def mismatch_config(
         policy = resolve_model_path(model)
         rollout_model = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
         sampler = {"path": rollout_model, "engine": run.engine.model_dump()}
-        how = {"engine": {"name": "transformers"}, "autocast": "bf16" if run.precision == "bf16" else None}
+        how = {
+            "engine": {"name": "transformers", "head_dtype": run.head_dtype},
+            "autocast": "bf16" if run.precision == "bf16" else None,
+        }
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
@@ -97,6 +100,7 @@ def short_names(sides: Sequence[SideConfig]) -> list[str]:
 def _settings_name(side: SideConfig) -> str:
     engine = side.engine
     words = [engine.name, engine.dtype]
+    words += [f"head {engine.head_dtype}"] if engine.head_dtype else []
     words += [engine.attn_implementation] if getattr(engine, "attn_implementation", "sdpa") != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []

@@ -35,6 +35,7 @@ from jackpot.models.forward import (
     output_layer,
     predicting_hidden,
     read_row,
+    widen_head,
 )
 from jackpot.models.fused import fuse
 from jackpot.models.load import DTYPES, load_meta_model
@@ -43,7 +44,7 @@ from jackpot.models.packed_row import pack_row
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
-from jackpot.objectives.kernels.tiles import Head
+from jackpot.objectives.kernels.linear_head import head_of
 from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.gradients import GradientSplit
 from jackpot.training.guards import CHECKED_TOKENS
@@ -228,6 +229,8 @@ def _shorten(model: PreTrainedModel, tracker: MemoryTracker) -> None:
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
     settings, model = getattr(config, role), load_meta_model(path).eval()
+    if config.head_dtype == "fp32":
+        widen_head(model)
     _fuse(config, model)
     if settings.optimizer is None:
         return model.requires_grad_(False)
@@ -246,9 +249,12 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
 
 def _reference(config: Config) -> PreTrainedModel | None:
     settings = config.objective.reference
-    return (
-        None if settings is None else load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
-    )
+    if settings is None:
+        return None
+    model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
+    if config.head_dtype == "fp32":
+        widen_head(model)
+    return model
 
 
 def _critic(config: Config) -> PreTrainedModel | None:
@@ -372,14 +378,15 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
     While its backward pass goes over them, the gradients of the other rows of the output layers are held.
     """
-    weights = [output_layer(model).weight for model in models]
+    layers = [output_layer(model) for model in models]
+    weights = [layer.weight for layer in layers]
     options = HeadOptions(logits_memory=config.head_logits_memory * 2**20)
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]))
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
     whole = [
-        Head(hidden=states, weight=weight, soft_cap=cap)
-        for states, weight, cap in zip(hidden, weights, soft_caps, strict=True)
+        replace(head_of(layer, states, cap), bias=None)
+        for layer, states, cap in zip(layers, hidden, soft_caps, strict=True)
     ]
     if any(keeps_logits(whole, options)):
         run = len(weights[0])  # then the logits are few

@@ -16,7 +16,7 @@ CUDA, bfloat16 and float16 operands are multiplied as they are, with products in
 product, and there the operands are cast to float32, the weight tile by tile. Under autocast the operands, and in
 backward the gradient of the logits, are cast to its dtype instead; on those other devices that rounds the products too:
 the logits, and each tile's share of the gradients of the hidden states and the weight, to its dtype before they are
-summed in float32. CUDA has not been run.
+summed in float32. The operands of an `Fp32Linear` are cast to float32 everywhere. CUDA has not been run.
 
 Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up.
 Log-probabilities, entropies and divergences are in nats.
@@ -32,7 +32,7 @@ from torch.utils._pytree import register_dataclass
 
 from jackpot.objectives import obrs
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
-from jackpot.objectives.kernels.tiles import Head
+from jackpot.objectives.kernels.tiles import Head, has_mixed_product
 
 _SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a time
 
@@ -148,6 +148,27 @@ def joint_linear_head(
     return JointOutput.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, options))
 
 
+class Fp32Linear(nn.Linear):
+    """Holds an output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and
+    autocast; `LinearHead` does the same with its weight."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> "Fp32Linear":
+        """Return a layer with the very parameters of another one."""
+        made = cls(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        made.weight, made.bias = layer.weight, layer.bias
+        return made
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            if hidden.dtype == self.weight.dtype != torch.float32 and has_mixed_product(hidden.device):
+                products = torch.mm(hidden.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)
+                products = products.unflatten(0, hidden.shape[:-1])  # without a float32 copy of the weight
+                return products if bias is None else products + bias
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
 class LinearHead(nn.Module):
     """Joins the output layers of one or two models into one module that reads both weights in one forward.
 
@@ -193,11 +214,11 @@ class LinearHead(nn.Module):
         Raises:
             ValueError: as they do, but for ids; `rollout_model_hidden` without a rollout model.
         """
-        heads = [_head_of(self.policy, policy_hidden, self.policy_soft_cap)]
+        heads = [head_of(self.policy, policy_hidden, self.policy_soft_cap)]
         if rollout_model_hidden is not None:
             if self.rollout_model is None:
                 raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
-            heads.append(_head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
+            heads.append(head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
         named = zip(("policy", "rollout_model"), heads, strict=False)
         _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
         is_pair, moments = len(heads) == 2, not only_log_probs
@@ -233,8 +254,10 @@ class LinearHead(nn.Module):
         return z, lam
 
 
-def _head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
-    return Head(hidden=hidden, weight=layer.weight, bias=layer.bias, soft_cap=soft_cap)
+def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
+    """Return the head of an output layer over hidden states [N, H], in float32 where that is an `Fp32Linear`."""
+    is_fp32 = isinstance(layer, Fp32Linear)
+    return Head(hidden=hidden, weight=layer.weight, bias=layer.bias, soft_cap=soft_cap, is_fp32=is_fp32)
 
 
 def _check(

@@ -25,6 +25,7 @@ class Head:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     soft_cap: float | None = None  # logits = cap * tanh(logits / cap) before the temperature
+    is_fp32: bool = False  # hidden states and weight are multiplied in float32, whatever their dtype and autocast
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -230,7 +231,7 @@ class HeadGrads:
 def operand_dtype(head: Head, dtype: torch.dtype) -> torch.dtype:
     """Choose the dtype that a head's hidden states and weight are cast to before they are multiplied."""
     device = head.hidden.device
-    if dtype == torch.float64:
+    if dtype == torch.float64 or head.is_fp32:
         return dtype
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)

@@ -78,7 +78,8 @@ def _bytes(count: int) -> str:
 def _engine(config: Config) -> str:
     """Say which engine generates, in which precision, and which engine evaluates the policy."""
     settings, other = config.engine, config.evaluation.engine
-    parts = [f"{_precision(settings)}, training in {config.precision}"]
+    head = ", output layers in fp32" if config.head_dtype else ""
+    parts = [f"{_precision(settings)}, training in {config.precision}{head}"]
     if isinstance(settings, VLLMServerEngineConfig):
         parts.append(f"servers {', '.join(settings.urls)}")
     if config.draft:
@@ -100,6 +101,8 @@ def _processes() -> str:
 def _precision(engine: EngineConfig) -> str:
     """Name an engine and the precision of its weights, linear layers and cache."""
     settings, parts = engine.model_dump(), [f"{engine.name} in {engine.dtype}"]
+    if settings.get("head_dtype"):
+        parts.append(f"output layer in {engine.head_dtype}")
     if settings.get("quantization"):
         parts.append(f"linear layers {engine.quantization}")
     if settings.get("kv_cache_dtype"):

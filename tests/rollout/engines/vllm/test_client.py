@@ -680,6 +680,15 @@ def test_a_cache_of_another_kind_than_the_settings_say_is_refused_with_the_flag(
     assert make(server, kv_cache_dtype="fp8").capabilities.quantized
 
 
+def test_an_output_layer_of_another_dtype_than_the_settings_say_is_refused_with_the_flag(make, server):
+    with pytest.raises(EngineError, match=r"output layer in float32, and .*float32.*--hf-overrides '{\"head_dtype"):
+        make(server, head_dtype="fp32")
+    server.settings["model_config"]["hf_overrides"] = {"head_dtype": "float32"}
+    make(server, head_dtype="fp32")
+    with pytest.raises(EngineError, match=r"in float32, and engine.head_dtype says float32"):
+        make(server)
+
+
 def test_more_log_probs_than_a_server_was_started_for_are_refused_with_the_flag(make, server):
     server.settings["model_config"]["max_logprobs"] = 5
     with pytest.raises(EngineError, match=r"asks for 6 top log-probs, and a server returns at most 5.*--max-logprobs"):

@@ -30,6 +30,13 @@ def test_vllm_in_float32_is_transformers_up_to_rounding_and_in_bfloat16_is_not()
     assert all(one.max_gap < 0.2 for one in bf16.each)
 
 
+def test_a_wide_head_of_vllm_is_that_of_transformers():
+    bf16, wide = {"dtype": "bf16"}, {"dtype": "bf16", "head_dtype": "fp32"}
+    found = apart([VLLM | bf16, VLLM | wide], [bf16, wide])
+    of = {pair.name.replace("transformers", "t"): pair.numbers.gap.value for pair in found}
+    assert of.pop("vllm bf16 head fp32 | t bf16 head fp32") < min(of.values()), of
+
+
 def test_vllm_as_a_learner_gives_single_tokens_and_no_whole_distributions():
     same, other = apart([VLLM], [VLLM, {"dtype": "bf16"}])
     assert same.numbers.max_gap < 1e-5 and same.numbers.kl is None and same.numbers.by_entropy

@@ -79,7 +79,7 @@ class TransformersEngine(Engine):
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
         set_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype == "fp8")
         self._settings = settings
-        self._weights: ModelWeights | None = ModelWeights(model, settings.quantization)
+        self._weights: ModelWeights | None = ModelWeights(model, settings)
         self._model: PreTrainedModel | None = model.eval()
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0

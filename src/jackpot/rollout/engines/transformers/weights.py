@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
+from jackpot.models.forward import widen_head
 from jackpot.models.quantization.convert import quantize_linears
 from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.quantizer import SCHEMES
@@ -19,16 +21,19 @@ from jackpot.rollout.engines.checks import check_weights
 class ModelWeights:
     """Loads new weights into a model under its original parameter names, quantized or not; a tied weight once."""
 
-    def __init__(self, model: PreTrainedModel, quantization: str | None) -> None:
-        """Quantize the model's linear layers, if a quantization is given.
+    def __init__(self, model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
+        """Quantize the model's linear layers and widen its output layer, where the settings say so.
 
         Args:
-            model: model with all weights in one dtype. With a quantization its linear layers are replaced in place.
-            quantization: key of `SCHEMES`; None: no quantization.
+            model: model with all weights in one dtype, whose layers are replaced in place.
 
         Raises:
             EngineError: weights of several dtypes, or a quantization for a model without linear layers.
+            ModelError: as `widen_head`.
         """
+        quantization = settings.quantization
+        if settings.head_dtype == "fp32":
+            widen_head(model)
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
         self.dtype = dtypes.pop()

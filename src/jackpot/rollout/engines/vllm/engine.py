@@ -236,7 +236,9 @@ class VLLMEngine(ThreadEngine):
         enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
         vllm = _import_vllm(compiles=not enforce_eager)
         _check_device(not on_cpu, vllm.has_gpu)
-        config = self._weight_format.quantization_config
+        overrides = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
+        if config := self._weight_format.quantization_config:
+            overrides["quantization_config"] = config
         device = self._device.index if settings.device is None else settings.device
         set_num_threads = torch.set_num_threads
         try:
@@ -245,7 +247,7 @@ class VLLMEngine(ThreadEngine):
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 load_format=vllm.register_loader(self._weight_format.convert(weights)) if weights else "auto",
-                hf_overrides={"quantization_config": config} if config else {},
+                hf_overrides=overrides,
                 dtype=self._dtype,
                 kv_cache_dtype=settings.kv_cache_dtype or "auto",
                 seed=0,

@@ -72,6 +72,7 @@ class VLLMServerEngine(BackgroundEngine):
             sizes=model_sizes(model),
             parameters=frozenset(all_names),
             dtype=dtype,
+            head_dtype="float32" if settings.head_dtype == "fp32" else None,
             quant_method=weight_format.quant_method,
             kv_cache_dtype=settings.kv_cache_dtype,
         )

@@ -22,6 +22,7 @@ class ServerInfo:
     sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names; sizes not reported are missing
     parameters: frozenset[str]  # vLLM's names of the parameters
     dtype: str  # dtype of the weights, such as float32
+    head_dtype: str | None  # dtype in which the output layer multiplies; None: that of the weights
     device: str  # kind of device, such as cpu or cuda
     chunked_prefill: bool  # True where a long prompt is read in several steps
     speculative: bool  # True where it verifies drafts of tokens (--speculative-config)
@@ -49,6 +50,7 @@ class ExpectedModel:
     sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names
     parameters: frozenset[str]  # names of the parameters, tied ones under each of their names
     dtype: torch.dtype  # dtype of the weights
+    head_dtype: str | None  # as in `ServerInfo`
     quant_method: str | None  # vLLM's name of the quantization; None: any
     kv_cache_dtype: str | None  # `engine.kv_cache_dtype`; None: any
 
@@ -72,6 +74,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         sizes=sizes,
         parameters=frozenset(without_rank(key) for key in checksums),
         dtype=str(model["dtype"]).removeprefix("torch."),
+        head_dtype=(model.get("hf_overrides") or {}).get("head_dtype"),
         device=str(vllm_config["device_config"]["device"]),
         chunked_prefill=bool(vllm_config["scheduler_config"]["enable_chunked_prefill"]),
         speculative=vllm_config.get("speculative_config") is not None,
@@ -150,6 +153,12 @@ def _check_model(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
         raise EngineError(
             f"{url} computes in {info.dtype}, and engine.dtype says {dtype}; start it with --dtype {dtype} or change "
             f"engine.dtype"
+        )
+    if info.head_dtype != expected.head_dtype:
+        raise EngineError(
+            f"{url} multiplies in its output layer in {info.head_dtype or info.dtype}, and engine.head_dtype says "
+            f'{expected.head_dtype or dtype}; start it with --hf-overrides \'{{"head_dtype": "float32"}}\' for '
+            f"engine.head_dtype=fp32, else without it"
         )
 
 

@@ -1,0 +1,16 @@
+"""What a run's models are when they are loaded."""
+
+import torch
+
+from helpers.runs import small_config
+from jackpot.launch.local import load_models
+from jackpot.models.forward import output_layer
+from jackpot.objectives.kernels.linear_head import Fp32Linear
+
+
+def test_head_dtype_widens_the_output_layer_of_every_model_that_has_one():
+    settings = ("objective.reference.kl_loss_coef=0.1", "policy.lora.rank=2")
+    for is_wide, added in ((False, ()), (True, ("head_dtype=fp32",))):
+        models = load_models(small_config(*settings, *added), None, torch.device("cpu"))
+        heads = {role: isinstance(output_layer(model), Fp32Linear) for role, model in models.items()}
+        assert heads == dict.fromkeys(("policy", "rollout_model", "reference"), is_wide)
