@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from jackpot.config.base import MAY_CHANGE, Bound, Count, Names, Strict, by_name
+from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
@@ -159,3 +160,16 @@ EngineConfig = Annotated[
     Field(discriminator="name"),
     by_name("transformers"),
 ]
+
+
+def check_ranks(*engines: EngineConfig | None) -> None:
+    """Refuse engines with which several ranks cannot train.
+
+    Raises:
+        ConfigError: an engine of vLLM in the process of rank 0.
+    """
+    if any(isinstance(engine, VLLMEngineConfig) for engine in engines):
+        raise ConfigError(
+            "engine vllm sets up torch.distributed in the process that trains, which has set it up for its ranks; use "
+            "engine=vllm_server, or one process"
+        )

@@ -3,12 +3,19 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from jackpot.config.reference import blocks, settings
 
 LONGEST = 80  # longest text of all overrides in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
 _FIRST = ("objective.", "policy.")  # blocks whose settings have the short names, where others end the same
+
+
+def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int, more: str | None = None) -> Path:
+    """Return the default folder of a run, runs/RECIPE-ARM-OVERRIDES-MORE-seedN."""
+    labels = [arm, *override_labels(overrides, without=["seed"]), more]
+    return Path("runs") / "-".join(filter(None, [Path(recipe).stem, *labels, f"seed{seed}"]))
 
 
 def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> list[str]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jackpot.config.build import build_config
-from jackpot.config.engines import VLLMEngineConfig
+from jackpot.config.engines import check_ranks
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, RankError
 from jackpot.core.place import Place, place
@@ -49,7 +49,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
     if at.size == 1:
         yield build_learner
         return
-    _check(config)
+    check_ranks(config.engine, config.evaluation.engine)
     _use_device(config.device, at)
     store = _store(at)
     timeout = config.placement.timeout
@@ -75,14 +75,6 @@ def follow_leader(at: Place) -> None:
         for number in (signal.SIGINT, *TERMINATIONS):
             signal.signal(number, signal.SIG_IGN)
         follow(ranks, _build_followed)
-
-
-def _check(config: Config) -> None:
-    if isinstance(config.engine, VLLMEngineConfig) or isinstance(config.evaluation.engine, VLLMEngineConfig):
-        raise ConfigError(
-            "engine vllm sets up torch.distributed in the process that trains, which has set it up for its ranks; use "
-            "engine=vllm_server, or one process"
-        )
 
 
 def _use_device(device: str, at: Place) -> None:

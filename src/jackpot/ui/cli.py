@@ -155,6 +155,34 @@ def plan(
 
 
 @command()
+def launch(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    arm: Annotated[str | None, typer.Option(help="Arm of the recipe; default none of them.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run folder, on a disk that all nodes see; default that of jackpot train.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for SLURM's sbatch.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that train.")] = 1,
+    servers: Annotated[
+        int, typer.Option(min=0, help="Further nodes, with a vLLM server on each GPU, which generate the rollouts.")
+    ] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each node; 0: CPUs only.")] = 8,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each node that trains; default one for each GPU.")
+    ] = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job: hours:minutes:seconds.")] = "24:00:00",
+) -> None:
+    """Print the batch script that trains a recipe on a SLURM cluster, with torchrun and vLLM servers.
+
+    `jackpot launch RECIPE --slurm > job.sh; sbatch job.sh`. The same script continues the run; options of sbatch, such
+    as --partition, are given to it: docs/distributed.md.
+
+    Not yet run on a cluster.
+    """
+
+
+@command()
 def compare(
     recipe: Recipe,
     overrides: Overrides = None,

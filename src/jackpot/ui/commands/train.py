@@ -12,7 +12,7 @@ from jackpot.analysis.plan.estimate import estimate, is_large
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.analysis.plan.tiny import tiny_run
-from jackpot.config.names import override_labels
+from jackpot.config.names import run_folder
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
@@ -51,8 +51,7 @@ def train(
     console = Console()
     config = resolve(recipe, arm, overrides or [])
     check_sets(config.evaluation.benchmarks)
-    labels = [arm, *override_labels(overrides or [], without=["seed"]), "tiny" if tiny else None]
-    folder = run or Path("runs") / "-".join(filter(None, [Path(recipe).stem, *labels, f"seed{config.seed}"]))
+    folder = run or run_folder(recipe, arm, overrides or [], config.seed, "tiny" if tiny else None)
     if tiny:
         if dry_run:
             raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")

@@ -1,0 +1,158 @@
+"""The batch script for SLURM: valid bash, quoted, and on a pretended cluster of this machine it starts what it says."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import jackpot
+from helpers.runs import SMALL, read_lines
+
+# What SLURM has, on one machine: a step runs here, and the names of nodes are those of the list.
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+tr , '\\n' <<< "$3"
+"""
+RECORDS = """#!{python}
+import json, os, sys, time
+folder = {folder!r}
+with open(f"{{folder}}/{{os.path.basename(sys.argv[0])}}-{{os.getpid()}}.json.partial", "w") as file:
+    json.dump({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}, file)
+os.rename(file.name, file.name.removesuffix(".partial"))
+if os.path.basename(sys.argv[0]) == "vllm":
+    time.sleep(600)
+while len([name for name in os.listdir(folder) if name.startswith("vllm") and name.endswith(".json")]) < {servers}:
+    time.sleep(0.05)
+"""
+
+
+def printed(*arguments: str, cwd: Path) -> str:
+    result = jackpot("launch", *arguments, "--slurm", cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def command(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@contextmanager
+def submitted(script: str, folder: Path, programs: dict[str, str], nodes: str) -> Iterator[subprocess.Popen]:
+    """Run a batch script in `folder` as SLURM would on these nodes; what is left of it at the end is killed."""
+    bin = folder / "bin"
+    bin.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, **programs}.items():
+        command(bin / name, text)
+    (folder / "job.sh").write_text(script)
+    path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"PATH": path, "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": nodes}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            ["bash", "job.sh"],
+            cwd=folder,
+            env=os.environ | job,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("options", [(), ("--gpus", "0", "--ranks", "2"), ("--nodes", "16", "--servers", "4")])
+def test_the_script_is_valid_bash_and_asks_for_all_nodes(options: tuple[str, ...], tmp_path: Path) -> None:
+    script = printed("joint_8b" if "--servers" in options else "quickstart", *options, cwd=tmp_path)
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    nodes = {(): 1, "--gpus": 1, "--nodes": 20}[options[0] if options else ()]
+    directives = script.splitlines()[1:10]
+    assert f"#SBATCH --nodes={nodes}" in directives
+    assert ("#SBATCH --gpus-per-node=8" in directives) == ("--gpus" not in options)
+
+
+def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path: Path) -> None:
+    """Two nodes train and one serves; paths and settings have what a shell would take apart."""
+    run, description = str(tmp_path / "a run's $HOME"), "description=it's `one` $(date) word *"
+    options = ["--nodes", "2", "--servers", "1", "--gpus", "2", "--run", run]
+    script = printed("joint_8b", description, *options, cwd=tmp_path)
+    records = RECORDS.format(python=sys.executable, folder=str(tmp_path), servers=2)
+    with submitted(script, tmp_path, {"torchrun": records, "vllm": records}, "one,two,three") as job:
+        assert job.wait(60) == 0, (tmp_path / "output").read_text()
+    [training] = [json.loads(path.read_text()) for path in tmp_path.glob("torchrun-*.json")]
+    words = training["arguments"]
+    assert words[: words.index("--")] == [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        "--shutdown-timeout=270",
+        "--rdzv-backend=c10d",
+        f"--rdzv-id={os.getpid()}",
+        f"--rdzv-endpoint=one:{20000 + os.getpid() % 10000}",
+        "-m",
+    ]
+    assert words[words.index("--") + 1 :] == [
+        *("jackpot", "train", "joint_8b", description, "--run", run, "engine=vllm_server", "engine.dtype=bf16"),
+        "evaluation.engine=transformers",
+        "engine.urls=[http://three:8000,http://three:8001]",
+        f"engine.weights_folder={run}.weights",
+    ]
+    servers = [json.loads(path.read_text()) for path in tmp_path.glob("vllm-*.json")]
+    ports = {one["arguments"][one["arguments"].index("--port") + 1] for one in servers}
+    assert ports == {"8000", "8001"} and all(one["arguments"][:2] == ["serve", MODEL] for one in servers)
+    assert {one["environment"]["CUDA_VISIBLE_DEVICES"] for one in servers} == {"0", "1"}
+    keys = {one["environment"]["VLLM_API_KEY"] for one in (*servers, training)}
+    assert len(keys) == 1 and len(keys.pop()) == 64
+
+
+MODEL = "Qwen/Qwen3-1.7B-Base"
+REFUSED = {
+    "no scheduler": (["quickstart"], "--slurm"),
+    "a starter on servers": (["quickstart", "--slurm", "--servers", "1"], "starter:rollout_model"),
+    "servers without GPUs": (["joint_8b", "--slurm", "--servers", "1", "--gpus", "0"], "give --gpus"),
+    "servers of quantized weights": (
+        ["joint_8b", "--slurm", "--servers", "1", "engine={name: vllm, quantization: int8_w8a16}"],
+        "start them yourself",
+    ),
+    "vLLM within rank 0": (["joint_8b", "--slurm"], "use engine=vllm_server"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_job_cannot_do_is_refused_before_it_is_submitted(case: str, tmp_path: Path) -> None:
+    arguments, expected = REFUSED[case]
+    result = jackpot("launch", *arguments, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "") and expected in result.stderr
+
+
+@pytest.mark.slow
+def test_a_job_trains_on_its_ranks_and_sigterm_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+    """With the real torchrun, on CPUs. SLURM sends SIGTERM to the script before the job's time is over."""
+    options = ["--gpus", "0", "--ranks", "2", "--run", str(tmp_path / "run")]
+    script = printed("quickstart", *SMALL, "iterations=500", *options, cwd=tmp_path)
+    log = tmp_path / "run" / "metrics.jsonl"
+    with submitted(script, tmp_path, {}, "localhost") as job:
+        deadline = time.monotonic() + 240.0
+        while not log.exists() or '"iteration": 1,' not in log.read_text():
+            assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        job.terminate()
+        assert job.wait(120) == 0, (tmp_path / "output").read_text()
+    newest = read_lines(tmp_path / "run")[-1]["iteration"]
+    assert 1 <= newest < 500 and (tmp_path / "run" / "checkpoints" / "last").readlink() == Path(f"step-{newest}")
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["starts"][0]["ranks"] == 2
