@@ -395,6 +395,16 @@ def test_two_engines_never_share_a_server():
     assert build(server, {"evaluation.engine.urls": ["http://c:8000"]}).evaluation.engine.urls == ("http://c:8000",)
 
 
+def test_weights_reach_servers_of_other_machines_through_a_folder():
+    servers = {
+        "engine": {"name": "vllm_server", "urls": ["http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:2"]}
+    }
+    engine = {"evaluation.engine": "transformers"}
+    assert build(servers, engine).engine.weights_folder is None
+    servers["engine"]["urls"].append("http://gpu7:8000")
+    assert "http://gpu7:8000 may be another machine" in message(servers, engine)
+
+
 def test_a_task_by_name_has_that_tasks_settings():
     assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
     assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()

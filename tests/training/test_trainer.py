@@ -194,7 +194,7 @@ def test_a_launch_that_fails_closes_every_engine_that_it_made_and_the_task(
         engines.append(make_engine(*arguments))
         return engines[-1]
 
-    monkeypatch.setattr(local, "make_engine", make)
+    monkeypatch.setattr("jackpot.launch.engines.make_engine", make)
     if where != "the second engine":
         monkeypatch.setattr(local, where, fail)
     with pytest.raises(EngineError, match="no more"):

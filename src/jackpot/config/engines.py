@@ -31,6 +31,11 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
+def _is_loopback(host: str) -> bool:
+    """Return whether a host's name or address is that of this machine's loopback interface."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class _Engine(Strict):
     """The settings that every engine has."""
 
@@ -129,15 +134,26 @@ class VLLMServerEngineConfig(_Engine):
     name: Literal["vllm_server"] = "vllm_server"
     urls: Annotated[Names, AfterValidator(_check_urls), MAY_CHANGE]
     """Addresses of the servers, such as http://127.0.0.1:8000."""
-    weights_folder: Annotated[str, MAY_CHANGE]
+    weights_folder: Annotated[str | None, MAY_CHANGE] = None
     """Folder through which the servers get new weights, under the same path on every machine. It needs room for two
-    copies of the model."""
+    copies of the model. null: shared memory, for servers of the same user on this machine."""
     timeout: Annotated[Bound, MAY_CHANGE] = 600.0
     """Time limit of one response and of one weight update, seconds."""
     max_retries: Annotated[Count, MAY_CHANGE] = 5
     """Failed attempts at one response, over all servers, after which the run stops."""
     connect_timeout: Annotated[Bound, MAY_CHANGE] = 600.0
     """Time to wait while no server can be reached, seconds; after that the run stops."""
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> "VLLMServerEngineConfig":
+        far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname)]
+        if self.weights_folder is None and far:
+            raise ValueError(
+                f"weights_folder is null, but {', '.join(far)} may be another machine, which cannot read this one's "
+                f"memory; set engine.weights_folder to a folder that all of them share, or give addresses such as "
+                f"http://127.0.0.1:8000"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -148,6 +164,11 @@ class VLLMServerEngineConfig(_Engine):
                 "engine=vllm or engine=transformers, or leave it out"
             )
         return given
+
+
+def is_remote(engine: "EngineConfig") -> bool:
+    """Return whether servers generate, which the user has started."""
+    return isinstance(engine, VLLMServerEngineConfig)
 
 
 def is_quantized(engine: "EngineConfig") -> bool:
@@ -162,14 +183,17 @@ EngineConfig = Annotated[
 ]
 
 
-def check_ranks(*engines: EngineConfig | None) -> None:
+def check_ranks(*engines: EngineConfig | None, processes: int) -> None:
     """Refuse engines with which several ranks cannot train.
+
+    Args:
+        processes: number of processes for engines (`placement.engines`).
 
     Raises:
         ConfigError: an engine of vLLM in the process of rank 0.
     """
-    if any(isinstance(engine, VLLMEngineConfig) for engine in engines):
+    if not processes and any(isinstance(engine, VLLMEngineConfig) for engine in engines):
         raise ConfigError(
             "engine vllm sets up torch.distributed in the process that trains, which has set it up for its ranks; use "
-            "engine=vllm_server, or one process"
+            "engine=vllm_server, engines in other processes (placement.engines), or one process"
         )

@@ -27,6 +27,7 @@ from jackpot.config.engines import (
     TransformersEngineConfig,
     VLLMServerEngineConfig,
     is_quantized,
+    is_remote,
 )
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
@@ -382,11 +383,16 @@ class RolloutsConfig(Strict):
 
 
 class PlacementConfig(Strict):
-    """Settings of a run of several processes, which torchrun starts (docs/distributed.md)."""
+    """Settings of a run of several processes (docs/distributed.md): ranks, which torchrun starts, and engines."""
 
+    engines: Annotated[int, Field(ge=0, le=1024), MAY_CHANGE] = 0
+    """Processes of this machine that generate, each with engines of its own, which the run starts and replaces when
+    they die; 0: the process that trains generates too. Engines of name vllm_server stay where they are. On a CPU each
+    has as many `threads` as the run, 1 where that is auto."""
     timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
     """Seconds that a rank waits for the others while all of them train, score or load models, before the run ends with
-    an error. Between these, ranks wait for rank 0 as long as it generates rollouts."""
+    an error. Between these, ranks wait for rank 0 as long as it generates rollouts. Also the seconds without any sign
+    of life after which an engine process is replaced, and those without any engine process after which the run ends."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
     several ranks train: room on the GPUs for time. It has not run on a GPU."""
@@ -512,6 +518,7 @@ class Config(Strict):
                 f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
                 f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
             )
+        self._check_engines()
         control = self.rollout_model and self.rollout_model.distill_control
         most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
         if control and control.metric == "acceptance" and getattr(self.objective.correction, "budget", None):
@@ -530,6 +537,21 @@ class Config(Strict):
                 f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
             )
         return self
+
+    def _check_engines(self) -> None:
+        """Refuse what engines in processes of their own cannot do."""
+        number, engines = self.placement.engines, [self.engine, self.evaluation.engine or self.engine]
+        if number and all(is_remote(engine) for engine in engines):
+            raise ValueError(
+                f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
+                f"leave placement.engines out, or use engine=transformers"
+            )
+        for name in ("device", "enable_sleep_mode"):
+            if number and any(getattr(engine, name, None) for engine in engines):
+                raise ValueError(
+                    f"engine.{name} is for an engine in the process that trains, but placement.engines is {number}; "
+                    f"leave one of the two out"
+                )
 
     def _check_top_k(self) -> None:
         for key, instead in (("normalizer", "exact"), ("divergence", "binary")):

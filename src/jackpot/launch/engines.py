@@ -1,11 +1,15 @@
-"""Make an engine from its settings, with its own copy of a model."""
+"""Make engines from their settings, each with its own copy of a model."""
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from jackpot.config.engines import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
-from jackpot.core.types import Version
+from jackpot.config.engines import EngineConfig, VLLMEngineConfig, is_remote
+from jackpot.config.run import Config
+from jackpot.core.types import Role, Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_model
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -28,7 +32,44 @@ def make_engine(
     """
     if isinstance(settings, VLLMEngineConfig):
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter)
-    is_remote = isinstance(settings, VLLMServerEngineConfig)
-    model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote else device)
-    engine = VLLMServerEngine if is_remote else partial(TransformersEngine, drafter=drafter)
+    model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
+    engine = VLLMServerEngine if is_remote(settings) else partial(TransformersEngine, drafter=drafter)
     return engine(model, settings, eos_token_ids=eos_token_ids(model), version=version)
+
+
+class EnginePart(NamedTuple):
+    """Describes one engine of a run."""
+
+    settings: EngineConfig
+    path: str  # of its model
+
+
+def engine_parts(config: Config, paths: Mapping[Role, str]) -> dict[str, EnginePart]:
+    """Return the engines of a run by the setting that describes each: `engine`, and for the policy `evaluation.engine`.
+
+    The second is missing where the policy generates its own rollouts and has no other engine for evaluations.
+
+    Args:
+        paths: where each model is read from.
+    """
+    settings = config.evaluation.engine
+    parts = {"engine": EnginePart(config.engine, paths.get("rollout_model", paths["policy"]))}
+    if settings is not None or "rollout_model" in paths:
+        parts["evaluation.engine"] = EnginePart(settings or config.engine, paths["policy"])
+    return parts
+
+
+def make_each(
+    parts: Mapping[str, EnginePart], device: torch.device, version: Version, drafts: bool, undo: ExitStack
+) -> dict[str, Engine]:
+    """Make engines in this process; `undo` gets their `close`.
+
+    Args:
+        parts: of `engine_parts`.
+        drafts: whether the model of `engine` drafts for that of `evaluation.engine`.
+    """
+    engines: dict[str, Engine] = {}
+    for name, (settings, path) in parts.items():
+        engines[name] = make_engine(settings, path, device, version, engines.get("engine") if drafts else None)
+        undo.callback(engines[name].close)
+    return engines

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from jackpot.config.engines import is_remote
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.cores import free_cores
@@ -27,7 +28,8 @@ from jackpot.launch.checks import (
     limited_task,
     prompt_limit,
 )
-from jackpot.launch.engines import make_engine
+from jackpot.launch.engine_processes import engine_pool
+from jackpot.launch.engines import engine_parts, make_each
 from jackpot.launch.head_kernel import tile_reader
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.models.cost import forward_cost
@@ -261,17 +263,17 @@ def make_engines(
 ) -> tuple[Engine, Engine]:
     """Start the engine of the rollout model and that of the policy in evaluations; `undo` gets their `close`.
 
-    Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other.
+    Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
+    `placement.engines` they generate in processes of their own, unless they are servers.
     """
-    settings = config.evaluation.engine
-    engine = make_engine(config.engine, paths.get("rollout_model", paths["policy"]), device, version)
-    undo.callback(engine.close)
-    if settings is None and "rollout_model" not in paths:
-        return engine, engine
-    drafter = engine if config.draft else None
-    policy_engine = make_engine(settings or config.engine, paths["policy"], device, version, drafter)
-    undo.callback(policy_engine.close)
-    return engine, policy_engine
+    parts = engine_parts(config, paths)
+    placed = {name: part for name, part in parts.items() if config.placement.engines and not is_remote(part.settings)}
+    engines = engine_pool(config, placed, model_paths(config, None), device, version).engines if placed else {}
+    for engine in engines.values():
+        undo.callback(engine.close)
+    here = {name: part for name, part in parts.items() if name not in placed}
+    engines |= make_each(here, device, version, bool(config.draft), undo)
+    return engines["engine"], engines.get("evaluation.engine", engines["engine"])
 
 
 def load_models(config: Config, checkpoint: Path | None, device: torch.device) -> Models:

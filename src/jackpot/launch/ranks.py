@@ -49,7 +49,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
     if at.size == 1:
         yield build_learner
         return
-    check_ranks(config.engine, config.evaluation.engine)
+    check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines)
     _use_device(config.device, at)
     store = _store(at)
     timeout = config.placement.timeout

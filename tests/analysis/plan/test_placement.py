@@ -149,6 +149,16 @@ SERVERS = "engine={name: vllm_server, urls: ['http://127.0.0.1:1'], weights_fold
             },
         ),
         (
+            ("placement.engines=2",),
+            {
+                "this process": ["learner of policy, rollout model"],
+                "each of 2 engine processes": [
+                    "transformers engine of rollout model, for rollouts",
+                    "transformers engine of policy, for evaluations",
+                ],
+            },
+        ),
+        (
             ("rollout_model=null", "objective.correction=none"),
             {"this process": ["learner of policy", "transformers engine of policy, for rollouts"]},
         ),

@@ -234,9 +234,12 @@ def residents(config: Config) -> dict[str, list[str]]:
     places = {HERE: [f"learner of {', '.join(filter(None, models))}"]}
 
     def add(settings: EngineConfig, holds: str) -> None:
-        is_remote = isinstance(settings, VLLMServerEngineConfig)
-        place = f"servers {', '.join(settings.urls)}" if is_remote else HERE
-        if isinstance(settings, VLLMEngineConfig) and settings.device is not None:
+        place = HERE
+        if isinstance(settings, VLLMServerEngineConfig):
+            place = f"servers {', '.join(settings.urls)}"
+        elif config.placement.engines:
+            place = f"each of {config.placement.engines} engine processes"
+        elif isinstance(settings, VLLMEngineConfig) and settings.device is not None:
             place = f"{HERE}, GPU {settings.device}"
         places.setdefault(place, []).append(f"{settings.name} engine of {holds}")
 

@@ -17,6 +17,7 @@ from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.models.quantization.convert import Conversion
+from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +104,13 @@ class Engine(ABC):
         """
         return []
 
+    def take_draft_counts(self) -> DraftCounts:
+        """Return and forget what drafts were worth since the last call, over responses that are finished."""
+        return DraftCounts()
+
     def take_metrics(self) -> dict[str, float]:
-        """Return and forget the engine's own metrics since the last call, by name, of responses that are finished."""
-        return {}
+        """Return and forget the metrics of drafts (docs/metrics.md) since the last call; none where nothing drafts."""
+        return self.take_draft_counts().metrics()
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What drafts are worth and what they cost, counted by every engine in the same way."""
 
 import math
+from collections import deque
 from dataclasses import dataclass, fields
 
 
@@ -34,3 +35,11 @@ class DraftCounts:
             "draft/policy_reads": self.read_by_policy / self.read_alone,
             "draft/draft_reads": self.read_by_draft / self.read_alone,
         }
+
+
+def take_all(waiting: deque[DraftCounts]) -> DraftCounts:
+    """Remove all counts from a queue, to which another thread may append, and return their sum."""
+    total = DraftCounts()
+    while waiting:
+        total += waiting.popleft()
+    return total

@@ -213,6 +213,9 @@ class Pool:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            self.newest = None  # frees their memory
+            for peer in self.peers:
+                peer.weights = None
 
     # On the event loop's thread
 

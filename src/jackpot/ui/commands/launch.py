@@ -46,5 +46,5 @@ def launch(
         placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
         config = resolve(recipe, arm, [*given, *server_settings(config), *placeholders])
     if nodes * job.ranks > 1:
-        check_ranks(config.engine, config.evaluation.engine)
+        check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines)
     typer.echo(text, nl=False)

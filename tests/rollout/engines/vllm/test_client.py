@@ -456,6 +456,18 @@ def test_new_weights_write_what_comes_next_and_older_files_are_removed(make, ser
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
+def test_servers_of_this_machine_read_weights_from_memory_that_nothing_keeps(make, server, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    engine = make(server, weights_folder=None)
+    assert engine.update_weights(weights(0.5), NEW) == weights_digest(weights(0.5), torch.float32)
+    assert server.weights["model.norm.weight"].mean() == 0.5
+    [link] = tmp_path.glob("jackpot-*/*/*")
+    memory = link.readlink()
+    assert memory.parts[:2] == ("/", "proc") and memory.exists() and not link.resolve().exists()
+    engine.close()
+    assert not memory.exists() and not list(tmp_path.glob("jackpot-*"))
+
+
 def test_an_unseen_restart_is_noticed_and_the_newest_weights_are_sent_again(make, server):
     engine = make(server)
     engine.update_weights(weights(2.0), NEW)

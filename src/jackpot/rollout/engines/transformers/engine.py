@@ -170,10 +170,9 @@ class TransformersEngine(Engine):
             source.clear()
         return events
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of drafts (docs/metrics.md), where the engine has a drafter."""
+    def take_draft_counts(self) -> DraftCounts:
         counts, self._draft_counts = self._draft_counts, DraftCounts()
-        return counts.metrics()
+        return counts
 
     def close(self) -> None:
         self._draft = self._model = self._weights = self._batch = None

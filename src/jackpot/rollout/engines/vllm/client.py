@@ -118,7 +118,8 @@ class ServerClient:
             await self._call("GET", "/health", parse=None)
             raise EngineError(
                 f"{self._url} cannot load the weights in {folder}: {refused}. Every server must see "
-                f"engine.weights_folder under the same path as the trainer, and serve the same model"
+                f"engine.weights_folder under the same path as the trainer, and serve the same model. Where it is "
+                f"null, the server must run under the same user and in no container of its own"
             ) from refused
 
     async def reset_prefix_cache(self) -> None:

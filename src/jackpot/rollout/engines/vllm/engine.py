@@ -35,7 +35,7 @@ from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_mod
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
-from jackpot.rollout.engines.draft_counts import DraftCounts
+from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
 from jackpot.rollout.engines.vllm.drafts import (
     count_drafts,
     draft_arguments,
@@ -192,12 +192,9 @@ class VLLMEngine(ThreadEngine):
         events, self._events = self._events, []
         return events
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of drafts (docs/metrics.md), where the engine has a drafter, from vLLM's own counters."""
-        counts = DraftCounts()
-        while self._draft_counts:  # the other thread may append
-            counts += self._draft_counts.popleft()
-        return counts.metrics()
+    def take_draft_counts(self) -> DraftCounts:
+        """Return the counts of `Engine.take_draft_counts`, from vLLM's own counters."""
+        return take_all(self._draft_counts)
 
     def sleep(self) -> None:
         """Release the memory of weights and cache until the next `update_weights`, with `enable_sleep_mode`."""

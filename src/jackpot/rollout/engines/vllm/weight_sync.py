@@ -1,8 +1,9 @@
-"""Weights as files that servers read, and the check that a server has loaded them."""
+"""Weights as files that servers read, on a disk or in shared memory, and the check that a server has loaded them."""
 
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
+from jackpot.rollout.engines.shared_weights import SharedWeights
 from jackpot.rollout.engines.vllm.server_info import without_rank
 from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
@@ -34,18 +36,20 @@ class WeightsFolder:
     """Writes an engine's weights for its servers, into a folder of its own below one that all servers see."""
 
     def __init__(
-        self, root: str, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: WeightFormat
+        self, root: str | None, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: WeightFormat
     ) -> None:
         """Name the folder, which the first `save` makes.
 
         Args:
+            root: None: a folder for temporary files, which holds links to shared memory.
             name: name of the engine, unique among all that share `root`.
             dtype: dtype of the weights in the files.
             aliases: further names of tied parameters, with the name under which each is sent. They are written too,
                 because a server whose model is not tied needs them.
             weight_format: format of the weights in the files.
         """
-        self._folder = Path(root).expanduser().resolve() / name
+        self._memory: dict[Path, SharedWeights] | None = {} if root is None else None  # by folder
+        self._folder = Path(tempfile.gettempdir() if root is None else root).expanduser().resolve() / name
         self._dtype, self._aliases, self._format = dtype, aliases, weight_format
 
     def save(self, sent: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
@@ -61,16 +65,21 @@ class WeightsFolder:
         try:
             partial_folder.mkdir(parents=True)
             path = partial_folder / "model.safetensors"
-            save_file(tensors, path, metadata={"format": "pt"})
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            if self._memory is not None:
+                self._memory[folder] = SharedWeights(tensors.items())
+                path.symlink_to(self._memory[folder].path)
+            else:
+                save_file(tensors, path, metadata={"format": "pt"})
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             os.rename(partial_folder, folder)
             return self._read_back(folder, version, weights)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial_folder, ignore_errors=True)
             raise EngineError(
-                f"cannot write weights to {folder}: {error}. engine.weights_folder needs room for the model twice, and "
-                f"both the trainer and every server must reach it under the same path"
+                f"cannot write weights to {folder}: {error}. engine.weights_folder, or this machine's memory where it "
+                f"is null, needs room for the model twice, and both the trainer and every server must reach the folder "
+                f"under the same path"
             ) from error
 
     def _read_back(self, folder: Path, version: str, weights: Mapping[str, Tensor]) -> SavedWeights:
@@ -92,10 +101,14 @@ class WeightsFolder:
         for folder in self._folder.iterdir():
             if folder not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
+                if self._memory is not None:
+                    self._memory.pop(folder, None)
 
     def remove(self) -> None:
         """Remove all files of the engine."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._memory is not None:
+            self._memory.clear()
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -1,0 +1,163 @@
+"""A host of engines in a process of its own on this machine, which shares a socket with this one and no port.
+
+Both sides send frames: 8 bytes with the length, little-endian, then a message. A frame of length 0 is the sign of life
+of a host that generates. The process ends when this one does, because the socket then ends; it is killed, with all that
+it started, when it is silent for too long.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from jackpot.core.errors import JackpotError
+from jackpot.core.messages import pack, unpack
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.hosted import EngineHost, Link
+from jackpot.rollout.engines.pool import PeerLost
+
+_HEAD = 8  # bytes
+_BUFFER = 2**22  # bytes that asyncio reads ahead
+_END_SECONDS = 5.0  # for a process that has closed its socket to end
+_LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # of variables that make a process a rank
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class Child(Protocol):
+    """A process as asyncio has it."""
+
+    pid: int
+    returncode: int | None
+
+    async def wait(self) -> int: ...
+
+
+Start = Callable[[socket.socket], Awaitable[Child]]  # starts a process that calls `serve` on its end of a socket
+
+
+def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
+    """Return what starts a program of Python, whose first argument is the number of the socket's descriptor.
+
+    Args:
+        entry: the program.
+        environment: variables that differ from those of this process; those that make it a rank are left out.
+    """
+
+    async def start(theirs: socket.socket) -> Child:
+        kept = {name: one for name, one in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK}
+        paths = os.pathsep.join(path for path in sys.path if path)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", entry, str(theirs.fileno())),
+            env=kept | {"PYTHONPATH": paths} | (environment or {}),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
+        )
+
+    return start
+
+
+class ProcessLink(Link):
+    """Starts a process with a host, kills it, and starts another in its place.
+
+    Args:
+        setup: first message to every process, from which it makes its engines.
+        silence: seconds without any sign of life after which a process counts as lost.
+    """
+
+    def __init__(self, start: Start, setup: Any, silence: float) -> None:
+        self._start, self._setup, self._silence = start, setup, silence
+        self.child: Child | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> None:
+        await self.close()
+        ours, theirs = socket.socketpair()
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
+            self.child = await self._start(theirs)
+        except OSError as error:
+            raise PeerLost(f"its process cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        await self._send(pack(self._setup))
+
+    async def ask(self, message: Tensor) -> Tensor:
+        await self._send(message)
+        try:
+            while True:
+                async with asyncio.timeout(self._silence):
+                    if size := int.from_bytes(await self._reader.readexactly(_HEAD), "little"):
+                        data = await self._reader.readexactly(size)
+                        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        except TimeoutError:
+            raise PeerLost(f"its process gave no sign of life for {self._silence:g} seconds") from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise PeerLost(await self._end()) from error
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self.child is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+            await self.child.wait()
+            self.child = None
+
+    async def _send(self, message: Tensor) -> None:
+        try:
+            self._writer.write(len(message).to_bytes(_HEAD, "little"))
+            self._writer.write(message.numpy().data)
+            async with asyncio.timeout(self._silence):
+                await self._writer.drain()
+        except (TimeoutError, ConnectionError) as error:
+            raise PeerLost(await self._end()) from error
+
+    async def _end(self) -> str:
+        """Return how the process ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await self.child.wait()
+        code = self.child.returncode
+        if code is None:
+            return "its process does not take messages"
+        return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with status {code}"
+
+
+def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> None:
+    """Answer messages until the other side ends; the whole of a process behind a `ProcessLink`.
+
+    Args:
+        make: makes the engines, by the setting that describes each, from the setup.
+    """
+    stream = ours.makefile("rwb")
+
+    def send(message: Tensor | None) -> None:
+        data = b"" if message is None else message.numpy()
+        stream.write(len(data).to_bytes(_HEAD, "little"))
+        stream.write(data)
+        stream.flush()
+
+    def receive() -> Tensor:
+        data = bytearray(int.from_bytes(stream.read(_HEAD), "little"))
+        if not data or stream.readinto(data) < len(data):
+            raise EOFError
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    with suppress(EOFError, ConnectionError):
+        try:
+            setup = unpack(receive())
+            answer = EngineHost(make(setup), lambda: send(None)).answer
+        except JackpotError as error:
+            refusal = pack({"refused": str(error)})
+            answer = lambda message: refusal  # noqa: E731
+        while True:
+            send(answer(receive()))

@@ -1,0 +1,90 @@
+"""Weights in memory that other processes of this machine read, as a file of safetensors that no folder holds.
+
+The file is anonymous (memfd): the kernel frees its memory when the last process that has it open ends, however it ends,
+so nothing is left after a kill. Processes of the same user open it under a path below /proc. Where the system has no
+such files, as on macOS, it is a temporary one.
+"""
+
+import json
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_ALIGNED = 64  # bytes; the first tensor begins at a multiple of them
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+class SharedWeights:
+    """Holds named tensors in shared memory until the last reference to it is gone.
+
+    Readers that have opened `path` by then keep the memory for as long as they read.
+    """
+
+    def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
+        """Copy tensors of any device.
+
+        Args:
+            dtype: that they are cast to; None: each keeps its own.
+
+        Raises:
+            OSError: there is no room.
+        """
+        tensors = dict(named_tensors)
+        head, end = {"__metadata__": {"format": "pt"}}, 0
+        for name, tensor in tensors.items():
+            kind = dtype or tensor.dtype
+            begin, end = end, end + tensor.numel() * kind.itemsize
+            head[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        text = json.dumps(head).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNED)
+        data = 8 + len(text)
+        number = self._open()
+        weakref.finalize(self, _close, number, os.getpid())
+        os.ftruncate(number, data + end)
+        os.pwrite(number, len(text).to_bytes(8, "little") + text, 0)
+        memory = torch.frombuffer(mmap.mmap(number, data + end), dtype=torch.uint8)
+        for name, tensor in tensors.items():
+            begin, end = (data + offset for offset in head[name]["data_offsets"])
+            memory[begin:end].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+    def _open(self) -> int:
+        """Open a new file, set `path`, and return its descriptor."""
+        if hasattr(os, "memfd_create"):
+            number = os.memfd_create("jackpot-weights", os.MFD_CLOEXEC)
+            self.path = Path(f"/proc/{os.getpid()}/fd/{number}")
+            return number
+        number, name = tempfile.mkstemp(prefix="jackpot-weights-", suffix=".safetensors")
+        self.path = Path(name)
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+        return number
+
+
+def _close(number: int, process: int) -> None:
+    """Close a descriptor, unless this is a fork of the process that opened it."""
+    if os.getpid() == process:
+        os.close(number)
+
+
+def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file of safetensors.
+
+    Raises:
+        OSError: there is no such file (any more).
+    """
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  not a dict
+            yield name, file.get_tensor(name)

@@ -1,0 +1,121 @@
+"""Hosts of engines for tests: forks of this process, which import nothing again, or threads of it."""
+
+import asyncio
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackpot.config.engines import TransformersEngineConfig
+from jackpot.core.messages import unpack
+from jackpot.core.types import Version
+from jackpot.launch.engines import make_engine
+from jackpot.models.load import load_model
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.hosted import EngineHost, EnginePool, Link
+from jackpot.rollout.engines.pool import PeerLost
+from jackpot.rollout.engines.process import ProcessLink, serve
+
+NEVER = Version(-1, -1)  # of weights that no rollout may come from
+Make = Callable[[Any], Mapping[str, Engine]]
+
+
+class ThreadLink(Link):
+    """A host in a thread of this process, which a test can make forget what it was sent, or end."""
+
+    def __init__(self, make: Make, setup: Any) -> None:
+        self._make, self._setup = make, setup
+        self.is_broken = False
+        self.breaks_at: str | None = None  # uid of a request
+        self.opened = 0
+
+    async def open(self) -> None:
+        if self.is_broken:
+            raise PeerLost("as the test wants it")
+        self.opened += 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Replace the host by one that was sent nothing."""
+        self.host = EngineHost(self._make(self._setup))
+
+    async def ask(self, message: Tensor) -> Tensor:
+        uids = [row[0] for row in unpack(message).get("requests", ())]
+        if self.is_broken or self.breaks_at in uids:
+            raise PeerLost("as the test wants it")
+        return await asyncio.to_thread(self.host.answer, message)
+
+    async def close(self) -> None:
+        pass
+
+
+class Fork:
+    """A fork of this process, as asyncio has one that it started itself."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+
+    async def wait(self) -> int:
+        if self.returncode is None:
+            _, status = await asyncio.to_thread(os.waitpid, self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def forking(make: Make) -> Callable[[socket.socket], Any]:
+    """Return what starts a fork that serves engines, in place of `process.starting`."""
+
+    async def start(theirs: socket.socket) -> Fork:
+        pid = os.fork()
+        if pid:
+            return Fork(pid)
+        try:
+            os.setsid()
+            number = theirs.fileno()
+            os.closerange(3, number)
+            os.closerange(number + 1, 256)
+            serve(theirs, make)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        os._exit(1)
+
+    return start
+
+
+def make_tiny(folder: str) -> dict[str, Engine]:
+    """Make the engine of a host on a model that the pool must replace before the first chunk."""
+    torch.set_num_threads(1)
+    settings = TransformersEngineConfig(max_num_seqs=32)
+    return {"engine": make_engine(settings, folder, torch.device("cpu"), NEVER)}
+
+
+def pool_of(links: Mapping[str, Link], folder: Path, version: Version, **settings: Any) -> EnginePool:
+    """Make a pool that sends the weights in `folder`."""
+    weights = list(load_model(folder, torch.float32).named_parameters())
+    return EnginePool(links, {"engine": (weights, torch.float32)}, version, **{"chunk": 5, "patience": 20.0} | settings)
+
+
+def forks(number: int, folder: Path, silence: float = 30.0) -> dict[str, ProcessLink]:
+    """Connect to as many forks, none of which is started yet."""
+    return {f"fork {one}": ProcessLink(forking(make_tiny), str(folder), silence) for one in range(number)}
+
+
+def kill(link: ProcessLink, number: int = signal.SIGKILL) -> None:
+    if link.child is not None:
+        os.kill(link.child.pid, number)
+
+
+def wait_until_all_hold(pool: EnginePool) -> None:
+    """Wait until every peer of a pool holds the newest weights."""
+
+    async def healed() -> None:
+        while not all(peer.weights is pool.pool.newest for peer in pool.pool.peers):
+            await pool.pool._state_changed.wait()
+
+    pool.pool.call(asyncio.wait_for(healed(), 60.0))

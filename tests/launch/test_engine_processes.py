@@ -1,0 +1,155 @@
+"""Runs whose engines generate in processes of their own (`placement.engines`), here in forks of this one."""
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.engines.hosts import forking
+from helpers.led import run_ranks
+from helpers.runs import FinishedRuns, assert_same_run, metrics, read_lines, small_config, weights
+from jackpot.config.run import PlacementConfig
+from jackpot.core.errors import ConfigError
+from jackpot.core.types import Prompt, Version
+from jackpot.launch.engine_processes import make_hosted
+from jackpot.launch.local import make_engines, model_paths, train_run
+from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.process import ProcessLink
+
+LINKS: list[ProcessLink] = []  # of the newest run
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[ProcessLink]:
+    """Have engine processes be forks, and collect the connections to them."""
+    LINKS.clear()
+    monkeypatch.setattr("jackpot.launch.engine_processes.starting", lambda *_: forking(make_hosted))
+    init = ProcessLink.__init__
+
+    def noted(link: ProcessLink, *arguments: object) -> None:
+        init(link, *arguments)
+        LINKS.append(link)
+
+    monkeypatch.setattr(ProcessLink, "__init__", noted)
+    return LINKS
+
+
+def killing(at: dict[int, int]) -> Callable[[dict], None]:
+    """Kill the engine with a number when the line of an iteration is written."""
+
+    def listen(line: dict) -> None:
+        if line["iteration"] in at:
+            os.kill(LINKS[at[line["iteration"]]].child.pid, signal.SIGKILL)
+
+    return listen
+
+
+def assert_close(one: Path, other: Path) -> None:
+    """All metrics but those of clocks are within 1e-3 of each other, in their own size where that is above 1."""
+    for line, same in zip(metrics(one), metrics(other), strict=True):
+        assert line.keys() == same.keys()
+        for name, value in line.items():
+            assert same[name] == (None if value is None else pytest.approx(value, rel=1e-3, abs=1e-3)), name
+
+
+def test_both_engines_of_a_run_generate_what_they_do_in_one_process(forked: list[ProcessLink]) -> None:
+    config = small_config("placement.engines=2", "engine.draft={}", "rollout_model.share=0.5")
+    here = config.model_copy(update={"placement": PlacementConfig()})
+    paths = model_paths(config, None)
+    with ExitStack() as undo:
+        both = [make_engines(one, paths, torch.device("cpu"), Version(3, 4), undo) for one in (here, config)]
+        for one, placed in zip(*both, strict=True):
+            wanted = [
+                Request(uid=f"{seed}", prompt=Prompt(uid="", text="", answer="", token_ids=(5, 6)), seed=seed,
+                        sampling=config.sampling) for seed in range(4)
+            ]  # fmt: skip
+            for ours, theirs in zip(one.generate(wanted), placed.generate(wanted), strict=True):
+                assert torch.equal(ours.token_ids, theirs.token_ids) and torch.equal(ours.versions, theirs.versions)
+                assert torch.equal(ours.rollout_log_probs, theirs.rollout_log_probs)
+            assert one.take_metrics() == placed.take_metrics()
+    assert len(forked) == 2 and all(link.child is None for link in forked)
+
+
+@pytest.mark.slow
+def test_a_run_whose_engines_are_killed_is_the_run_of_any_number_of_engines_and_close_to_that_of_one_process(
+    forked, finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    for number, at in ((1, {}), (2, {1: 0, 3: 1})):
+        config = small_config(f"placement.engines={number}")
+        assert train_run(config, tmp_path / f"{number}", killing(at))
+        forked.clear()
+    assert_same_run(tmp_path / "1", tmp_path / "2", ["policy", "rollout_model"])
+    assert_close(tmp_path / "2", finished_run())
+    events = [json.loads(line) for line in (tmp_path / "2" / "events.jsonl").read_text().splitlines()]
+    told = [(one["event"], one["peer"]) for one in events if one["event"].startswith("peer_")]
+    lost = [("peer_lost", "engine process 1"), ("peer_lost", "engine process 2")]
+    assert [one for one in told if one[0] == "peer_lost"] == lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("drafts", [(), ("engine.draft={}", "rollout_model.share=0.25")])
+def test_a_share_and_drafts_go_through_ranks_and_engines(ahead: int, drafts: tuple, forked, finished_run, tmp_path):
+    overrides = ("rollout_model.share=0.5", *drafts, f"batch.ahead={ahead}")
+    config = small_config(*overrides, "placement.engines=2")
+    ended = run_ranks(2, config, tmp_path / "run", killing({2: 1}))
+    assert ended.codes == [0, 0], ended.printed
+    assert_close(tmp_path / "run", finished_run(*overrides))
+    names = read_lines(tmp_path / "run")[-1].keys()
+    assert "reward/mean_by_policy" in names and ("draft/acceptance" in names) == bool(drafts)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_with_engines_and_without(forked, finished_run: FinishedRuns, tmp_path) -> None:
+    """The processes read the models of the settings, and get the weights of the checkpoint before they generate."""
+    run = finished_run.copy(tmp_path / "run", kill_after=2)
+    assert train_run(small_config("placement.engines=2"), run, lambda line: None)
+    assert_close(run, finished_run())
+    for role in ("policy", "rollout_model"):
+        ours, theirs = weights(run, role), weights(finished_run(), role)
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_path: Path) -> None:
+    """With the program that a run starts. A leader that is killed leaves neither a process nor memory."""
+    reading, writing = os.pipe()
+    if not (leader := os.fork()):
+        config = small_config("placement.engines=1", "placement.timeout=120")
+        paths = model_paths(config, None)
+        engine, _ = make_engines(config, paths, torch.device("cpu"), Version(0, 0), ExitStack())
+        peer = engine._pool.pool.peers[0]
+        os.write(writing, json.dumps([peer._link.child.pid, str(peer.weights["engine"].memory.path)]).encode())
+        time.sleep(600)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = os.read(pipe.fileno(), 4096)
+    pid, memory = json.loads(found)
+    assert "launch.engine_processes" in Path(f"/proc/{pid}/cmdline").read_text() and Path(memory).exists()
+    ends = os.pidfd_open(pid)
+    os.kill(leader, signal.SIGKILL)
+    os.waitpid(leader, 0)
+    assert select.select([ends], [], [], 30.0)[0] and not Path(memory).exists()
+    os.close(ends)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (("rollout_model=null", "objective.correction=none", "engine={name: vllm_server, urls: 'http://127.0.0.1:1', "
+          "weights_folder: w}"), "placement.engines is 2, but all engines are servers"),
+        (("engine={name: vllm, device: 1}",), "engine.device is for an engine in the process that trains"),
+        (("engine={name: vllm, enable_sleep_mode: true}",), "engine.enable_sleep_mode is for an engine in the process"),
+        (("placement.engines=-1",), "placement.engines"),
+    ],
+)  # fmt: skip
+def test_engines_that_cannot_be_placed_are_refused_by_name(overrides: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        small_config("placement.engines=2", *overrides)

@@ -1,0 +1,181 @@
+"""Engines in other processes behind one `Engine`: what their number and their deaths change, which is nothing."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.hosts import ThreadLink, forks, kill, make_tiny, pool_of, wait_until_all_hold
+from helpers.engines.reference import tiny_model, tiny_request
+from jackpot.core.digest import weights_digest
+from jackpot.core.errors import EngineError
+from jackpot.core.messages import pack, unpack
+from jackpot.core.types import TOKEN_COLUMNS, Rollout, Version
+from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.hosted import EnginePool, PooledEngine
+
+
+@pytest.mark.slow
+class TestPooledEngine(EngineConformance):
+    @staticmethod
+    def make_engine(folder: Path, version: Version) -> PooledEngine:
+        return pool_of(forks(3, folder), folder, version, chunk=40).engines["engine"]
+
+
+def requests(count: int, **sampling: int) -> list[Request]:
+    return [tiny_request(f"{one}", 2 + one % 9, seed=one, **{"max_new_tokens": 10} | sampling) for one in range(count)]
+
+
+def assert_equal(some: list[Rollout], others: list[Rollout]) -> None:
+    """Bit for bit, in order."""
+    for one, other in zip(some, others, strict=True):
+        assert (one.uid, one.prompt, one.finish) == (other.uid, other.prompt, other.finish)
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in TOKEN_COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def chunk_by_chunk(folder: Path) -> list[Rollout]:
+    """What an engine of this process makes of 40 requests, five at a time."""
+    [engine] = make_tiny(str(folder)).values()
+    with closing(engine), torch.no_grad():
+        engine.update_weights(tiny_model(seed=0).named_parameters(), OLD)
+        wanted = requests(40)
+        return [one for first in range(0, 40, 5) for one in engine.generate(wanted[first : first + 5])]
+
+
+def threads(number: int, folder: Path) -> dict[str, ThreadLink]:
+    return {f"thread {one}": ThreadLink(make_tiny, str(folder)) for one in range(number)}
+
+
+@pytest.fixture
+def pool(new_folder: Path, folder: Path) -> Iterator[EnginePool]:
+    """A pool of two hosts, each of which was made with other weights than those that the pool sends."""
+    links = threads(2, new_folder)
+    pool = pool_of(links, folder, OLD)
+    pool.links = links
+    yield pool
+    for engine in pool.engines.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_number_of_engines_does_not_change_a_bit(number: int, folder, new_folder, chunk_by_chunk) -> None:
+    with closing(pool_of(forks(number, new_folder), folder, OLD).engines["engine"]) as engine:
+        assert_equal(engine.generate(requests(40)), chunk_by_chunk)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "its process was killed by signal 9"),
+        pytest.param(signal.SIGSTOP, "no sign of life for 1.5 seconds", marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_of_an_engine_that_dies_or_stands_still_are_done_by_the_others(
+    number: int, why: str, folder, new_folder, chunk_by_chunk
+) -> None:
+    links = forks(2, new_folder, silence=1.5)
+    pool = pool_of(links, folder, OLD)
+    with closing(pool.engines["engine"]) as engine:
+        engine.submit(requests(40))
+        kill(links["fork 1"], number)
+        found = {one.uid: one for one in engine.collect(40)}
+        assert_equal([found[one.uid] for one in requests(40)], chunk_by_chunk)
+        wait_until_all_hold(pool)
+        lost, back = engine.take_events()
+        assert lost.pop("why").endswith(why)
+        assert lost == {"event": "peer_lost", "peer": "fork 1", "sent_again": 1}
+        assert back == {"event": "peer_restarted", "peer": "fork 1"}
+        digest = engine.update_weights(tiny_model(seed=1).named_parameters(), NEW)
+        assert digest == weights_digest(tiny_model(seed=1).named_parameters(), torch.float32)
+        assert {tuple(one.versions[0].tolist()) for one in engine.generate(requests(40))} == {NEW}
+
+
+@pytest.mark.slow
+def test_of_two_hundred_chunks_none_is_lost_or_doubled_while_an_engine_is_killed_every_five(folder, new_folder) -> None:
+    """Forty kills, of one engine after the other. A chunk is two requests."""
+    links = forks(3, new_folder)
+    pool = pool_of(links, folder, OLD, chunk=2)
+    wanted = requests(400, max_new_tokens=8)
+    with (
+        closing(pool.engines["engine"]) as engine,
+        closing(pool_of(threads(1, folder), folder, OLD, chunk=2).engines["engine"]) as quiet,
+    ):
+        engine.submit(wanted)
+        found: list[Rollout] = []
+        for number in range(40):
+            found += engine.collect(10)
+            kill(links[f"fork {number % 3}"])
+        assert len(found) == 400 and engine.collect(1) == []
+        wait_until_all_hold(pool)
+        assert [event["event"] for event in engine.take_events()].count("peer_lost") >= 30
+        assert_equal(sorted(found, key=lambda one: int(one.uid)), quiet.generate(wanted))
+
+
+def test_an_engine_that_lost_its_weights_generates_nothing_before_it_has_them_again(pool: EnginePool) -> None:
+    """It says so, whoever asks it, and the chunk waits until it has the newest weights."""
+    first = pool.links["thread 0"]
+    before = first.host
+    first.restart()
+    generated = pool.engines["engine"].generate(requests(20))
+    assert {tuple(one.versions[0].tolist()) for one in generated} == {OLD}
+    assert first.opened == 1 and first.host is not before and first.host._held
+    assert [event["event"] for event in pool.engines["engine"].take_events()] == ["peer_lost", "peer_restarted"]
+    late = pack({"do": "generate", "engine": "engine", "held": {"engine": "others"}, "samplings": [], "requests": []})
+    assert unpack(first.host.answer(late)) == {"stale": first.host._held}
+
+
+def test_engines_join_and_leave_while_the_pool_generates(pool: EnginePool, new_folder, folder, chunk_by_chunk) -> None:
+    engine = pool.engines["engine"]
+    engine.submit(requests(40))
+    pool.add("late", late := ThreadLink(make_tiny, str(new_folder)))
+    pool.pool.remove("thread 0")
+    pool.pool.remove("thread 1")
+    found = {one.uid: one for one in engine.collect(40)}
+    assert_equal([found[one.uid] for one in requests(40)], chunk_by_chunk)
+    assert late.host._held and engine.take_events() == []
+    with pytest.raises(EngineError, match="late cannot leave the pool of late, which needs one at least"):
+        pool.pool.remove("late")
+    with pytest.raises(EngineError, match="a peer late is in the pool"):
+        pool.add("late", late)
+
+
+def test_without_any_engine_the_pool_waits_and_then_says_what_to_do(new_folder, folder) -> None:
+    links = threads(2, new_folder)
+    with closing(pool_of(links, folder, OLD, patience=0.3).engines["engine"]) as engine:
+        engine.submit(requests(10))
+        for link in links.values():
+            link.is_broken = True
+        with pytest.raises(EngineError, match=r"no peer could be used for placement.timeout = 0.3 seconds \(thread"):
+            engine.generate([tiny_request("late")])
+
+
+def test_an_engine_that_ends_at_one_chunk_every_time_ends_the_run(new_folder, folder, monkeypatch) -> None:
+    monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
+    links = threads(1, new_folder)
+    with closing(pool_of(links, folder, OLD).engines["engine"]) as engine:
+        links["thread 0"].breaks_at = "3"
+        with pytest.raises(EngineError, match=r"0 failed the most attempts = 5 times \(thread 0: as the test wants it"):
+            engine.generate(requests(5))
+
+
+def test_an_engine_that_holds_other_weights_than_another_is_named(new_folder, folder, pool: EnginePool) -> None:
+    class Wrong(ThreadLink):
+        def restart(self) -> None:
+            super().restart()
+            engine = self.host._engines["engine"]
+            update = engine.update_weights
+            engine.update_weights = lambda sent, version: update(((name, one + 1) for name, one in sent), version)
+
+    pool.add("wrong", Wrong(make_tiny, str(new_folder)))
+    with pytest.raises(EngineError, match=r"wrong read the weights engine 0 and holds digest \w{12}, another one"):
+        pool.engines["engine"].generate(requests(40))
+
+
+def test_an_engine_that_cannot_be_made_says_why(folder, tmp_path) -> None:
+    with pytest.raises(EngineError, match="there is no model folder"):
+        pool_of(forks(1, tmp_path / "nothing"), folder, OLD)
