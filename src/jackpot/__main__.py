@@ -3,8 +3,7 @@
 import sys
 from importlib import import_module
 
-EXTRA = {"transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"}
-EXTRA |= {"matplotlib", "plotly", "tensorboard", "typer"}  # modules of the extra `train`
+from jackpot.core.package import install, needs_train
 
 
 def main() -> None:
@@ -12,9 +11,9 @@ def main() -> None:
     try:
         import_module("jackpot.ui.cli").main()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+        if not needs_train(error):
             raise
-        sys.exit(f"error: {error}. The commands need the extra `train`: pip install 'jackpot-rl[train]'")
+        sys.exit(f"error: {error}. The commands need the extra `train`: {install('train')}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from jackpot.config.run import ALL_LINEAR, LoraConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
+from jackpot.core.package import install
 from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
 
@@ -167,8 +168,7 @@ def _peft() -> ModuleType:
         import peft
     except ImportError as error:
         raise ConfigError(
-            "a lora block needs the package peft, which is not installed; pip install 'jackpot-rl[lora]', or set "
-            "lora: null"
+            f"a lora block needs the package peft, which is not installed; {install('lora')}, or set lora: null"
         ) from error
     return peft
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from jackpot.config.recipes import recipe_names
 from jackpot.core.errors import ConfigError, JackpotError, unknown_name
+from jackpot.core.package import version
 from jackpot.core.place import place
 from jackpot.rollout.tasks.benchmarks import SETS
 from jackpot.ui.terminal.text import PrintableFormatter, plain
@@ -67,7 +68,7 @@ def command(name: str | None = None, on_ranks: bool = False) -> Callable[[Callab
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"jackpot {metadata.version('jackpot-rl')}")
+        typer.echo(f"jackpot {version()}")
         raise typer.Exit
 
 

@@ -17,8 +17,9 @@ from helpers.folders import word_tokenizer
 from helpers.kill_points import Kill
 from helpers.runs import Killed, contents, small_config
 from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.package import version
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample
-from jackpot.training.run.environment import Environment, commit, version
+from jackpot.training.run.environment import Environment, commit
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.training.run.rollouts import thin_rollouts, write_rollouts
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jackpot.config.tasks import RewardConfig, VerdictConfig
 from jackpot.core.cores import free_cores
 from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.core.package import install
 from jackpot.core.types import DecodedResponse, Prompt, RewardError, Score
 from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerPool
 from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
@@ -54,7 +55,7 @@ class RewardFn:
         if workers != "auto" and workers < 1:
             raise ConfigError(f"{workers} reward workers were asked for; at least 1 is needed")
         if find_spec("math_verify") is None:
-            raise ConfigError("math-verify is not installed, which verifies answers: pip install 'jackpot-rl[train]'")
+            raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
         self._rewards = tuple(rewards)
         most = free_cores() if workers == "auto" else workers
         limits = {

@@ -19,6 +19,7 @@ import pyarrow
 from pyarrow import parquet
 
 from jackpot.core.errors import DataError
+from jackpot.core.package import install
 
 GZIP = ".gz"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of the first three with `GZIP` too
@@ -243,7 +244,7 @@ def _load(
     try:
         from datasets import load_dataset  # takes a second to import, and most runs do not need it
     except ImportError as error:
-        raise DataError(f"{name} needs the package datasets: pip install 'jackpot-rl[train]'; or {instead}") from error
+        raise DataError(f"{name} needs the package datasets: {install('train')}; or {instead}") from error
     try:
         return load_dataset(path, name=subset, split=split, streaming=streaming)
     except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow

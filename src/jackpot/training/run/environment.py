@@ -6,12 +6,12 @@ import platform
 import subprocess
 import time
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import write_whole
+from jackpot.core.package import version
 from jackpot.core.place import place
 
 FORMAT = 1  # number of the run folder's format, which rises when older versions could not continue a newer folder
@@ -81,14 +81,6 @@ def _read(path: Path) -> dict[str, Any]:
     raise CheckpointError(
         f"{path} is not the file that jackpot writes there: threads or starts are missing; give another folder"
     )
-
-
-def version() -> str:
-    """Return the version of the package; "unknown" where its source is used without being installed."""
-    try:
-        return metadata.version("jackpot-rl")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _environment() -> dict[str, Any]:

@@ -31,7 +31,8 @@ from jackpot.config.changes import Change, changes, falling_rates, fixed_changes
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
-from jackpot.training.run.environment import Environment, version
+from jackpot.core.package import version
+from jackpot.training.run.environment import Environment
 from jackpot.training.run.superseded import Superseded
 from jackpot.training.run.tensorboard import event_file_name, event_files, metrics_record, restart_records
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jackpot.core.errors import EngineError
+from jackpot.core.package import install
 from jackpot.rollout.engines.pool import PeerLost
 from jackpot.rollout.engines.vllm.protocol import completion_bytes
 
@@ -233,7 +234,6 @@ def _import_aiohttp() -> Any:
         import aiohttp
     except ImportError as error:
         raise EngineError(
-            f"aiohttp cannot be imported: {error}. Install it with pip install 'jackpot-rl[vllm-server]', or use "
-            f"engine=transformers"
+            f"aiohttp cannot be imported: {error}. Install it with {install('vllm-server')}, or use engine=transformers"
         ) from error
     return aiohttp

@@ -30,6 +30,7 @@ from torch import Tensor
 from jackpot.config.engines import VLLMEngineConfig, is_quantized
 from jackpot.core.digest import WeightsDigest, weights_digest
 from jackpot.core.errors import ConfigError, EngineError
+from jackpot.core.package import install
 from jackpot.core.types import Rollout, Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model, resolve_path
 from jackpot.rollout.engines.background import ThreadEngine
@@ -488,7 +489,7 @@ def _import_vllm(compiles: bool) -> _VLLM:
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
         raise EngineError(
-            f"vLLM cannot be imported: {error}. Install it with pip install 'jackpot-rl[vllm]', or use "
+            f"vLLM cannot be imported: {error}. Install it with {install('vllm')}, or use "
             f"engine=transformers; docs/vllm.md has the versions"
         ) from error
 

@@ -1,0 +1,24 @@
+"""Says which version of the package runs, and how its extras are installed. Standard library only."""
+
+from importlib import metadata
+
+_TRAIN = {"transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"}
+_TRAIN |= {"matplotlib", "plotly", "tensorboard", "typer"}  # modules of the extra `train`
+
+
+def version() -> str:
+    """Return the version of the package; "unknown" where its source is used without being installed."""
+    try:
+        return metadata.version("jackpot-rl")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def install(extra: str) -> str:
+    """Return the command that installs the package with an extra."""
+    return f"pip install '.[{extra}]' in a clone of the repository"
+
+
+def needs_train(error: ModuleNotFoundError) -> bool:
+    """Tell whether a package is missing that the extra `train` installs."""
+    return error.name is not None and error.name.partition(".")[0] in _TRAIN
