@@ -54,7 +54,7 @@ def folders(tree: ast.AST) -> set[str]:
 
 def test_the_package_has_the_folders_of_the_order_and_nothing_else():
     there = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
-    assert there <= {*ORDER, ADAPTERS, "__init__.py", "__main__.py"}
+    assert there <= {*ORDER, ADAPTERS, "__init__.py", "__main__.py", "py.typed"}
 
 
 def test_each_folder_imports_only_those_before_it():

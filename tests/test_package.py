@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jackpot
 from helpers.paths import ROOT
+from helpers.programs import run, without
 
 PACKAGE = Path(jackpot.__file__).parent
 
@@ -15,3 +16,14 @@ def test_every_data_file_of_the_package_is_shipped():
     data = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert data and data <= shipped
     assert {"policy", "rollout_model"} <= {path.parent.name for path in shipped}
+
+
+def test_the_package_names_what_it_has():
+    assert set(jackpot.__all__) <= set(dir(jackpot)) and jackpot.__version__
+    assert {*jackpot._MODULES, "obrs"} == set(jackpot.__all__)
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_a_name_that_needs_an_extra_says_how_it_is_installed():
+    done = run(without(["transformers"]) + "import jackpot\njackpot.train")
+    assert "ImportError: jackpot.train needs the extra `train`: pip install '.[train]' in a clone" in done.stderr

@@ -1,10 +1,10 @@
 r"""Jackpot: reinforcement learning of a language model on rollouts of a smaller, cheaper model.
 
-The top level offers the correction, for use inside another framework, which needs torch and pydantic only; and the
-verifier of final answers, which needs math-verify for those that are no plain numbers:
+The top level offers the correction for use inside another framework, which needs torch and pydantic only; the verifier
+of final answers, which needs math-verify for those that are no plain numbers; and training, which needs the extra
+`train`:
 
-    >>> from jackpot import CorrectionInputs, make_correction, verify
-    >>> correction = make_correction("obrs")
+    >>> from jackpot import correct, verify
     >>> verify(r"So it is $\boxed{0.5}$.", r"\frac{1}{2}")
     True
 
@@ -16,37 +16,60 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jackpot.core.errors import JackpotError
+    from jackpot.launch.library import SavedRun, load_run, train
     from jackpot.objectives import obrs
+    from jackpot.objectives.correct import Corrected, correct, estimate_z
     from jackpot.objectives.corrections import CORRECTIONS, Correction, CorrectionFn, CorrectionInputs, make_correction
     from jackpot.rollout.rewards.rewards import verify, verify_all
 
-_CORRECTIONS, _REWARDS = "jackpot.objectives.corrections", "jackpot.rollout.rewards.rewards"
-_MODULES = {  # of each name
-    "CORRECTIONS": _CORRECTIONS,
-    "Correction": _CORRECTIONS,
-    "CorrectionFn": _CORRECTIONS,
-    "CorrectionInputs": _CORRECTIONS,
-    "JackpotError": "jackpot.core.errors",
-    "make_correction": _CORRECTIONS,
-    "obrs": "jackpot.objectives.obrs",
-    "verify": _REWARDS,
-    "verify_all": _REWARDS,
+_PUBLIC = {  # names by module
+    "jackpot.core.errors": ("JackpotError",),
+    "jackpot.launch.library": ("SavedRun", "load_run", "train"),
+    "jackpot.objectives.correct": ("Corrected", "correct", "estimate_z"),
+    "jackpot.objectives.corrections": (
+        "CORRECTIONS",
+        "Correction",
+        "CorrectionFn",
+        "CorrectionInputs",
+        "make_correction",
+    ),
+    "jackpot.rollout.rewards.rewards": ("verify", "verify_all"),
 }
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [
     "CORRECTIONS",
+    "Corrected",
     "Correction",
     "CorrectionFn",
     "CorrectionInputs",
     "JackpotError",
+    "SavedRun",
+    "correct",
+    "estimate_z",
+    "load_run",
     "make_correction",
     "obrs",
+    "train",
     "verify",
     "verify_all",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("jackpot.core.package").version()
+    if name == "obrs":
+        return import_module("jackpot.objectives.obrs")
     if name not in _MODULES:
         raise AttributeError(f"module 'jackpot' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = import_module(_MODULES[name])
-    return module if name == "obrs" else getattr(module, name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        package = import_module("jackpot.core.package")
+        if not package.needs_train(error):
+            raise
+        raise ImportError(f"jackpot.{name} needs the extra `train`: {package.install('train')}. {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -14,24 +15,32 @@ from jackpot.ui.cli import app
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_python_block_gives_the_loss_of_equation_5() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_python_block_gives_the_loss_of_equation_5(device: str) -> None:
     torch.manual_seed(0)
-    rollout, target = (torch.log_softmax(torch.randn(2, 3, 5), -1) for _ in range(2))
-    ids = torch.randint(5, (2, 3, 1))
+    logits, rollout_logits = torch.randn(2, 2, 3, 5, device=device)
+    rollout = rollout_logits.log_softmax(-1)
+    top, top_ids = rollout.topk(5, -1)
+    ids = torch.randint(5, (2, 3, 1), device=device)
     names = {
+        "policy_logits": logits,
+        "rollout_top_ids": top_ids,
+        "rollout_top_log_probs": top,
         "rollout_log_probs": rollout.gather(-1, ids)[..., 0],
-        "old_log_probs": target.gather(-1, ids)[..., 0],
-        "response_mask": torch.tensor([[True, True, False], [True, True, True]]),
-        "advantages": torch.randn(2, 3),
-        "z": obrs.exact_z(rollout, target, 1.0),
-        "surrogate": torch.randn(2, 3),
+        "old_log_probs": logits.log_softmax(-1).gather(-1, ids)[..., 0],
+        "response_mask": torch.tensor([[True, True, False], [True, True, True]], device=device),
+        "surrogate": torch.randn(2, 3, device=device),
     }
     [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(block, names)
     mask, rho = names["response_mask"], (names["old_log_probs"] - names["rollout_log_probs"]).exp()
-    kappa = rho.clamp(max=1.0)[mask].sum() / names["z"][mask].sum()
-    weights = (kappa * names["z"] * rho.clamp(min=1.0)).clamp(max=3.0)
-    kept = names["result"].accept_mask.bool()
+    z = obrs.exact_z(rollout, logits.log_softmax(-1), 1.0)
+    assert names["loss"].device.type == device
+    if device == "meta":
+        return
+    kappa = rho.clamp(max=1.0)[mask].sum() / z[mask].sum()
+    weights = (kappa * z * rho.clamp(min=1.0)).clamp(max=3.0)
+    kept = names["accept_mask"].bool()
     expected = -(weights * names["surrogate"])[kept & mask].sum() / mask.sum()
     assert kept.any() and torch.allclose(names["loss"], expected, rtol=1e-5)
 

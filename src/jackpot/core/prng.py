@@ -56,12 +56,16 @@ def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) ->
         positions: integers >= 0. The result is on the device of a tensor `keys`.
     """
     keys = keys if isinstance(keys, Tensor) else key_tensor(keys)
+    return _shift_right(bits(keys, positions), 11).double() * 2.0**-53
+
+
+def bits(keys: Tensor, positions: Sequence[int] | Tensor | int) -> Tensor:
+    """Return the 64 bits that `uniforms` makes a number of, broadcast alike: int64."""
     positions = torch.as_tensor(positions, dtype=torch.int64, device=keys.device)
     mixed = keys + (positions + 1) * _GAMMA
     mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
     mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
-    mixed = mixed ^ _shift_right(mixed, 31)
-    return _shift_right(mixed, 11).double() * 2.0**-53
+    return mixed ^ _shift_right(mixed, 31)
 
 
 def key_tensor(keys: Sequence[int]) -> Tensor:

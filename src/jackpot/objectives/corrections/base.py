@@ -155,6 +155,11 @@ class BaseCorrection(ABC):
         """The lam at which acceptance and Z are measured: 1, where the settings have none."""
         return 1.0
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Which of the inputs "z" and "advantages" decide the result."""
+        return frozenset()
+
     def measure(self, inputs: CorrectionInputs) -> Sums:
         """Sum the overlap of p_inf and p_target on a micro-batch (`measure_overlap`)."""
         return measure_overlap(inputs, self.lam)

@@ -75,6 +75,10 @@ class ZWeighted(Budgeted):
         is_free_of_bias = self.settings.normalizer == "exact"
         return "none" if self.settings.kappa == "auto" and is_free_of_bias else self.settings.kappa
 
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"z"})
+
     def _kappas(self, inputs: CorrectionInputs, totals: Sums) -> Kappas:
         """kappa of the given sums; 1 with `kappa: none` or without sums."""
         device = inputs.rollout_log_probs.device

@@ -17,7 +17,16 @@ from jackpot.objectives.corrections.base import BaseCorrection, Correction, Corr
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix(BaseCorrection):
+class Signed(BaseCorrection):
+    """Reads the sign of the advantage."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"advantages"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix(Signed):
     """`prefix`: w = R_t; rejects a token with R_t > e^(high sqrt t), or with A < 0 and R_t < e^(-low sqrt t).
 
     CTPO, arXiv 2605.07331: PPO's clip of R_t, with a band that grows as the spread of log R_t does. Formula and
@@ -41,7 +50,7 @@ class Prefix(BaseCorrection):
 
 
 @dataclass(frozen=True, slots=True)
-class FTIS(BaseCorrection):
+class FTIS(Signed):
     """`f_tis`: w = min(rho, cap); where the KL of a response is above max_kl its tokens with A < 0 are rejected.
 
     F-TIS, arXiv 2605.22537, with its defaults. Its code is not known to us; the KL of a response is taken as the
@@ -61,7 +70,7 @@ class FTIS(BaseCorrection):
 
 
 @dataclass(frozen=True, slots=True)
-class DPPO(BaseCorrection):
+class DPPO(Signed):
     """`dppo`: w = min(rho, cap); rejects a token if TV > max_tv and A log rho > 0, so that the update would widen it.
 
     DPPO, arXiv 2602.04879, with the total variation between p_inf and p_target, by `divergence`:
@@ -79,6 +88,10 @@ class DPPO(BaseCorrection):
     """
 
     settings: DPPOCorrection
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"advantages"} if self.settings.divergence == "binary" else {"advantages", "z"})
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
         ratio, cap = inputs.log_ratio.exp(), self.settings.cap

@@ -329,7 +329,7 @@ def _check_range(head: Head, **of_names: Tensor | None) -> None:
     """Refuse ids outside the vocabulary: on CUDA by an assertion that the device makes."""
     vocabulary = head.weight.shape[0]
     for name, ids in of_names.items():
-        if ids is None or not ids.numel():
+        if ids is None or not ids.numel() or ids.is_meta:
             continue
         advice = f"all must be in [0, {vocabulary}); give padding any such id and mask the result"
         low, high = torch.aminmax(ids)

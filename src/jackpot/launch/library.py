@@ -1,0 +1,105 @@
+"""Trains a run from Python, and reads the folder of one: what `jackpot.train` and `jackpot.load_run` are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jackpot.config.recipes import resolve
+from jackpot.config.run import Config
+from jackpot.core.errors import DataError
+from jackpot.core.place import place
+from jackpot.launch.local import train_run
+from jackpot.launch.ranks import follow_leader, leading
+from jackpot.rollout.tasks.registry import check_sets
+from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.training.run.models import resolve_model_path
+from jackpot.training.run.rollouts import list_rollout_files, read_columns
+from jackpot.training.trainer import OnMetrics
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """Reads the folder of a run, finished or not."""
+
+    folder: Path
+    config: Config
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, one an iteration, the first before training (docs/metrics.md)."""
+        return RunFolder(self.folder).read("metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Return the lines of events.jsonl: starts, warnings, what stopped the run."""
+        return RunFolder(self.folder).read("events.jsonl")
+
+    @property
+    def policy(self) -> str:
+        """Return the path of the best policy, a `save_pretrained` folder; else of the newest checkpoint's.
+
+        Raises:
+            CheckpointError: no checkpoint has been written yet, or all are corrupt.
+        """
+        return resolve_model_path(str(self.folder))
+
+    def rollouts(self, iteration: int | None = None) -> "pa.Table":
+        """Return the saved rollouts of an iteration, a row a response; None: of the newest that has some.
+
+        Raises:
+            DataError: the iteration has none, or they cannot be read.
+        """
+        found, unreadable = list_rollout_files(self.folder)
+        chosen = [one for one in found if iteration in (None, one.iteration)]
+        if not chosen:
+            known = ", ".join(str(one.iteration) for one in found) or "none"
+            raise DataError("\n".join([f"{self.folder} has no rollouts of {iteration=}; it has {known}", *unreadable]))
+        return read_columns(chosen[-1])
+
+
+def train(
+    recipe: str | Config,
+    *overrides: str,
+    folder: Path | str,
+    arm: str | None = None,
+    on_metrics: OnMetrics = lambda line: None,
+) -> SavedRun:
+    """Train a new run in a folder, or continue the one that stands there, as `jackpot train` does.
+
+    >>> train("quickstart", "iterations=20", folder="runs/first").metrics[-1]["eval/policy_accuracy"]  # doctest: +SKIP
+
+    A process that torchrun started with a rank above 0 follows rank 0, and returns the same.
+
+    Args:
+        recipe: name of a recipe, path of a YAML file, or all settings.
+        overrides: settings as `key=value`; only where `recipe` is a name or a path.
+        arm: of the recipe.
+        on_metrics: called with every line of metrics.jsonl once it is written.
+
+    Raises:
+        JackpotError: settings, models or data that cannot be used, a folder of another run, training that had to stop.
+    """
+    if isinstance(recipe, Config) and (overrides or arm):
+        raise TypeError("overrides and arm belong to the name of a recipe; change the Config itself")
+    config = recipe if isinstance(recipe, Config) else resolve(recipe, arm, overrides)
+    check_sets(config.evaluation.benchmarks)
+    run = Path(folder)
+    if (at := place()).rank > 0:
+        follow_leader(at)
+    else:
+        with leading(config, run) as build:
+            train_run(config, run, on_metrics, build=build)
+    return SavedRun(run, config)
+
+
+def load_run(folder: Path | str) -> SavedRun:
+    """Open the folder of a run, to read its settings, metrics, rollouts and best policy.
+
+    Raises:
+        CheckpointError: the folder holds no run, or its config.yaml is damaged.
+        ConfigError: its config.yaml does not fit the settings of this version.
+    """
+    return SavedRun(Path(folder), run_config(Path(folder)))

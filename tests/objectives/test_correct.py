@@ -1,0 +1,159 @@
+"""`jackpot.correct` and `jackpot.estimate_z`: equal to the two calls that they stand for, and their errors."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jackpot import CORRECTIONS, CorrectionInputs, JackpotError, correct, estimate_z, make_correction, obrs
+
+B, T, V, K, H = 6, 40, 50, 8, 16
+
+
+def rollouts(seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
+    """Return log-probs of sampled tokens under two distributions, a mask, the engine's top-k and the policy."""
+    torch.manual_seed(seed)
+    hidden, head = torch.randn(B, T, H, device=device), torch.nn.Linear(H, V, bias=False, device=device)
+    logits = head(hidden).detach()
+    p_inf = torch.log_softmax(logits + 0.7 * torch.randn(B, T, V, device=device), -1)
+    token = torch.randint(V, (B, T, 1), device=device)
+    top, ids = p_inf.topk(K, -1)
+    return {
+        "rollout_log_probs": p_inf.gather(-1, token)[..., 0],
+        "target_log_probs": torch.log_softmax(logits, -1).gather(-1, token)[..., 0],
+        "response_mask": torch.arange(T, device=device) < torch.randint(1, T, (B, 1), device=device),
+        "advantages": torch.randn(B, 1, device=device).expand(B, T),
+        "ids": ids,
+        "top": top,
+        "p_inf": p_inf,
+        "logits": logits,
+        "hidden": hidden,
+        "head": head,
+    }
+
+
+def arguments(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given[name] for name in ("rollout_log_probs", "target_log_probs", "response_mask", *names)}
+
+
+def z_of(given: dict[str, Any], **options: Any) -> obrs.ZEstimate:
+    return estimate_z(
+        policy_logits=given["logits"], rollout_top_ids=given["ids"], rollout_top_log_probs=given["top"], **options
+    )
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_one_call_equals_the_two_that_it_stands_for(name: str) -> None:
+    given = rollouts()
+    z, uniforms = z_of(given), torch.rand(B, T, dtype=torch.float64)
+    found = correct(name, z=z, uniforms=uniforms, **arguments(given, "advantages"))
+    correction = make_correction(name)
+    inputs = CorrectionInputs(
+        z=z, uniforms=uniforms, proximal_log_probs=given["target_log_probs"], **arguments(given, "advantages")
+    )
+    wanted = correction.apply(inputs, correction.measure(inputs))
+    assert found.weights.equal(wanted.weights) and found.accept_mask.equal(wanted.accept_mask)
+    assert found.metrics["obrs/kappa"] == wanted.kappa
+    mask = given["response_mask"]
+    assert float(found.metrics["correction/accepted"]) == pytest.approx(float(wanted.accept_mask[mask].mean()))
+
+
+def test_what_a_correction_does_not_read_may_be_left_out() -> None:
+    given = rollouts()
+    for name in CORRECTIONS:
+        correction = make_correction(name)
+        both = correct(name, z=z_of(given), **arguments(given, "advantages"))
+        kept = {name: value for name, value in {"z": z_of(given), **given}.items() if name in correction.reads}
+        found = correct(name, **arguments(given), **kept)
+        assert found.weights.equal(both.weights) and found.accept_mask.equal(both.accept_mask)
+        assert ("obrs/z" in found.metrics) == ("z" in correction.reads)
+
+
+def test_drawn_numbers_follow_the_response_and_not_its_batch() -> None:
+    given = rollouts()
+    whole = correct("mask_only", **arguments(given)).accept_mask
+    assert whole.equal(correct("mask_only", **arguments(given)).accept_mask)
+    padded = {key: torch.nn.functional.pad(value[2:4], (0, 3)) for key, value in arguments(given).items()}
+    padded["rollout_log_probs"] = torch.where(padded["response_mask"], padded["rollout_log_probs"], 7.0)
+    assert correct("mask_only", **padded).accept_mask[:, :T].equal(whole[2:4])
+    assert not correct("mask_only", seed=1, **arguments(given)).accept_mask.equal(whole)
+
+
+def test_tokens_are_accepted_as_often_as_they_should_be() -> None:
+    shape = (2000, 20)
+    given = {
+        "rollout_log_probs": torch.zeros(shape).index_fill(1, torch.tensor([0]), -1.0) - torch.rand(2000, 1),
+        "response_mask": torch.ones(shape, dtype=torch.bool),
+    }
+    given["target_log_probs"] = given["rollout_log_probs"] + torch.tensor(0.3).log()
+    accepted = correct("mask_only", **given).accept_mask
+    assert (accepted.mean(0) - 0.3).abs().max() < 5 * (0.21 / 2000) ** 0.5
+    pairs = torch.corrcoef(accepted.T) - torch.eye(20)
+    assert pairs.abs().max() < 5 / 2000**0.5
+
+
+def test_z_is_the_same_from_logits_and_from_hidden_states_and_lies_within_its_bounds() -> None:
+    given = rollouts()
+    z = z_of(given, temperature=0.8, lam=1.3)
+    lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"]}
+    other = estimate_z(hidden_states=given["hidden"], head=given["head"], temperature=0.8, lam=1.3, **lists)
+    for one, two in zip(z, other, strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+    exact = obrs.exact_z(given["p_inf"], torch.log_softmax(given["logits"] / 0.8, -1), 1.3)
+    assert (z.lower <= exact + 1e-5).all() and (exact <= z.upper + 1e-5).all()
+    filled = z_of(given, temperature=0.8, lam=1.3, fill_ins=lambda ids: given["p_inf"].gather(-1, ids))
+    assert (filled.value >= z.value - 1e-6).all() and (filled.value > z.value + 1e-3).any()
+    assert (filled.value <= exact + 1e-5).all()
+
+
+def test_everything_runs_where_tensors_have_no_numbers() -> None:
+    given = rollouts(device="meta")
+    for name in CORRECTIONS:
+        found = correct(name, z=z_of(given), **arguments(given, "advantages"))
+        assert found.weights.is_meta and all(value.is_meta for value in found.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("obrs", {}, "correction obrs reads z, which is not given: estimate it with jackpot.estimate_z from"),
+        ("f_tis", {}, "correction f_tis reads advantages, which is not given: pass those of the policy loss"),
+        ("tis", {"cap": -1.0}, "correction tis: cap"),
+        ("tsi", {}, "unknown correction 'tsi'; did you mean 'tis'?"),
+        ("tis", {"response_mask": torch.ones(B, T)}, "response_mask is [6, 40] torch.float32; it must"),
+        ("tis", {"target_log_probs": torch.zeros(B, T, 1)}, "target_log_probs is [6, 40, 1] and response_mask"),
+        ("tis", {"target_log_probs": torch.ones(B, T, dtype=torch.int64)}, "target_log_probs is torch.int64"),
+        (
+            "tis",
+            {"target_log_probs": torch.zeros(B, T, device="meta")},
+            "target_log_probs is on meta and",
+        ),
+        ("tis", {"rollout_log_probs": torch.full((B, T), -torch.inf)}, "rollout_log_probs holds "),
+        ("tis", {"z": torch.full((B, T), torch.nan)}, "z holds "),
+    ],
+)
+def test_what_cannot_be_corrected_is_named(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(JackpotError, match=re.escape(message)):
+        correct(name, **{**arguments(rollouts()), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policy_logits": None}, "the policy's distribution is needed once"),
+        ({"hidden_states": torch.zeros(B, T, H)}, "the policy's distribution is needed once"),
+        ({"rollout_top_ids": torch.zeros(B, T, K)}, "rollout_top_ids is [6, 40, 8] torch.float32"),
+        ({"rollout_top_log_probs": torch.zeros(B, T)}, "they must be [..., K], int64 and float"),
+        (
+            {"policy_logits": torch.zeros(B, T - 1, V)},
+            "policy_logits is [6, 39, 50] on cpu, rollout_top_ids",
+        ),
+    ],
+)
+def test_what_z_cannot_be_estimated_from_is_named(change: dict[str, Any], message: str) -> None:
+    given = rollouts()
+    lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"], "policy_logits": given["logits"]}
+    with pytest.raises(JackpotError, match=re.escape(message)):
+        estimate_z(**{**lists, **change})
