@@ -730,6 +730,15 @@ def test_without_a_key_none_is_sent(make, server, monkeypatch):
     assert not any("Authorization" in headers for headers in server.headers)
 
 
+@pytest.mark.parametrize("elsewhere", ["http://192.0.2.1:9", "http://node7:8000", "http://[2001:db8::1]:8000"])
+def test_servers_of_other_machines_need_a_key(make, server, monkeypatch, elsewhere):
+    """It is said before anything is sent to them."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(EngineError, match="VLLM_API_KEY") as error:
+        make(server, elsewhere)
+    assert str(error.value).startswith(f"{elsewhere}: not on this machine's loopback interface")
+
+
 def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
     began = time.monotonic()

@@ -7,8 +7,10 @@ a change by the user can help).
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from jackpot.core.errors import EngineError
 from jackpot.core.package import install
@@ -31,14 +33,21 @@ class ServerRefused(PeerLost):
     """A server answered that it cannot serve the call, at least now."""
 
 
-def open_session() -> Any:
+def open_session(urls: Sequence[str]) -> Any:
     """Return the aiohttp session that all clients share; called on the event loop that uses it.
 
     Raises:
-        EngineError: aiohttp is not installed, or the key has characters that cannot be sent.
+        EngineError: aiohttp is not installed, the key has characters that cannot be sent, or there is none and a server
+            listens elsewhere than on this machine's loopback interface.
     """
     aiohttp = _import_aiohttp()
     api_key = os.environ.get(API_KEY_VAR)
+    elsewhere = [url for url in urls if not _is_loopback(url)]
+    if elsewhere and not api_key:
+        raise EngineError(
+            f"{', '.join(elsewhere)}: not on this machine's loopback interface, so others may reach it, and there is "
+            f"no API key; start all servers with --api-key, and set {API_KEY_VAR} to the same key (docs/vllm.md)"
+        )
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise EngineError(
             f"the API key in the environment variable {API_KEY_VAR} has a line break or another character that cannot "
@@ -49,6 +58,15 @@ def open_session() -> Any:
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         auto_decompress=False,  # a small answer must not become a huge one
     )
+
+
+def _is_loopback(url: str) -> bool:
+    """Return whether an address leads to this machine by its loopback interface."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 class ServerClient:

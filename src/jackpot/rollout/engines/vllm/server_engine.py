@@ -179,7 +179,7 @@ class VLLMServerEngine(BackgroundEngine):
 
     async def _start(self) -> None:
         settings = self._settings
-        self._session = open_session()
+        self._session = open_session(settings.urls)
         for url in settings.urls:
             client = ServerClient(url, self._session, timeout=settings.timeout)
             self._replicas.append(Replica(url, client, self._expected, self._id, settings.max_num_seqs))
