@@ -24,19 +24,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoModelForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.masking_utils import eager_mask
 
@@ -246,8 +244,11 @@ def library_bytes() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long()
 
 
-def trained(family: str, seed: int, text: Tensor, steps: int = 150) -> PreTrainedModel:
-    """A small byte-level model after a moment of training, so that its distributions are not those of noise."""
+def trained(family: str, seed: int, text: Tensor, steps: int = 150, **sizes: Any) -> PreTrainedModel:
+    """A small byte-level model after a moment of training, so that its distributions are not those of noise.
+
+    `sizes` are settings of its config other than these.
+    """
     torch.manual_seed(seed)
     shape = {
         "vocab_size": 256,
@@ -260,8 +261,7 @@ def trained(family: str, seed: int, text: Tensor, steps: int = 150) -> PreTraine
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
     }
-    config, model = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
-    made = model(config(**shape))
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**shape | sizes), dtype=torch.float32)
     optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / steps)

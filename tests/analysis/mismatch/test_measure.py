@@ -1,6 +1,7 @@
 """What two sides say of the same tokens, against enumeration in float64."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -308,6 +309,17 @@ def test_one_long_response_is_laid_beside_its_beginning_one_short_one_and_all_sh
     assert [row.max_gap.value for row in rows] == pytest.approx([0.7, 0.35, 0.2, 0.45])
     assert rows[3].mean_gap.value == pytest.approx((1.0 / 4 + 0.5 / 3) / 2) and rows[0].high == 1
     assert compare_lengths([torch.zeros(0)], [[torch.ones(1)]], limit=2) == ()
+
+
+def test_the_most_probable_tokens_are_compared_at_sampled_tokens_only():
+    p, q, ids = response(40, seed=3)
+    sampled = torch.arange(40) % 3 > 0
+    by, reading = both(p, q, ids, k=2, sampled=sampled)
+    differs = p.argmax(1) != q.argmax(1)
+    assert differs[~sampled.numpy()].any() and differs[sampled.numpy()].any()
+    for known, expected in ((torch.from_numpy(q.argmax(1)), differs[sampled.numpy()]), (None, None)):
+        found = token_mismatch(by, replace(reading, most_probable=known)).other_token
+        assert found is None if expected is None else found.tolist() == expected.tolist()
 
 
 def test_a_response_of_nothing_but_a_certain_token_falls_into_the_lowest_band():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.engines.architectures import make_model
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.learners import batches, make_learner, smallest_model, write
 from helpers.runs import FinishedRuns, run, small_config
@@ -120,6 +121,34 @@ def test_two_wide_heads_are_nearer_than_two_narrow_ones_and_than_one_of_each():
     of = {pair.name: pair.numbers.gap.value for pair in found}
     both = of.pop("transformers bf16 head fp32 | transformers fp32 head fp32 autocast bf16")
     assert len(of) == 3 and 0.0 < both < min(of.values())
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random mixture of experts, with the starters' vocabulary."""
+    folder = tmp_path_factory.mktemp("mixture")
+    make_model("qwen3_moe", num_hidden_layers=2, vocab_size=32).save_pretrained(folder)
+    load_tokenizer(POLICY).save_pretrained(folder)
+    return folder
+
+
+def test_the_experts_of_a_token_are_those_that_its_router_chose(mixture: Path):
+    model = learner_model(TransformersEngineConfig(), str(mixture), torch.device("cpu"))
+    rollouts = [with_top(rollout_of(tiny_prompt(4, row), list(range(2, 4 + row))), [[0]] * (2 + row)) for row in (0, 3)]
+    for one, rollout in zip(learner_scores(model, rollouts, 1.0), rollouts, strict=True):
+        ids = [*rollout.prompt.token_ids, *rollout.token_ids.tolist()]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+        chosen = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
+        assert one.experts.equal(chosen[len(rollout.prompt.token_ids) - 1 : -1])
+
+
+def test_equal_sides_send_tokens_to_equal_experts_and_bfloat16_sends_some_elsewhere(mixture: Path):
+    found = apart({}, {"dtype": "bf16"}, model=str(mixture), responses=12)
+    same, rounded = (pair.numbers.other_experts.value for pair in found)
+    assert same == 0.0 < rounded < 0.5
+    [dense] = apart({}, responses=2)
+    assert dense.numbers.other_experts is None and dense.numbers.other_token.value == 0.0
 
 
 SIDES = [

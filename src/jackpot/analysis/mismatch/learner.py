@@ -18,6 +18,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.types import Rollout
 from jackpot.models.load import DTYPES, load_model
 from jackpot.models.packing import pack, rollout_lengths
+from jackpot.models.routing import expert_layers, recorded_experts
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.engines.transformers.weights import ModelWeights
@@ -33,6 +34,8 @@ class LearnerScores:
     top_log_probs: Tensor | None = None  # [T, K] log q at the sampler's `top_ids`
     lowest: Tensor | None = None  # [T] the smallest log q outside `top_ids`; inf where nothing is outside
     entropy: Tensor | None = None  # [T] of q over the whole vocabulary
+    most_probable: Tensor | None = None  # [T] int64, the token of the largest q
+    experts: Tensor | None = None  # [T, layers, experts of a token] int64; None where there are none, or not known
 
 
 def learner_model(settings: TransformersEngineConfig, path: str, device: torch.device) -> PreTrainedModel:
@@ -53,23 +56,37 @@ def learner_scores(
 ) -> Iterator[LearnerScores]:
     """Yield the model's scores of each rollout, in their order, at the `top_ids` that the rollout has.
 
+    A mixture of experts runs over one rollout at a time, so that its experts are recorded token by token.
+
     Args:
         autocast: dtype of backbone and head, as `precision` in training; None: the weights' own dtype.
     """
-    for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
-        with nullcontext() if autocast is None else torch.autocast(model.device.type, autocast):
-            hidden, ids, mask = forward_rollouts(model, batch)
-            top_ids = torch.cat([rollout.top_ids for rollout in batch]).to(model.device)
-            parts = [_columns(*part) for part in exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)]
-        lengths = [len(rollout.token_ids) for rollout in batch]
-        columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
-        for log_probs, top, lowest, entropy in zip(*columns, strict=True):
-            yield LearnerScores(log_probs=log_probs, top_log_probs=top, lowest=lowest, entropy=entropy)
+    batches = ([one] for one in rollouts) if expert_layers(model) else pack(rollouts, FORWARD_TOKENS, rollout_lengths)
+    with recorded_experts(model) as experts:
+        for batch in batches:
+            with nullcontext() if autocast is None else torch.autocast(model.device.type, autocast):
+                hidden, ids, mask = forward_rollouts(model, batch)
+                top_ids = torch.cat([rollout.top_ids for rollout in batch]).to(model.device)
+                parts = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
+                columns = [torch.cat(column) for column in zip(*(_columns(*part) for part in parts), strict=True)]
+            lengths, chosen = [len(rollout.token_ids) for rollout in batch], experts()
+            for log_probs, top, lowest, entropy, most_probable in zip(
+                *(column.cpu().split(lengths) for column in columns), strict=True
+            ):
+                yield LearnerScores(
+                    log_probs=log_probs,
+                    top_log_probs=top,
+                    lowest=lowest,
+                    entropy=entropy,
+                    most_probable=most_probable,
+                    experts=None if chosen is None else chosen[-len(log_probs) :].cpu(),
+                )
 
 
 def _columns(log_probs: Tensor, tokens: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
-    """Return, of log-probs [n, V], those of the tokens [n], at the top ids [n, K], the smallest elsewhere [n], and the
-    entropy [n]."""
+    """Return, of log-probs [n, V], those of the tokens [n], at the top ids [n, K], the smallest elsewhere [n], the
+    entropy [n] and the most probable token [n]."""
     entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
     lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)
-    return log_probs.gather(1, tokens[:, None])[:, 0], log_probs.gather(1, top_ids), lowest, entropy
+    own = log_probs.gather(1, tokens[:, None])[:, 0]
+    return own, log_probs.gather(1, top_ids), lowest, entropy, log_probs.argmax(-1)

@@ -119,6 +119,9 @@ class MismatchNumbers:
     response_max_gap: MeanEstimate  # mean over responses of their largest gap
     response_mean_gap: MeanEstimate  # mean over responses of their mean gap
     high: int  # responses whose largest gap is above HIGH_GAP
+    log_gap: MeanEstimate  # mean |log p - log q|, nats
+    other_token: MeanEstimate | None  # share of tokens where the two most probable tokens differ; None if unknown
+    other_experts: MeanEstimate | None  # share of tokens sent to other experts in any layer; None if unknown
     k1: MeanEstimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
     k3: MeanEstimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
     kl: tuple[MeanEstimate, MeanEstimate] | None  # KL of whole distributions between two bounds; None if unknown
@@ -214,6 +217,9 @@ class MismatchSums:
             response_max_gap=over_responses(self._responses, lambda one: one.max_gap),
             response_mean_gap=over_responses(self._responses, lambda one: one.mean_gap),
             high=sum(one.max_gap > HIGH_GAP for one in self._responses),
+            log_gap=means["log_gap"],
+            other_token=means.get("other_token"),
+            other_experts=means.get("other_experts"),
             k1=means["k1"],
             k3=means["k3"],
             kl=(means["kl_low"], means["kl_high"]) if "kl_low" in means else None,
@@ -237,6 +243,7 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
     ratio = tokens.log_ratio.exp()
     columns = {
         "gap": tokens.gap,
+        "log_gap": tokens.log_ratio.abs(),
         "k1": -tokens.log_ratio,
         "k3": torch.expm1(tokens.log_ratio) - tokens.log_ratio,
         "ratio": ratio,
@@ -244,7 +251,8 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
     if tokens.kl is not None:
         columns |= {"kl_low": tokens.kl[0], "kl_high": tokens.kl[1]}
         columns |= {"variation_low": tokens.variation[0], "variation_high": tokens.variation[1]}
-    return columns if tokens.support is None else columns | {"support": tokens.support}
+    others = {"support": tokens.support, "other_token": tokens.other_token, "other_experts": tokens.other_experts}
+    return columns | {name: values for name, values in others.items() if values is not None}
 
 
 def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[TokenBand, ...]:

@@ -26,6 +26,7 @@ from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_tokenizers, pick_device, threads
 from jackpot.models.load import DTYPES, load_meta_model
+from jackpot.models.routing import expert_layers
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.rollout.tasks.base import PromptStream, Task
@@ -133,10 +134,12 @@ def _sample(
                 [one for task, requests in requested for one in generate_rollouts(engine, task, tokenizer, requests)]
             )
     sides = [[sampler_scores(rollout, vocabulary, sampling.truncated) for rollout in rollouts] for rollouts in sampled]
-    if config.reread:
+    has_experts = isinstance(sampler.engine, TransformersEngineConfig) and expert_layers(load_meta_model(sampler.path))
+    if config.reread or has_experts:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
         scored = _learner_scores(as_learner, sampled, sampling.temperature, device)
-        sides = [list(map(_with_reread_scores, *both)) for both in zip(sides, scored, strict=True)]
+        take = _with_reread_scores if config.reread else _with_experts
+        sides = [list(map(take, *both)) for both in zip(sides, scored, strict=True)]
     return [
         _SampledResponses(rollouts=tuple(rollouts), sides=tuple(of_responses))
         for rollouts, of_responses in zip(sampled, sides, strict=True)
@@ -211,7 +214,13 @@ def _with_reread_scores(side: SamplerScores, scores: LearnerScores) -> SamplerSc
     if scores.top_log_probs is None:
         none = side.top_ids[:, :0]
         return replace(side, log_probs=scores.log_probs, top_ids=none, top_log_probs=none.double())
+    side = _with_experts(side, scores)
     return replace(side, log_probs=scores.log_probs, top_log_probs=scores.top_log_probs)
+
+
+def _with_experts(side: SamplerScores, scores: LearnerScores) -> SamplerScores:
+    """Add the experts to which a second pass over the responses sends their tokens: decoding does not report them."""
+    return replace(side, experts=scores.experts)
 
 
 def _pair(

@@ -29,6 +29,7 @@ class SamplerScores:
     top_log_probs: Tensor  # [T, K] log p there, -inf outside the support of a truncated distribution
     vocabulary: int  # V
     truncated: bool  # p is renormalized after top-p or top-k
+    experts: Tensor | None = None  # as in `LearnerScores`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,8 @@ class TokenMismatch:
     is_exact: bool  # whether the bounds are equal
     support: Tensor | None  # None where nothing was truncated
     entropy: Tensor | None  # entropy of the learner, or of the sampler where only that is known
+    other_token: Tensor | None = None  # 1 where the most probable token differs; None where one side is unknown
+    other_experts: Tensor | None = None  # 1 where the experts of any layer differ; None where they are unknown
 
     @property
     def gap(self) -> Tensor:
@@ -104,6 +107,8 @@ def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
         is_exact=kl is not None and is_whole,
         support=support,
         entropy=_entropy(by, reading, here, top_p),
+        other_token=_other_token(by, reading, here),
+        other_experts=_other_experts(by, reading, here),
     )
 
 
@@ -151,6 +156,21 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     most = torch.maximum(least, spread - p_rest + q_rest)
     wide = 0.5 * (p_rest + q_rest)
     return (kl + least, kl + most), (variation + 0.5 * (p_rest - q_rest).abs(), variation + wide)
+
+
+def _other_token(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Tensor | None:
+    """Tell where the two most probable tokens differ, [N] float64; a tie counts as the sampler's first."""
+    if reading.most_probable is None or not by.top_ids.shape[1]:
+        return None
+    first = by.top_log_probs[here].argmax(-1, keepdim=True)
+    return (by.top_ids[here].gather(1, first)[:, 0] != reading.most_probable[here]).double()
+
+
+def _other_experts(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Tensor | None:
+    """Tell where a token is sent to other experts in any layer, [N] float64."""
+    if by.experts is None or reading.experts is None or by.experts.shape != reading.experts.shape:
+        return None
+    return (by.experts != reading.experts)[here].flatten(1).any(1).double()
 
 
 def _entropy(by: SamplerScores, reading: LearnerScores, here: Tensor, top_p: Tensor) -> Tensor | None:

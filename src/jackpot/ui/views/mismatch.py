@@ -22,6 +22,9 @@ _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
     (f"responses with one above {HIGH_GAP:g}", lambda one: f"{one.numbers.high:,}"),
     ("mean |p - q| of a token", lambda one: estimated(one.numbers.gap)),
     ("mean |p - q| of a response, mean", lambda one: estimated(one.numbers.response_mean_gap)),
+    ("mean |log p - log q|", lambda one: estimated(one.numbers.log_gap)),
+    ("tokens with another most probable one", lambda one: _share(one.numbers.other_token)),
+    ("tokens sent to other experts", lambda one: _share(one.numbers.other_experts)),
     ("KL by k1, nats a token", lambda one: estimated(one.numbers.k1)),
     ("KL by k3", lambda one: estimated(one.numbers.k3)),
     ("KL of whole distributions", lambda one: _bounds(one.numbers.kl, one.numbers.kl_is_exact)),
@@ -44,6 +47,10 @@ def estimated(value: MeanEstimate | None) -> str:
     if value is None:
         return "-"
     return format_number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
+
+
+def _share(value: MeanEstimate | None) -> str:
+    return "-" if value is None else f"{value.value:.3%}"
 
 
 def _bounds(both: tuple[MeanEstimate, MeanEstimate] | None, is_exact: bool) -> str:

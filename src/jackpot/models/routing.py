@@ -1,0 +1,48 @@
+"""Records which experts the tokens of a forward pass are sent to, in models that are mixtures of experts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ARGUMENTS = ("top_k_index", "router_indices")  # transformers' names of the second argument of a layer's experts
+
+
+def expert_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of transformers that hold the experts of a layer, in the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+@contextmanager
+def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
+    """Record the experts while the block runs. What is yielded returns, and forgets, those of the tokens since its last
+    call: [tokens, layers, experts of a token] int64, in ascending order; None of a model without experts.
+
+    The tokens of each forward pass are in the order of its ids, row by row.
+    """
+    layers = expert_layers(model)
+    seen: list[list[Tensor]] = [[] for _ in layers]
+
+    def watch(into: list[Tensor]) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            chosen = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
+            into.append((args[1] if chosen is None else chosen).sort(dim=-1).values)
+
+        return note
+
+    def take() -> Tensor | None:
+        found = [torch.cat(into).flatten(0, -2) for into in seen]
+        for into in seen:
+            into.clear()
+        return torch.stack(found, dim=1) if found else None
+
+    hooks = [
+        layer.register_forward_pre_hook(watch(into), with_kwargs=True) for layer, into in zip(layers, seen, strict=True)
+    ]
+    try:
+        yield take
+    finally:
+        for hook in hooks:
+            hook.remove()
