@@ -24,6 +24,7 @@ test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
 	-$(MAKE) --no-print-directory chromium
 	-$(BIN)/pip install --quiet -c constraints.txt triton  # 190 MB; without it the tests of its kernels say that they were skipped
+	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile
 	$(MAKE) --no-print-directory test-vllm
 

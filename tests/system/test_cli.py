@@ -71,6 +71,8 @@ def test_sample_shows_both_models_before_and_after(trained: tuple[Path, str]) ->
 def test_a_dry_run_says_how_many_ranks_train_and_other_commands_run_in_one_process(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     assert "2 ranks; rank 0 generates" in jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
+    placed = ("--dry-run", "placement.launcher=ray", "placement.ranks=3", "placement.engines=2")
+    assert "Ray places 3 ranks and 2 engines" in jackpot("train", "quickstart", *placed, cwd=tmp_path).stdout
     follower = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks | {"RANK": "1", "LOCAL_RANK": "1"})
     assert (follower.returncode, follower.stdout, follower.stderr) == (0, "", "")
     refused = jackpot("eval", "starter:policy", cwd=tmp_path, **ranks)
@@ -266,7 +268,8 @@ BAD_INPUT = {
     "unknown target module": (["quickstart", "policy.lora.target_modules=q_pro"], ["did you mean 'q_proj'", "v_proj"]),
     "unknown engine": (["quickstart", "engine=vlm"], ["'vlm'", "did you mean 'vllm'", "transformers"]),
     "engine not installed": (["quickstart", "engine=vllm"], ["pip install '.[vllm]'"]),
-    "servers without an address": (["quickstart", "engine=vllm_server"], ["engine.urls: is missing", "engine.weights"]),
+    "ranks without a launcher": (["quickstart", "placement.ranks=2"], ["placement.launcher=ray", "--nproc-per-node 2"]),
+    "servers without an address": (["quickstart", "engine=vllm_server"], ["engine.urls: is missing", "set it"]),
     "servers of one model for two": (["quickstart", "--dry-run", *SERVERS], ["evaluation.engine=transformers"]),
     "text that looks like markup": (["quickstart", "[/red]"], ["[/red]", "key=value"]),
     "a plan for no model": (["quickstart", "--dry-run", "policy.path={empty}"], ["empty", "config"]),

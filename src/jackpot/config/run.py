@@ -30,6 +30,7 @@ from jackpot.config.engines import (
     is_remote,
 )
 from jackpot.config.objective import ObjectiveConfig
+from jackpot.config.placement import PlacementConfig
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -380,22 +381,6 @@ class RolloutsConfig(Strict):
     """Iterations between two saved rollout batches."""
     keep: Annotated[Count, MAY_CHANGE] = 20
     """Files of rollouts that are kept: the first, the newest, and others spread evenly between them."""
-
-
-class PlacementConfig(Strict):
-    """Settings of a run of several processes (docs/distributed.md): ranks, which torchrun starts, and engines."""
-
-    engines: Annotated[int, Field(ge=0, le=1024), MAY_CHANGE] = 0
-    """Processes of this machine that generate, each with engines of its own, which the run starts and replaces when
-    they die; 0: the process that trains generates too. Engines of name vllm_server stay where they are. On a CPU each
-    has as many `threads` as the run, 1 where that is auto."""
-    timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
-    """Seconds that a rank waits for the others while all of them train, score or load models, before the run ends with
-    an error. Between these, ranks wait for rank 0 as long as it generates rollouts. Also the seconds without any sign
-    of life after which an engine process is replaced, and those without any engine process after which the run ends."""
-    offload: Annotated[bool, MAY_CHANGE] = False
-    """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
-    several ranks train: room on the GPUs for time. It has not run on a GPU."""
 
 
 class Config(Strict):

@@ -37,15 +37,14 @@ def engine_pool(
     fresh: Mapping[Role, str],
     device: torch.device,
     version: Version,
-    links: MakeLinks | None = None,
+    links: MakeLinks,
 ) -> EnginePool:
     """Start the processes of `placement.engines`, and send them the weights of `parts`.
 
     Args:
         parts: the engines, of `engine_parts`, with the paths of the models that the run continues with.
         fresh: paths of the models that the run began with.
-        links: makes the connections to hosts by name, from the settings and the setup of each host; None: processes of
-            this machine.
+        links: makes the connections to hosts by name, from the settings and the setup of each host.
 
     Raises:
         EngineError: no engine could be started; their own errors stand above.
@@ -64,7 +63,7 @@ def engine_pool(
         weights[name] = list(load_model(path, dtype, "cpu").named_parameters()), dtype
     most = min(settings.max_num_seqs for settings, _ in parts.values())
     return EnginePool(
-        (links or process_links)(config, setup),
+        links(config, setup),
         weights,
         version,
         chunk=min(most, config.batch.group_size * -(-config.batch.prompts // _CHUNKS)),

@@ -28,10 +28,11 @@ from jackpot.launch.checks import (
     limited_task,
     prompt_limit,
 )
-from jackpot.launch.engine_processes import engine_pool
+from jackpot.launch.engine_processes import engine_pool, process_links
 from jackpot.launch.engines import engine_parts, make_each
 from jackpot.launch.head_kernel import tile_reader
 from jackpot.launch.objectives import policy_objective, rollout_model_objective
+from jackpot.launch.ray import check_placed, ray_links
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer, widen_head
 from jackpot.models.fused import fuse
@@ -123,6 +124,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
             checkpoint.
         ModelError, DataError, ConfigError: models, tokenizers or settings do not fit each other.
     """
+    check_placed(config)
     folder = RunFolder(path)
     with ExitStack() as undo:
         undo.callback(folder.close)
@@ -264,11 +266,12 @@ def make_engines(
     """Start the engine of the rollout model and that of the policy in evaluations; `undo` gets their `close`.
 
     Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
-    `placement.engines` they generate in processes of their own, unless they are servers.
+    `placement.engines` they generate in processes of their own or actors of Ray, unless they are servers.
     """
     parts = engine_parts(config, paths)
     placed = {name: part for name, part in parts.items() if config.placement.engines and not is_remote(part.settings)}
-    engines = engine_pool(config, placed, model_paths(config, None), device, version).engines if placed else {}
+    links = ray_links if config.placement.launcher == "ray" else process_links
+    engines = engine_pool(config, placed, model_paths(config, None), device, version, links).engines if placed else {}
     for engine in engines.values():
         undo.callback(engine.close)
     here = {name: part for name, part in parts.items() if name not in placed}

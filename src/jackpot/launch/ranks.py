@@ -22,7 +22,7 @@ from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, RankError
 from jackpot.core.place import Place, place
 from jackpot.core.types import Role
-from jackpot.launch.local import BuildLearner, build_learner, pick_device
+from jackpot.launch.local import BuildLearner, build_learner, pick_device, train_run
 from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
@@ -75,6 +75,27 @@ def follow_leader(at: Place) -> None:
         for number in (signal.SIGINT, *TERMINATIONS):
             signal.signal(number, signal.SIG_IGN)
         follow(ranks, _build_followed)
+
+
+def run_rank(config: str, run: str) -> tuple[int, bool] | None:
+    """Train as the rank that the environment names, or follow rank 0.
+
+    Args:
+        config: settings as JSON.
+        run: the run folder.
+
+    Returns:
+        Of rank 0 the iteration that the run continued after, -1 for a new one, and what `train_run` returned.
+
+    Raises:
+        JackpotError: as `leading`, `train_run` and `follow_leader`.
+    """
+    if (at := place()).rank:
+        return follow_leader(at)
+    settings, begun = build_config(json.loads(config)), []
+    with leading(settings, Path(run)) as build:
+        is_finished = train_run(settings, Path(run), lambda line: None, begun.append, build)
+    return begun[0], is_finished
 
 
 def _use_device(device: str, at: Place) -> None:

@@ -57,7 +57,7 @@ def show_plan(
         "engine": _engine(config),
         "evaluation": _evaluation(config),
         "placement": "; ".join(f"{where}: {', '.join(holds)}" for where, holds in residents(config).items()),
-        "processes": _processes(),
+        "processes": _processes(config),
         "run folder": str(folder),
     }
     show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
@@ -91,8 +91,10 @@ def _engine(config: Config) -> str:
     return "; ".join(parts)
 
 
-def _processes() -> str:
-    """Say how many processes train, as torchrun started this one."""
+def _processes(config: Config) -> str:
+    """Say how many processes train, as torchrun started this one or Ray will."""
+    if config.placement.launcher == "ray":
+        return f"Ray places {config.placement.ranks} ranks and {config.placement.engines} engines, each in its process"
     if (ranks := place().size) == 1:
         return "1; torchrun --nproc-per-node N -m jackpot train shares the training out to N"
     return f"{ranks} ranks; rank 0 generates, evaluates and writes, all of them train"

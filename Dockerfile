@@ -1,0 +1,13 @@
+# Not built so far: the machines that test this project have no Docker. Its commands are those of the README and the
+# Makefile, which a test compares. PyTorch comes with its CUDA libraries; `docker run --gpus all` gives it the GPUs.
+FROM python:3.11-slim
+RUN apt-get update && apt-get install -y --no-install-recommends make && rm -rf /var/lib/apt/lists/*
+WORKDIR /jackpot
+COPY . .
+RUN make .venv/ready
+RUN .venv/bin/pip install --quiet -c constraints.txt ray
+ENV PATH=/jackpot/.venv/bin:$PATH
+RUN useradd --create-home jackpot && mkdir /runs && chown jackpot /runs
+USER jackpot
+WORKDIR /runs
+CMD ["jackpot", "--help"]

@@ -1,0 +1,39 @@
+"""Settings of the processes of a run: how many, what starts them, and how long they wait for each other."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from jackpot.config.base import MAY_CHANGE, Count, Strict
+
+
+class PlacementConfig(Strict):
+    """Settings of a run of several processes (docs/distributed.md): ranks, of torchrun or Ray, and engines."""
+
+    launcher: Annotated[Literal["local", "ray"], MAY_CHANGE] = "local"
+    """What starts the processes: local, this command, or torchrun those that train; ray, Ray, which places all of them
+    on this machine or its cluster."""
+    ranks: Annotated[Count, MAY_CHANGE] = 1
+    """Processes that train together, with launcher ray; torchrun has its own option for it, --nproc-per-node."""
+    restarts: Annotated[int, Field(ge=0), MAY_CHANGE] = 3
+    """Times that launcher ray starts all ranks again after one was lost."""
+    engines: Annotated[int, Field(ge=0, le=1024), MAY_CHANGE] = 0
+    """Processes that generate, each with engines of its own, which the run or Ray starts and replaces when they die; 0:
+    the process that trains generates too. Engines of name vllm_server stay where they are. On a CPU each has as many
+    `threads` as the run, 1 where that is auto."""
+    timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
+    """Seconds that a rank waits for the others while all of them train, score or load models, before the run ends with
+    an error. Between these, ranks wait for rank 0 as long as it generates rollouts. Also the seconds without any sign
+    of life after which an engine process is replaced, and those without any engine process after which the run ends."""
+    offload: Annotated[bool, MAY_CHANGE] = False
+    """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
+    several ranks train: room on the GPUs for time. It has not run on a GPU."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> "PlacementConfig":
+        if self.ranks > 1 and self.launcher == "local":
+            raise ValueError(
+                f"ranks is {self.ranks}, which is for placement.launcher=ray; torchrun --nproc-per-node {self.ranks} "
+                f"-m jackpot train RECIPE starts ranks without it"
+            )
+        return self
