@@ -43,6 +43,7 @@ SLOW = {
     "one-token responses in one of two micro-batches, padded": Case(budget=90, one_token=6, tolerance=3e-6, pads=True),
     "activations checkpointed": Case((PREPASS, "activation_checkpointing=true")),
     "bf16": Case((PREPASS, "precision=bf16")),
+    "bf16, output layers in fp32": Case((PREPASS, "precision=bf16", "head_dtype=fp32")),
     "clipped gradients": Case((PREPASS, *CLIPPED)),
     "reference": Case((PREPASS, "objective.reference={kl_loss_coef: 0.1}")),
     "lora": Case((PREPASS, "policy.lora={rank: 4, alpha: 8}")),

@@ -1,22 +1,27 @@
 """`jackpot mismatch` with the real vLLM as sampler and as learner."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
+from helpers.engines.servers import VLLMServer, save_untied, started
 from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
+from jackpot.models.load import load_tokenizer, starter_path
 
 pytestmark = pytest.mark.vllm
 
 VLLM = {"name": "vllm", "kv_cache_memory_bytes": 2**28, "max_num_seqs": 32}
 
 
-def apart(samplers: list[dict[str, Any]], learners: list[dict[str, Any]], **sampling: Any) -> list[MismatchPair]:
+def apart(
+    samplers: list[dict[str, Any]], learners: list[dict[str, Any]], model: str = "starter:policy", **sampling: Any
+) -> list[MismatchPair]:
     changes = [{"responses": 32, "threads": 1, "sampling": {"max_new_tokens": 16} | sampling}]
-    config = mismatch_config("starter:policy", [[one] for one in samplers], [[one] for one in learners], changes)
+    config = mismatch_config(model, [[one] for one in samplers], [[one] for one in learners], changes)
     return list(measure_mismatch(config, lambda text: None).pairs)
 
 
@@ -46,3 +51,12 @@ def test_vllm_as_a_learner_gives_single_tokens_and_no_whole_distributions():
 def test_a_truncated_vllm_is_compared_on_what_it_can_draw():
     [pair] = apart([VLLM], [{"dtype": "fp32"}], top_p=0.8)
     assert pair.numbers.max_gap < 1e-4 and pair.numbers.support.value < 0.999
+
+
+def test_a_server_that_splits_its_tensors_over_two_ranks_is_transformers_up_to_rounding(tmp_path: Path):
+    """Its weights are those that it was sent after it had started, as in a run."""
+    folder = save_untied(starter_path("policy"), tmp_path / "untied")
+    load_tokenizer("starter:policy").save_pretrained(folder)
+    with started(VLLMServer(folder, tensor_parallel_size="2")) as [server]:
+        [pair] = apart([{"name": "vllm_server", "urls": (server.url,)}], [{"dtype": "fp32"}], str(folder))
+    assert 0.0 < pair.numbers.max_gap < 1e-4 and pair.numbers.kl_is_exact
