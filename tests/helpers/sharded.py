@@ -26,11 +26,11 @@ from jackpot.training.joint_learner import JointLearner
 RANKS = 2
 
 
-def save_models(folder: Path) -> None:
+def save_models(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> None:
     """Two models with two layers each; the second one's head is its embedding."""
     for seed, role in enumerate(("policy", "rollout_model")):
         shape = dict(hidden_size=32, intermediate_size=48, tie_word_embeddings=role == "rollout_model")
-        tiny_model(seed, VOCAB, **shape).save_pretrained(folder / role)
+        tiny_model(seed, VOCAB, **shape | changes).to(dtype).save_pretrained(folder / role)
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
@@ -52,7 +52,7 @@ def samples_of(folder: Path, lengths: Sequence[int] = ()) -> list[TrainingSample
 
 def learner_of(config: Config, is_sharded: bool, checkpoint: Path | None = None) -> JointLearner:
     mesh = init_device_mesh("cpu", (RANKS,)) if is_sharded else None
-    models = load_models(config, checkpoint, torch.device("cpu"))
+    models = load_models(config, checkpoint, None if is_sharded else torch.device("cpu"))
     learner = make_learner(config, models, exact_engines=["rollout_model"], mesh=mesh)
     if checkpoint:
         learner.load_state_dict(torch.load(checkpoint / "state.pt", weights_only=True))

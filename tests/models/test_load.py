@@ -58,6 +58,9 @@ def tokenizer(*tokens: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token=tokens[0])))
 
 
+PLACES = pytest.mark.parametrize("place", ["cpu", None], ids=["read", "in files"])
+
+
 # Models
 
 
@@ -80,6 +83,46 @@ def test_weights_lie_where_torch_puts_its_own_whatever_their_place_in_the_file(t
     assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
 
 
+def assert_same_model(found, wanted) -> None:
+    """All but dtypes and addresses of the weights is the same."""
+    ours, theirs = dict(found.named_parameters()), dict(wanted.named_parameters())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name].float(), theirs[name]) for name in theirs)
+    buffers = dict(found.named_buffers())
+    assert all(torch.equal(buffers[name], one) for name, one in wanted.named_buffers())
+    assert found.config.to_dict() == wanted.config.to_dict() and found.name_or_path == wanted.name_or_path
+    assert getattr(found, "generation_config", None) == getattr(wanted, "generation_config", None)
+    assert not found.training
+
+
+def maps() -> list[str]:
+    """The files that this process has mapped, with their places."""
+    return Path("/proc/self/maps").read_text().splitlines()
+
+
+@pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, "1MB"), (torch.bfloat16, "1MB"), (torch.float32, "10KB")])
+def test_weights_that_stay_in_their_files_are_those_that_one_loads(folder, tmp_path, dtype, size, load_it):
+    model = qwen(tie_word_embeddings=False).to(dtype)
+    model.generation_config = GenerationConfig(eos_token_id=[3, 4])
+    shutil.rmtree(folder)
+    model.save_pretrained(folder, max_shard_size=size)
+    found = load_it(folder, torch.float32, None)
+    assert {one.dtype for one in found.base_model.parameters()} == {dtype}
+    places = [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in maps() if str(folder) in line]
+    assert all(any(one.data_ptr() in place for place in places) for one in found.base_model.parameters())
+    assert_same_model(found, load_it(folder, torch.float32))
+
+
+@pytest.mark.parametrize(("prefix", "dtype"), [("model.", torch.bfloat16), ("", torch.float64)])
+def test_a_file_with_other_names_or_kinds_than_the_models_is_read(folder, prefix, dtype):
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.removeprefix(prefix): one.to(dtype) for name, one in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    found = load_model(folder, torch.float32, None)
+    assert {one.dtype for one in found.parameters()} == {torch.float32}
+    assert_same_model(found, load_model(folder, torch.float32))
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     for path in (tmp_path / "nowhere", str(tmp_path / "nowhere"), Path("relative/path")):
         with pytest.raises(ModelError, match=f"no model folder {path}"):
@@ -92,13 +135,14 @@ def test_a_folder_without_a_config_is_refused(folder):
         load_model(folder, torch.float32)
 
 
+@PLACES
 @pytest.mark.parametrize("keep", [0.5, 0.999, 0.0])
-def test_truncated_weights_are_refused(folder, keep):
+def test_truncated_weights_are_refused(folder, keep, place):
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(ModelError, match="SafetensorError"):
-        load_model(folder, torch.float32)
+        load_model(folder, torch.float32, place)
 
 
 def test_corrupt_weights_are_refused(folder):
@@ -107,16 +151,17 @@ def test_corrupt_weights_are_refused(folder):
         load_model(folder, torch.float32)
 
 
+@PLACES
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -2e6])
 @pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_weights_that_are_no_numbers_are_refused_by_path_and_tensor(folder, value, load_it, name):
+def test_weights_that_are_no_numbers_are_refused_by_path_and_tensor(folder, value, load_it, name, place):
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights[name][-1, 3] = value  # one of all: the embedding of a token that no text may ever use
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"in {folder} are damaged: {name} has .* 1 of 2\d tensors"):
-        load_it(folder, torch.float32)
+        load_it(folder, torch.float32, place)
 
 
 def test_large_weights_that_models_have_are_none_of_those(folder):
@@ -149,10 +194,11 @@ def test_pickled_weights_are_not_read(folder):
         ({"tie_word_embeddings": False}, r"1 missing, such as lm_head\.weight"),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_refused_by_name(folder, changes, message):
+@PLACES
+def test_weights_that_do_not_fit_the_config_are_refused_by_name(folder, changes, message, place):
     edit_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
-        load_model(folder, torch.float32)
+        load_model(folder, torch.float32, place)
 
 
 @pytest.mark.parametrize("model_type", ["vit", "nonsense"])

@@ -1,5 +1,6 @@
 """Two ranks that share the weights of all models take the steps of one process that holds them."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save, save_models, train
+from jackpot.core.digest import weights_digest
 from jackpot.core.errors import ModelError
 from jackpot.core.shards import local
 from jackpot.launch.local import load_models
@@ -213,6 +215,40 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
         assert len(sizes) > 2 and max(sizes) <= max(bucket, largest)
     plain = sum(one.nbytes for one in first["rollout_model"].values())
     assert plain <= sum(first["rollout_model, messages"]) < 1.1 * plain
+
+
+@pytest.mark.slow
+def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
+    """Of bf16 files, with a reference, a critic and an adapter; the weights are those that one process loads."""
+    save_models(tmp_path, torch.bfloat16, hidden_size=256, intermediate_size=768, num_hidden_layers=8)
+    config = config_of(tmp_path, "policy.lora={rank: 4, alpha: 8}", "objective.reference={kl_loss_coef: 0.1}", *CRITIC)
+    models = load_models(config, None, torch.device("cpu"))
+    wanted = {name: weights_digest(model.named_parameters(), torch.float32) for name, model in models.items()}
+    size = sum(one.nbytes for model in models.values() for one in model.parameters())
+    add_shards, peaks = gathered.fully_shard, []
+
+    def measured(module, **options):
+        peaks.append(own_memory())
+        return add_shards(module, **options)
+
+    def work(rank):
+        gathered.fully_shard = measured  # in this process
+        before = own_memory()
+        learner = learner_of(config, True)
+        grown = max(*peaks, own_memory()) - before
+        held = {name: gathered.gather(one.named_parameters()) for name, one in learner._gathered.models.items()}
+        digests = {name: weights_digest(one, torch.float32) for name, one in held.items()}
+        return {"digests": digests, "grown": grown, "reference": learner._reference.digest}
+
+    ranks = on_ranks(work, tmp_path)
+    assert ranks[0]["digests"] == wanted and ranks[1]["reference"] == wanted["reference"]
+    for rank in ranks:
+        assert rank["grown"] < size, "half of it are its own parts"
+
+
+def own_memory() -> int:
+    """Bytes of this process, without pages of files that it has mapped."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):

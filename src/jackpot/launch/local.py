@@ -253,7 +253,7 @@ def build_learner(
     Args:
         mesh: as in `make_learner`.
     """
-    models = load_models(config, checkpoint, torch.device("cpu") if mesh else pick_device(config))
+    models = load_models(config, checkpoint, None if mesh else pick_device(config))
     learner = make_learner(config, models, exact_engines, mesh)
     if state is not None:
         learner.load_state_dict(state["learner"])
@@ -279,13 +279,14 @@ def make_engines(
     return engines["engine"], engines.get("evaluation.engine", engines["engine"])
 
 
-def load_models(config: Config, checkpoint: Path | None, device: torch.device) -> Models:
+def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
     """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
 
     The reference never comes from a checkpoint, where the policy has moved on.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
+        device: as in `load_model`: None for models that are to be sharded.
 
     Raises:
         ModelError: a model cannot be used, or the output layers of reference and policy differ in size.
@@ -308,7 +309,7 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device) -
     return models
 
 
-def load_trained(config: Config, role: Role, path: str, device: torch.device, resumes: bool) -> PreTrainedModel:
+def load_trained(config: Config, role: Role, path: str, device: torch.device | None, resumes: bool) -> PreTrainedModel:
     """Load a model to train or to score with: the one in `path`, with an adapter where the settings ask for LoRA.
 
     With LoRA the weights are those that the run began with, and the adapter is new, or that of the checkpoint in `path`
@@ -328,7 +329,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device, re
     return model
 
 
-def load_critic(config: Config, checkpoint: Path | None, device: torch.device) -> PreTrainedModel:
+def load_critic(config: Config, checkpoint: Path | None, device: torch.device | None) -> PreTrainedModel:
     """Load the critic's value model from a checkpoint, or for a new run from the settings."""
     path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
     with _role_named("critic"):
@@ -340,7 +341,7 @@ def load_critic(config: Config, checkpoint: Path | None, device: torch.device) -
 
 
 def _fuse(config: Config, model: PreTrainedModel) -> None:
-    """Fuse parts of a model that will compute on the CPU; models that are sharded over GPUs are loaded there too."""
+    """Fuse parts of a model that will compute on the CPU; models that are to be sharded over GPUs stand there too."""
     if pick_device(config).type == "cpu":
         fuse(model)
 

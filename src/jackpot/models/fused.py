@@ -12,6 +12,7 @@ before where they get what these parts do not know, such as a layer with an adap
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
+
+from jackpot.models.load import in_float32
 
 Forward = Callable[..., Any]
 
@@ -265,11 +268,12 @@ def _agree(own: Forward, other: Forward, inputs: Sequence[Tensor], module: nn.Mo
         return True
     given = [one.detach().requires_grad_() for one in inputs]
     results = []
-    for run in (own, other):
-        outputs = run(*given)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        factors = [_numbers(*one.shape).to(one.dtype) for one in outputs]
-        results.append([*outputs, *torch.autograd.grad(outputs, [*given, *weights], factors)])
+    with in_float32(module) if module else nullcontext():
+        for run in (own, other):
+            outputs = run(*given)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            factors = [_numbers(*one.shape).to(one.dtype) for one in outputs]
+            results.append([*outputs, *torch.autograd.grad(outputs, [*given, *weights], factors)])
     tolerance = TOLERANCES[inputs[0].dtype]
     return all(
         (one.dtype, one.shape) == (two.dtype, two.shape)

@@ -80,8 +80,8 @@ class Gathered(nn.Module):
 def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool) -> Gathered:
     """Shard models in place over all ranks of a mesh, which must be all ranks of torch.distributed.
 
-    Their parameters become DTensors on the mesh's device: optimizers have to be made afterwards. Only one layer, or all
-    that stands outside of layers, is whole on the device at a time, so models are loaded on the CPU.
+    Their parameters become DTensors in float32 on the mesh's device: optimizers have to be made afterwards. Only one
+    layer, or all that stands outside of layers, is whole at a time where weights are in their files (`load_model`).
 
     Gradients of a rank are added to those of the others as they are, and never divided.
 
@@ -108,8 +108,8 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
             module for one, module in model.named_modules() if module is embedding and f"{one}.weight" not in shared
         ]
         for module in (*alone, *layers):
-            fully_shard(module, mesh=mesh, offload_policy=policy)
-    root = fully_shard(Gathered(models, device), mesh=mesh, offload_policy=policy)
+            fully_shard(_in_memory(module), mesh=mesh, offload_policy=policy)
+    root = fully_shard(_in_memory(Gathered(models, device)), mesh=mesh, offload_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):  # each setting is of one module
             module.set_gradient_divide_factor(1.0)  # numerators add up
@@ -164,6 +164,14 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
         return tensor
     mesh, placements = other.device_mesh, other.placements
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to(local(other).device)
+
+
+def _in_memory(module: nn.Module) -> nn.Module:
+    """Make all weights of a module float32 that are not sharded yet, in place; FSDP copies its part of them."""
+    for weight in module.parameters():
+        if not is_sharded(weight):
+            weight.data = weight.data.float()
+    return module
 
 
 def _ties(model: nn.Module) -> set[frozenset[str]]:

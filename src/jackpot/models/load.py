@@ -8,16 +8,19 @@ Where the hub cannot be reached, earlier downloads are read, and configs of publ
 """
 
 import contextlib
+import json
 import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import get_session
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -46,6 +49,7 @@ def starter_path(name: str) -> Path:
 ALIGNMENT = 64  # bytes, of the tensors that torch makes
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
 STARTER_PREFIX = "starter:"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -57,28 +61,36 @@ _ADVICE = (
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
 
-def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device | None = "cpu") -> PreTrainedModel:
     """Load the causal language model in `path`, in eval mode.
+
+    Args:
+        device: None: weights stay in their files, in the files' dtypes, and take no memory until they are read, which
+            is what `gathered.shard` takes; but on the CPU, in `dtype`, where the files name them in another way.
 
     Raises:
         ModelError: no such folder, no config.json, damaged, missing or unknown weights, weights that are not finite or
             huge, not a causal language model, or one whose logits are not its output layer's (`check_head`).
     """
-    model, info = _from_pretrained(AutoModelForCausalLM, path, dtype)
+    model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, device)
     _check_fit(path, model, info)
-    model = _aligned(model.to(device)).eval()
     _check_finite(path, model)
     check_head(model)
     return model
 
 
-def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_value_model(
+    path: str | Path, dtype: torch.dtype, device: str | torch.device | None = "cpu"
+) -> PreTrainedModel:
     """Load a critic: token classification with one label, [B, S, 1]. From a language model it gets a head of zeros.
+
+    Args:
+        device: as in `load_model`.
 
     Raises:
         ModelError: as `load_model`, or an architecture without token classification.
     """
-    model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, num_labels=1)
+    model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:
@@ -88,13 +100,88 @@ def load_value_model(path: str | Path, dtype: torch.dtype, device: str | torch.d
             for name in head:
                 model.get_parameter(name).zero_()
     _check_fit(path, model, info)
-    model = _aligned(model.to(device)).eval()
     _check_finite(path, model)
     return model
 
 
-def _from_pretrained(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
-    """Load a model, with the names of missing, unexpected and misshapen weights."""
+@contextlib.contextmanager
+def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
+    """Let weights that stand in their file in another dtype be float32 in the body, as they are in training."""
+    others = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
+    for weight, data in others:
+        weight.data = cast(data)
+    try:
+        yield
+    finally:
+        for weight, data in others:
+            weight.data = data
+
+
+def _from_pretrained(
+    cls: type, path: str | Path, dtype: torch.dtype, device: str | torch.device | None, **options: Any
+) -> tuple[PreTrainedModel, dict]:
+    """Load a model in eval mode, with the names of missing, unexpected and misshapen weights."""
+    if device is None and (found := _in_files(cls, path, dtype, **options)):
+        return found
+    model, info = _read(cls, path, dtype, **options)
+    return _aligned(model.to(device or "cpu")).eval(), info
+
+
+def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
+    """Do what `_read` does, with weights that are views of their files; None where these have other names or kinds.
+
+    transformers gets weights that are one number each, so that all but the weights is what it makes of a folder.
+    """
+    source = resolve_path(path)
+    try:
+        weights = _views(source)
+        config = AutoConfig.from_pretrained(
+            source, trust_remote_code=False, local_files_only=stays_local(source), **options
+        )
+        with torch.device("meta"):
+            kind = type(cls.from_config(config))
+        zero = torch.zeros((), dtype=dtype)
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: zero.expand(weight.shape) for name, weight in weights.items()},
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except _LOADING_ERRORS:
+        return None  # `_read` says why, or has another way
+    read = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
+    is_plain = read.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in read)
+    if not is_plain or any(name in weights for name, _ in model.named_buffers()):
+        return None
+    for name, weight in read.items():
+        if weight.shape == weights[name].shape:  # else `_check_fit` refuses it
+            weight.data = weights[name]
+    model.name_or_path = model.config.name_or_path = source
+    if model.can_generate():
+        _add_generation_config(model, source)
+    return model.eval(), info
+
+
+def _views(source: str) -> dict[str, Tensor]:
+    """Return the weights in the files of a model by name, as views of the files."""
+    folder = Path(source)
+    if not folder.is_dir():
+        patterns = ["model*.safetensors", "model.safetensors.index.json"]
+        folder = Path(snapshot_download(source, allow_patterns=patterns, local_files_only=stays_local(source)))
+    names = {"model.safetensors"}
+    if not (folder / "model.safetensors").is_file():
+        names = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            weights |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return weights
+
+
+def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
+    """Read a model into the memory of the CPU, with the names of missing, unexpected and misshapen weights."""
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
@@ -182,9 +269,13 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot make a causal language model of {_place(path, source, error)}. {_ADVICE}") from error
     if not is_from_table(config):
-        with contextlib.suppress(OSError):  # a folder may have none; then the defaults of its config hold
-            model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
+        _add_generation_config(model, source)
     return model
+
+
+def _add_generation_config(model: PreTrainedModel, source: str) -> None:
+    with contextlib.suppress(OSError):  # a folder may have none; then the defaults of its config hold
+        model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -23,6 +23,7 @@ from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknow
 from jackpot.core.package import install
 from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
+from jackpot.models.load import in_float32
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
 _BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
@@ -76,7 +77,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
-        peft.inject_adapter_in_model(settings, model)
+        with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
+            peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
 
 
 @torch.no_grad()
