@@ -45,15 +45,17 @@ def test_weights_gradients_and_moments_are_counted_by_parameters(without_trainin
     channels = 2 * (2 * 64 + 2 * 32 + 2 * 160 + 64)  # a scale each
     quantized = plan("engine.quantization=int8_w8a8", "evaluation.engine=transformers")
     assert weights + others == writer and quantized.engines == weights + 4 * (channels + others) + 4 * policy
+    ahead = plan("batch.ahead=2")
+    assert (ahead.kept, memory.kept, plan("batch.ahead=2", "guard.check_engine=false").kept) == (memory.gradients, 0, 0)
     lora = plan("policy.lora.rank=8")
     assert lora.gradients == 4 * (39_168 + writer)
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
     known = {name: 2**number for number, name in enumerate(MemoryPlan.__slots__)}
-    lasting = sum(known[name] for name in ("weights", "engines", "optimizer"))
+    lasting = sum(known[name] for name in ("weights", "engines", "optimizer", "kept"))
     memory = MemoryPlan(**known)
-    assert memory.peak == lasting + known["generation"]  # 32 against 8 + 16
+    assert memory.peak == lasting + known["generation"]  # 64 against 16 + 32
     assert replace(memory, training=100).peak == lasting + known["gradients"] + 100
 
 

@@ -1,6 +1,7 @@
 """Placements of whole runs on GPUs. Expectations: docs/cost.md, sums by hand."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,20 @@ SERVERS = "engine={name: vllm_server, urls: ['http://127.0.0.1:1'], weights_fold
 )
 def test_who_goes_where(overrides: tuple[str, ...], expected: dict[str, list[str]]) -> None:
     assert residents(small_config(*overrides)) == expected
+
+
+def test_of_several_ranks_each_holds_a_share_and_the_first_one_the_engines() -> None:
+    assert residents(small_config("evaluation.engine={name: vllm, device: 1}"), 3) == {
+        "rank 0": ["1/3 of the learner of policy, rollout model", "transformers engine of rollout model, for rollouts"],
+        "rank 0, GPU 1": ["vllm engine of policy, for evaluations"],
+        "each of ranks 1 to 2": ["1/3 of the learner of policy, rollout model"],
+    }
+
+
+def test_a_learner_that_offloads_has_no_weights_on_gpus_of_its_own() -> None:
+    split = Placement(1, 2, False)
+    kept, offloaded = (
+        placements(small_config(*overrides), 12.0)._run(split).training
+        for overrides in ((), ("placement.offload=true",))
+    )
+    assert kept.weights > 0 and offloaded == replace(kept, weights=0.0, optimizer=0.0, gradients=0.0)

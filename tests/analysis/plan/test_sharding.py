@@ -19,15 +19,17 @@ from jackpot.analysis.plan.sharding import (
     cache_bytes,
     degree,
     engine_needs,
+    rank_memory,
     shard,
     sharded,
 )
+from jackpot.analysis.plan.sizes import ModelSize
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from jackpot.config.recipes import resolve
 
 GB = 1e9
 GPU = Gpu(bf16=1.0, fp32=1.0, bandwidth=1.0, memory=80 * GB)
-PARTS = Blocks(layer=1_000, heads=3_000, copied=500)
+PARTS = Blocks(layer=1_000, heads=3_000, reference=200, copied=500)
 PLANNED = {name: 0 for name in MemoryPlan.__slots__} | {"weights": 40, "optimizer": 80, "gradients": 24, "training": 7}
 MEMORY = MemoryPlan(**PLANNED)
 
@@ -49,7 +51,22 @@ def test_weights_moments_and_gradients_are_divided_and_activations_are_not() -> 
     assert offloaded == replace(four, weights=0.0, optimizer=0.0, gradients=0.0)
     assert shard(MEMORY, PARTS, {}, GPU, 1, offloads=True) == one  # nothing is sharded
     # Two layers and all heads in float32, and the gradient of the larger of the two; alone, copies in bf16.
-    assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000) + 4 * 3_000, 2 * 500)
+    assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
+
+
+def test_a_rank_holds_its_share_and_the_first_one_the_engines_too() -> None:
+    sizes = {"policy": ModelSize(5_000, 5_000), "rollout_model": ModelSize(2_000, 2_000)}
+    memory = replace(MEMORY, engines=500, generation=300_000, kept=60)
+    first, others = rank_memory(small_config("engine.dtype=bf16"), sizes, memory, PARTS, 4)
+    assert (first.ranks, others.ranks) == ("rank 0", "each of ranks 1 to 3")
+    assert others.device == (40 + 80 + 24) / 4 + PARTS.gathered + 7 and others.host == 60 / 4
+    assert first.device == (40 + 80) / 4 + 500 + 300_000 and first.host == 60 / 4 + 2 * 5_000
+    first, others = rank_memory(small_config("placement.offload=true"), sizes, memory, PARTS, 2)
+    assert (others.device, others.host) == (PARTS.gathered + 7, (40 + 80 + 24 + 60) / 2)
+    assert (first.device, others.ranks, first.is_known) == (300_500, "rank 1", True)
+    first, others = rank_memory(small_config("placement.engines=2"), sizes, memory, PARTS, 2)
+    assert first.device == others.device and first.host > others.host
+    assert not rank_memory(small_config(), sizes, replace(memory, training=None), PARTS, 2)[1].is_known
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
@@ -115,7 +132,8 @@ def test_what_is_gathered_as_a_whole_is_a_layer_and_both_heads() -> None:
     assert found.copied == 36 * (attention + mlp) + 28 * small
     frozen = resolve("joint_8b", None, ["rollout_model.optimizer=null"])
     assert blocks(frozen).copied == 36 * (attention + mlp)
-    assert blocks(resolve("joint_8b", None, ["precision=fp32"])).copied == 0
+    assert blocks(resolve("joint_8b", None, ["precision=fp32"])).copied == found.reference == 0
+    assert blocks(resolve("joint_8b", None, ["objective.reference.kl_loss_coef=0.1"])).reference == 151_936 * 4096
 
 
 @pytest.mark.usefixtures("offline")

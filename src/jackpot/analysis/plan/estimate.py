@@ -28,12 +28,14 @@ from jackpot.analysis.plan.memory import MemoryPlan, plan_memory
 from jackpot.analysis.plan.sharding import (
     COUNTS,
     EngineNeeds,
+    RankMemory,
     Shard,
     blocks,
     cache_bytes,
     degree,
     engine_needs,
     needs_of,
+    rank_memory,
     shard,
     sharded,
 )
@@ -70,6 +72,7 @@ class CostEstimate(NamedTuple):
     rows: list[MachineEstimate]
     stated: MachineEstimate  # on the GPUs that the recipe names, else on one H100
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0 where it fits on none of COUNTS
+    ranks: list[RankMemory]  # memory of each of several ranks; none for one process
 
 
 def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
@@ -78,9 +81,12 @@ def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
 
 
 def estimate(
-    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
+    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None, ranks: int = 1
 ) -> CostEstimate:
     """Estimate memory and hours of a run on each shown kind and number of GPUs, and on those that its recipe names.
+
+    Args:
+        ranks: whose memory is wanted beside that.
 
     Raises:
         ModelError: as `plan_memory`.
@@ -96,6 +102,7 @@ def estimate(
             kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
             for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
         },
+        ranks=rank_memory(config, sizes, plan.memory, plan.blocks, ranks) if ranks > 1 else [],
     )
 
 

@@ -32,6 +32,7 @@ class MemoryPlan:
     weights: int  # of all models in training, float32
     engines: int  # the engines' own copies of the weights
     optimizer: int  # AdamW's two moments
+    kept: int  # copies of trained weights, which check what is generated ahead; in the host's memory
     gradients: int  # of all trained weights, and those that wait for the end of the iteration
     training: int | None  # activations and loss of the largest micro-batch; None where shapes depend on values
     generation: int  # keys and values with the distributions of one step, or weights on their way to an engine
@@ -39,7 +40,7 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """Return the bytes at the peak, the larger one of training and generation."""
-        lasting = self.weights + self.engines + self.optimizer
+        lasting = self.weights + self.engines + self.optimizer + self.kept
         return lasting + max(self.gradients + (self.training or 0), self.generation)
 
 
@@ -58,6 +59,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
         weights=4 * (sum(size.parameters for size in sizes.values()) + reference),
         engines=_engine_weights(config, sizes),
         optimizer=8 * trained,
+        kept=_kept_weights(config, sizes),
         gradients=4 * (trained + waiting),
         training=dry_step(config, micro_batch(config, prompt_tokens)),
         generation=max(_generation(config, prompt_tokens), _merged_weights(config)),
@@ -74,6 +76,14 @@ def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
     rows = max(1, min(step, batch.micro_batch_tokens // (prompt_tokens + response)))
     prompts = math.ceil(rows / batch.group_size) if step == batch.rollouts else min(rows, batch.prompts)
     return MicroBatchShape(prompts, rows, prompt_tokens, response)
+
+
+def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
+    """Count the copies of the weights that generate ahead (`training.kept_weights`)."""
+    if not (config.batch.ahead and config.guard.check_engine):
+        return 0
+    roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+    return 4 * sum(sizes[role].trained for role in roles)
 
 
 def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:

@@ -143,8 +143,9 @@ class Placements:
             generating = training = self._plan.shard(self._kind, train)
         else:
             alone = replace(memory, weights=0, optimizer=0, gradients=0, training=0)
-            generating = shard(alone, Blocks(0, 0, 0), self._needs, gpu, placement.generating)
-            training = shard(replace(memory, generation=0), self._plan.blocks, {}, gpu, train)
+            generating = shard(alone, Blocks(0, 0, 0, 0), self._needs, gpu, placement.generating)
+            offloads = self._config.placement.offload
+            training = shard(replace(memory, generation=0), self._plan.blocks, {}, gpu, train, offloads)
         fits = generating.fits and training.fits
         ahead = () if not fits else AHEAD[:1] if placement.is_shared else AHEAD
         in_flight = [one for one in ahead if one in IN_FLIGHT]
@@ -227,24 +228,32 @@ def tried(gpus: int) -> list[Placement]:
     return [Placement(gpus, gpus, True), *splits]
 
 
-def residents(config: Config) -> dict[str, list[str]]:
-    """Return who goes where in a run of this version: what each place holds, by place."""
+def residents(config: Config, ranks: int = 1) -> dict[str, list[str]]:
+    """Return who goes where in a run of this version: what each place holds, by place.
+
+    Args:
+        ranks: that the learner is shared out to. The engines of this process are rank 0's.
+    """
+    here = HERE if ranks == 1 else "rank 0"
     models = ["policy", "rollout model" if config.rollout_model else "", "critic" if config.critic else ""]
     models.append("reference" if config.objective.reference else "")
-    places = {HERE: [f"learner of {', '.join(filter(None, models))}"]}
+    learner = f"learner of {', '.join(filter(None, models))}"
+    places = {here: [learner if ranks == 1 else f"1/{ranks} of the {learner}"]}
 
     def add(settings: EngineConfig, holds: str) -> None:
-        place = HERE
+        place = here
         if isinstance(settings, VLLMServerEngineConfig):
             place = f"servers {', '.join(settings.urls)}"
         elif config.placement.engines:
             place = f"each of {config.placement.engines} engine processes"
         elif isinstance(settings, VLLMEngineConfig) and settings.device is not None:
-            place = f"{HERE}, GPU {settings.device}"
+            place = f"{here}, GPU {settings.device}"
         places.setdefault(place, []).append(f"{settings.name} engine of {holds}")
 
     role, settings = "rollout model" if config.rollout_model else "policy", config.evaluation.engine
     add(config.engine, f"{role}, for rollouts")
     if config.rollout_model or settings:
         add(settings or config.engine, "policy, for " + "rollouts and " * config.is_mixed + "evaluations")
+    if ranks > 1:
+        places["rank 1" if ranks == 2 else f"each of ranks 1 to {ranks - 1}"] = places[here][:1]
     return places

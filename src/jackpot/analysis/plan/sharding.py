@@ -16,13 +16,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.analysis.plan.cost_model import Gpu
 from jackpot.analysis.plan.memory import MemoryPlan
-from jackpot.analysis.plan.sizes import outline
+from jackpot.analysis.plan.sizes import ModelSize, outline
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
+from jackpot.models.gathered import BUCKET
 from jackpot.models.load import DTYPES
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried
@@ -39,7 +40,13 @@ class Blocks(NamedTuple):
 
     layer: int  # of the largest layer of all models
     heads: int  # of the output layers of policy and rollout model, which the joint head needs together
+    reference: int  # of the reference's output layer, which is gathered with them and has no gradient
     copied: int  # of the matrices of trained models that autocast copies where nothing is sharded
+
+    @property
+    def gathered(self) -> int:
+        """Return the most bytes of whole weights at a time: two layers, all heads, and one gradient of them."""
+        return 4 * (2 * self.layer + self.heads + self.reference) + 4 * max(self.layer, self.heads)
 
 
 class EngineNeeds(NamedTuple):
@@ -79,6 +86,15 @@ class Shard:
         return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
 
 
+class RankMemory(NamedTuple):
+    """Holds the bytes that each of several equal ranks holds at its peak."""
+
+    ranks: str  # which ones
+    device: float
+    host: float  # beside those of a GPU: what is offloaded and kept there, and weights on their way to an engine
+    is_known: bool  # False where activations are left out, because shapes alone do not decide them
+
+
 @contextmanager
 def sharded() -> Iterator[None]:
     """Let autocast keep no copies of weights in the body; where they are sharded, a copy is freed with its layer."""
@@ -101,6 +117,7 @@ def blocks(config: Config) -> Blocks:
     return Blocks(
         layer=max(_layer(model) for model in models.values()),
         heads=sum(output_layer(model).weight.numel() for model in models.values()),
+        reference=_reference_head(config),
         copied=sum(
             module.weight.numel()
             for model in whole
@@ -108,6 +125,11 @@ def blocks(config: Config) -> Blocks:
             if isinstance(module, nn.Linear) and config.precision != "fp32"
         ),
     )
+
+
+def _reference_head(config: Config) -> int:
+    reference = config.objective.reference
+    return output_layer(outline(reference.path or config.policy.path)).weight.numel() if reference else 0
 
 
 def _trains_all(config: Config, role: Role) -> bool:
@@ -154,19 +176,41 @@ def shard(
     kept = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
     held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
-    whole = 4 * (2 * parts.layer + parts.heads) + 4 * max(parts.layer, parts.heads)
     return Shard(
         gpus=gpus,
         limit=gpu.memory,
         weights=kept * memory.weights,
         optimizer=kept * memory.optimizer,
         gradients=kept * memory.gradients,
-        gathered=2 * parts.copied if gpus == 1 else whole,
+        gathered=2 * parts.copied if gpus == 1 else parts.gathered,
         training=memory.training,
         resting=sum(size for name, size in held.items() if not _sleeps(needs[name])),
         generation=sum(held.values()) + memory.generation,
         tensor_parallel=degrees,
     )
+
+
+def rank_memory(
+    config: Config, sizes: Mapping[Role, ModelSize], memory: MemoryPlan, parts: Blocks, ranks: int
+) -> list[RankMemory]:
+    """Return the memory of rank 0, with all engines that are no processes of their own, and of the other ranks.
+
+    Args:
+        memory: must have been planned inside `sharded`.
+        ranks: at least 2.
+    """
+    lasting, gradients = (memory.weights + memory.optimizer) / ranks, memory.gradients / ranks
+    offloaded, kept = (lasting + gradients if config.placement.offload else 0.0), memory.kept / ranks
+    here = (0.0, 0.0) if config.placement.offload else (lasting, gradients)
+    training = here[1] + parts.gathered + (memory.training or 0)
+    sent = max(size.parameters * DTYPES[config.engine.dtype].itemsize for size in sizes.values())
+    engines, generation = (0, 0) if config.placement.engines else (memory.engines, memory.generation)
+    leader = engines + max(training, float(generation), float(min(sent, BUCKET)))
+    others = "rank 1" if ranks == 2 else f"each of ranks 1 to {ranks - 1}"
+    return [
+        RankMemory("rank 0", here[0] + leader, offloaded + kept + sent, memory.training is not None),
+        RankMemory(others, here[0] + training, offloaded + kept, memory.training is not None),
+    ]
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jackpot.analysis.plan.estimate import estimate, is_large
 from jackpot.analysis.plan.memory import plan_memory
+from jackpot.analysis.plan.sharding import blocks, rank_memory, sharded
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.names import run_folder
@@ -68,9 +69,15 @@ def train(
 
 def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Path) -> None:
     sizes, prompts = model_sizes(config), prompt_lengths(config)
+    ranks = max(place().size, config.placement.ranks)
     if is_large(sizes):
-        show_plan(console, config, sizes, None, prompts, folder)
-        show_needs(console, config, estimate(config, sizes, prompts, gpus))
+        needs = estimate(config, sizes, prompts, gpus, ranks)
+        show_plan(console, config, sizes, needs.ranks, prompts, folder)
+        show_needs(console, config, needs)
+    elif ranks > 1:
+        with sharded():
+            memory = plan_memory(config, sizes, prompts.longest)
+        show_plan(console, config, sizes, rank_memory(config, sizes, memory, blocks(config), ranks), prompts, folder)
     else:
         show_plan(console, config, sizes, plan_memory(config, sizes, prompts.longest), prompts, folder)
 

@@ -1,6 +1,6 @@
 """Prints what a run would do and need: the plan of `--dry-run`, and the changes of `--tiny`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,13 +9,14 @@ from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.memory import MemoryPlan
 from jackpot.analysis.plan.placement import residents
+from jackpot.analysis.plan.sharding import RankMemory
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
 from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.place import place
 from jackpot.core.types import Role
-from jackpot.launch.local import model_paths
+from jackpot.launch.local import model_paths, pick_device
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
 from jackpot.ui.terminal.progress import print_line
@@ -29,13 +30,18 @@ def show_plan(
     console: Console,
     config: Config,
     sizes: Mapping[Role, ModelSize],
-    memory: MemoryPlan | None,
+    memory: MemoryPlan | Sequence[RankMemory],
     prompts: PromptLengths,
     folder: Path,
 ) -> None:
-    """Print what a run would do. `memory` is None for a large run, whose GPUs `show_needs` prints."""
+    """Print what a run would do.
+
+    Args:
+        memory: of one process, or of each of several ranks; none for a large run, whose GPUs `show_needs` prints.
+    """
     batch = config.batch
     correction = config.objective.correction
+    places = residents(config, max(place().size, config.placement.ranks))
     rows = {
         "policy": f"{config.policy.path}, {sizes['policy'].parameters:,} parameters",
         "rollout model": "the policy itself"
@@ -43,7 +49,7 @@ def show_plan(
         else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
         + ("" if config.rollout_model.optimizer else ", frozen"),
         "trained": _trained(config, sizes),
-        **({"memory": _peak(memory)} if memory else {}),
+        **({"memory": _peak(memory, pick_device(config).type == "cuda")} if memory else {}),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
@@ -56,19 +62,28 @@ def show_plan(
         "objective": _objective(config),
         "engine": _engine(config),
         "evaluation": _evaluation(config),
-        "placement": "; ".join(f"{where}: {', '.join(holds)}" for where, holds in residents(config).items()),
+        "placement": "; ".join(f"{where}: {', '.join(holds)}" for where, holds in places.items()),
         "processes": _processes(config),
         "run folder": str(folder),
     }
     show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
 
 
-def _peak(memory: MemoryPlan) -> str:
-    """Say how many bytes the run holds at its peak, and in which parts."""
+def _peak(memory: MemoryPlan | Sequence[RankMemory], on_gpu: bool) -> str:
+    """Say how many bytes the run holds at its peak, and in which parts, or on which ranks."""
+    if not isinstance(memory, MemoryPlan):
+        return "; ".join(f"{one.ranks} {_held(one, on_gpu)}" for one in memory) + ", with all responses of full length"
     parts = ", ".join(f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__)
     if memory.training is None:
         return f"more than {_bytes(memory.peak)}: {parts}; the activations depend on values and are not known"
     return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {parts}"
+
+
+def _held(one: RankMemory, on_gpu: bool) -> str:
+    more = "" if one.is_known else "more than "
+    if on_gpu:
+        return f"{more}{_bytes(int(one.device))} of its GPU and {_bytes(int(one.host))} of the host"
+    return f"{more}{_bytes(int(one.device + one.host))}"
 
 
 def _bytes(count: int) -> str:
