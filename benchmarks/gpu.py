@@ -9,7 +9,7 @@
 A part is a list of rows. Each measured row is a line of docs/gpu.jsonl as soon as it is there, under the last commit
 that changed src/ or benchmarks/, and is not measured again at that commit. A row that fails, or lacks a package, says
 so in its line, and the next row goes on; the same command tries it again, after all rows that were never tried. The
-exit status is 1 where `check` found a wrong number or lacks one, else 0.
+exit status is 1 where `check` found a wrong number or lacks one, or `fsdp` found one, else 0.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"No time was left for {'; '.join(left)}. The same command goes on there.\n", flush=True)
         if path == RESULTS:
             page.write()
-        if part == "check" and (left or not all(line.result.get("right") for line in found)):
+        is_wrong = any(line.result.get("right") is False for line in found)
+        if is_wrong or (part == "check" and (left or not all(line.result.get("right") for line in found))):
             status = 1
     return status
 

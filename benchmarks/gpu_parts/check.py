@@ -78,7 +78,7 @@ def _models(count: int) -> list[torch.nn.Module]:
     return [make_model(name, CPU, tiny=True) for name in NAMES[:count]]
 
 
-def _on(device: torch.device, count: int) -> list[torch.nn.Module]:
+def on_device(device: torch.device, count: int) -> list[torch.nn.Module]:
     return [copy.deepcopy(model).to(device) for model in _models(count)]
 
 
@@ -86,7 +86,7 @@ def gradients(
     device: torch.device, precision: str, count: int, budget: int, overrides: dict[str, Any] | None = None
 ) -> list[Tensor]:
     """Return the gradients with which the optimizers step after one update, on the CPU."""
-    learner = learner_of(make_config(precision, count, overrides), _on(device, count))
+    learner = learner_of(make_config(precision, count, overrides), on_device(device, count))
     samples = random_samples(TINY_VOCABULARY, prompts=2, group=4, prompt_length=9, longest=24, shortest=5)
     [step] = learner.compute_old_log_probs([micro_batches(samples, budget, seed=0, epoch=0)])
     found: list[Tensor] = []
@@ -127,7 +127,7 @@ def compare_states(device: torch.device, precision: str, read: Reader, allowed: 
     with torch.no_grad():
         wanted = READERS["padded rows, every prompt once"](_models(1)[0], batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            found = read(_on(device, 1)[0], batch_to(batch, device)).cpu().float()
+            found = read(on_device(device, 1)[0], batch_to(batch, device)).cpu().float()
     return verdict(((found - wanted).norm() / wanted.norm()).item(), allowed)
 
 
@@ -146,7 +146,7 @@ def compare_head(device: torch.device, dtype: torch.dtype) -> Result:
 
 def compare_engine(device: torch.device, precision: str, enforce_eager: bool) -> Result:
     """Compare log-probs that the engine samples with, and those of its lists, with those of a training forward pass."""
-    [model] = _on(device, 1)
+    [model] = on_device(device, 1)
     learner = learner_of(make_config(precision, 1), [model])
     engine_model = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     engine = make_engine(engine_model, rows=8, dtype=precision, enforce_eager=enforce_eager)
@@ -165,7 +165,7 @@ def compare_engine(device: torch.device, precision: str, enforce_eager: bool) ->
 
 def compare_weights(device: torch.device) -> Result:
     """Compare the engine's digest of new weights with that of the CPU; a gap of 1 is another digest."""
-    [model] = _on(device, 1)
+    [model] = on_device(device, 1)
     learner = learner_of(make_config("fp32", 1), [model])
     engine = make_engine(make_model(NAMES[0], device, tiny=True, dtype=torch.bfloat16), rows=8, dtype="bf16")
     found = engine.update_weights(learner.weights("policy"), Version(1, 1))

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import torch
 from gpu_parts.machine import Machine
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from jackpot.config.build import build_config
@@ -74,10 +75,10 @@ def head_kernels(machine: Machine) -> list[dict[str, Any]]:
     return [{"head_kernel": name} for name in names if name != "auto"]
 
 
-def learner_of(config: Config, models: Sequence[PreTrainedModel]) -> JointLearner:
+def learner_of(config: Config, models: Sequence[PreTrainedModel], mesh: DeviceMesh | None = None) -> JointLearner:
     """Return a learner of the policy, and of the rollout model behind it if there is one."""
     by_role = dict(zip(("policy", "rollout_model"), models, strict=False))
-    return make_learner(config, by_role, list(by_role))
+    return make_learner(config, by_role, list(by_role), mesh)
 
 
 def random_samples(

@@ -57,8 +57,23 @@ def test_gradients_that_differ_are_noticed(gpu, monkeypatch):
     assert not check.compare_gradients(device, "fp32", 2, check.SEVERAL, check.FP32_GAP)["right"]
 
 
+def test_a_learner_that_one_rank_shards_takes_the_steps_of_one_that_holds_its_models(gpu, tmp_path, monkeypatch):
+    from gpu_parts import fsdp
+
+    path = tmp_path / "gpu.jsonl"
+    run = ["fsdp", "--tiny", "--results", str(path), "--only", "in fp32, several"]
+    assert gpu.main([*run, "--commit", "abc"]) == 0
+    [result] = [line["result"] for line in lines(path) if line["result"]]
+    assert result["right"] and result["equal"]
+    outcome = fsdp.outcome
+    monkeypatch.setattr(
+        fsdp, "outcome", lambda *given: [one * (1.0 + bool(given[-1]) / 100) for one in outcome(*given)]
+    )
+    assert gpu.main([*run, "--commit", "def"]) == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["check", "head", "step", "attention", "decode", "sync"])
+@pytest.mark.parametrize("part", ["check", "head", "step", "attention", "decode", "sync", "fsdp"])
 def test_every_part_runs_with_tiny_shapes(gpu, part, tmp_path):
     path = tmp_path / "gpu.jsonl"
     assert gpu.main([part, "--tiny", "--results", str(path), "--commit", "abc"]) == 0

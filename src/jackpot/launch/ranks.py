@@ -29,6 +29,9 @@ from jackpot.training.learner import Learner
 from jackpot.training.ranks import LedLearner, Ranks, follow
 from jackpot.training.run.checkpoint import load_state
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""What moves tensors between ranks, by the device that they compute on. Commands are on the CPU, and use gloo."""
+
 _SETUP = "setup"  # key of the store under which rank 0 says how the group is made
 
 
@@ -50,11 +53,11 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
         yield build_learner
         return
     check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines)
-    _use_device(config.device, at)
+    backend = BACKENDS[_own_device(config.device, at).type]
     store = _store(at)
     timeout = config.placement.timeout
     store.set(_SETUP, json.dumps({"run": str(run.resolve()), "timeout": timeout, "device": config.device}))
-    with _joined(store, at, run, timeout) as ranks:
+    with _joined(store, at, run, timeout, backend) as ranks:
         yield partial(_build_led, ranks)
         ranks.end()
 
@@ -70,8 +73,8 @@ def follow_leader(at: Place) -> None:
         setup = json.loads(store.get(_SETUP))
     except dist.DistError as error:
         raise RankError(f"rank {at.rank} waits for rank 0 in vain: {_first_line(error)}") from error
-    _use_device(setup["device"], at)
-    with _joined(store, at, Path(setup["run"]), setup["timeout"]) as ranks:
+    backend = BACKENDS[_own_device(setup["device"], at).type]
+    with _joined(store, at, Path(setup["run"]), setup["timeout"], backend) as ranks:
         for number in (signal.SIGINT, *TERMINATIONS):
             signal.signal(number, signal.SIG_IGN)
         follow(ranks, _build_followed)
@@ -98,10 +101,13 @@ def run_rank(config: str, run: str) -> tuple[int, bool] | None:
     return begun[0], is_finished
 
 
-def _use_device(device: str, at: Place) -> None:
-    """Give this rank a GPU of its own, where the settings and the machine have GPUs."""
+def _own_device(device: str, at: Place) -> torch.device:
+    """Return the device of this rank: a GPU of its own, where the settings and the machine have GPUs, or the CPU.
+
+    From then on `cuda` means that GPU in this process.
+    """
     if device == "cpu" or not torch.cuda.is_available():
-        return
+        return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if at.local_size > gpus:
         raise ConfigError(
@@ -109,6 +115,7 @@ def _use_device(device: str, at: Place) -> None:
             f"--nproc-per-node {gpus}, or device=cpu"
         )
     torch.cuda.set_device(at.local_rank)
+    return torch.device("cuda", at.local_rank)
 
 
 def _store(at: Place) -> dist.Store:
@@ -140,11 +147,11 @@ def _rendezvous(at: Place) -> dist.Store:
 
 
 @contextmanager
-def _joined(store: dist.Store, at: Place, run: Path, timeout: float) -> Iterator[Ranks]:
-    """Set up torch.distributed for the block: gloo for what is on the CPU, NCCL for what is on a GPU."""
+def _joined(store: dist.Store, at: Place, run: Path, timeout: float, backend: str) -> Iterator[Ranks]:
+    """Set up torch.distributed for the block."""
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            backend,
             store=store,
             rank=at.rank,
             world_size=at.size,
