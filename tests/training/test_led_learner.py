@@ -1,15 +1,20 @@
 """A learner that leads two ranks does what one that is alone does."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, write
 from helpers.led import Ended, fork_ranks
+from helpers.sharded import config_of, learner_of, samples_of, save_models
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError
+from jackpot.core.shards import local
+from jackpot.core.types import ScoredRollout
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
 from jackpot.training.ranks import LedLearner, Ranks, follow
@@ -85,3 +90,30 @@ def test_all_ranks_have_the_threads_of_the_leader(tmp_path: Path) -> None:
 
     ended = two_ranks(tmp_path, lead, build)
     assert ended.codes == [0, 0], ended.printed
+
+
+@pytest.mark.slow
+def test_advantages_of_a_critic_are_whitened_over_the_rollouts_of_all_ranks(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    config = config_of(tmp_path, "objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
+    scored = [
+        ScoredRollout(rollout=item.rollout, score=replace(item.score, reward=float(number % 3)))
+        for number, item in enumerate(samples_of(tmp_path))
+    ]
+
+    def build(part: bool) -> JointLearner:
+        learner = learner_of(config, part)
+        with torch.no_grad():  # a new critic's values are all 0
+            for weight in learner.critic.model.parameters():
+                local(weight).add_(0.05)
+        return learner
+
+    def lead(ranks: Ranks) -> None:
+        led = LedLearner(ranks.carry_out("build", [True, True], build)[0], ranks)
+        torch.save([one.advantages for one in led.compute_advantages(scored)], tmp_path / "led.pt")
+
+    ended = two_ranks(tmp_path, lead, build)
+    assert ended.codes == [0, 0], ended.printed
+    wanted = [one.advantages for one in build(False).compute_advantages(scored)]
+    assert len({round(float(one[-1]), 3) for one in wanted}) > 3
+    assert all(map(torch.equal, torch.load(tmp_path / "led.pt", weights_only=True), wanted))
