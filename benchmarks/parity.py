@@ -41,7 +41,8 @@ from transformers.masking_utils import eager_mask
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.quantization.convert import quantize_linears
-from jackpot.models.quantization.linear import QuantizedLinear, gemm_exact, round_by_token
+from jackpot.models.quantization.linear import QuantizedLinear, round_by_token
+from jackpot.models.quantization.product import gemm_exact
 from jackpot.models.quantization.quantizer import (
     FP8_BLOCKS,
     LARGEST,

@@ -154,7 +154,7 @@ UNKNOWN_VALUES = [
     ),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
     ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, custom, math, tool_arithmetic"),
-    ("precision", "fp8", ".", "bf16, fp32"),
+    ("precision", "fp4", "; did you mean 'fp8'?", "bf16, fp32, fp8"),
 ]
 WRONG_VALUES = [
     ("objective.correction.lam", -2, "greater than 0"),

@@ -45,8 +45,8 @@ def test_the_list_has_the_numbers_with_their_arm() -> None:
 
 def test_the_list_says_which_rows_cannot_run_yet() -> None:
     text = printed(width=200)
-    [line] = lines_with(text, "jet_rl_8b: not yet runnable")
-    assert "the engine computes in FP8, the learner does not yet" in line
+    [line] = lines_with(text, "jet_rl_32b: ")
+    assert "not yet runnable: an engine computes on one GPU" in line
     assert lines_with(text, "Of no row: jackpot_bf16, tis_bf16")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
-from helpers.runs import metrics, run, small_config
+from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
@@ -43,6 +43,58 @@ def test_the_policy_trains_on_what_its_quantized_copy_wrote_and_sees_the_gap(set
     quantized = [event["to"] for event in told if event["event"] == "quantized"]
     assert quantized == [config.engine.quantization] * (config.engine.quantization is not None)
     assert "stopped" not in {event["event"] for event in told}
+
+
+UNIFIED = ("precision=fp8", "engine.quantization=fp8")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*ALONE[:2], "engine.kv_cache_dtype=fp8", "fp8_backward=fp8"),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("batch.ahead=1", "batch.mini_batch_size=8"), marks=pytest.mark.slow),
+        pytest.param(("activation_checkpointing=true", "batch.micro_batch_tokens=100"), marks=pytest.mark.slow),
+        pytest.param(("objective.reference={kl_loss_coef: 0.1}",), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_training_in_the_fp8_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
+    config = small_config(*UNIFIED, *settings, "iterations=2", "evaluation.every=2")
+    run(config, tmp_path)
+    told, lines = events(tmp_path), [line for line in metrics(tmp_path) if "mismatch/engine_gap" in line]
+    training = [event for event in told if event["event"] == "fp8_training"]
+    assert [(event["product"], event["backward"]) for event in training] == [("exact", config.fp8_backward)]
+    checks = [event for event in told if event["event"] == "engine_check"]
+    assert checks and all(event["mean_gap"] < 1e-6 < 1e-5 == event["allowed"] for event in checks)
+    assert all(line["mismatch/engine_gap"] < 1e-6 and line["mismatch/engine_gap_max"] < 1e-5 for line in lines)
+    moved = [line["policy/grad_norm"] for line in lines]
+    assert lines and all(norm > 0.0 for norm in moved)
+    assert rounding(MetricHistory([], told, config), [0.0]) == 1e-5
+
+
+@pytest.mark.slow
+def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
+    config = small_config(*UNIFIED, "engine.kv_cache_dtype=fp8")
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "killed", kill_after=3)
+    run(config, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("precision=fp8",), "set engine.quantization=fp8"),
+        (("precision=fp8", "engine.quantization=int8_w8a8"), "engine.quantization is int8_w8a8"),
+        ((*UNIFIED, "policy.lora={rank: 4, alpha: 8}"), "policy.lora is given"),
+        ((*UNIFIED, "engine.attn_implementation=eager"), "leave engine.attn_implementation"),
+        (("fp8_backward=fp8",), "set precision=fp8, or leave fp8_backward out"),
+    ],
+)
+def test_what_the_fp8_flow_does_not_have_is_refused_by_name(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        small_config(*settings)
 
 
 def test_a_rollout_model_of_its_own_is_quantized_and_the_policy_of_the_evaluations_is_not(finished_run, tmp_path):

@@ -176,6 +176,11 @@ def is_quantized(engine: "EngineConfig") -> bool:
     return bool(engine.quantization or engine.kv_cache_dtype)
 
 
+def quantized_numbers(engine: "EngineConfig") -> tuple[str, str]:
+    """Return the number formats of an engine's linear layers and of its cached keys and values."""
+    return engine.quantization or engine.dtype, engine.kv_cache_dtype or engine.dtype
+
+
 EngineConfig = Annotated[
     TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig,
     Field(discriminator="name"),

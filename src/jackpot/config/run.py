@@ -23,11 +23,13 @@ from jackpot.config.base import (
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
 from jackpot.config.engines import (
     DraftConfig,
+    Dtype,
     EngineConfig,
     TransformersEngineConfig,
     VLLMServerEngineConfig,
     is_quantized,
     is_remote,
+    quantized_numbers,
 )
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.placement import PlacementConfig
@@ -409,8 +411,13 @@ class Config(Strict):
     """Sizes of batches."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """The policy's loss."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Number format of training's forward pass (autocast); weights and optimizer states are fp32."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Number format of training's forward pass; weights and optimizer states are fp32. bf16: by autocast. fp8: linear
+    layers compute with the codes that an engine with `quantization: fp8` computes with, keys and values are rounded as
+    its `kv_cache_dtype` says, and the rest is in its `dtype` (docs/precision.md). Not run on a GPU."""
+    fp8_backward: Literal["dequantized", "fp8"] = "dequantized"
+    """Products of the backward pass of `precision: fp8`: of gradients and the numbers that codes stand for, or of FP8
+    codes too, gradients quantized by 1 x 128 (Jet-RL's)."""
     head_dtype: Literal["fp32"] | None = None
     """Number format in which training's output layers multiply; null: that of `precision`. The engine's own is
     `engine.head_dtype`."""
@@ -461,6 +468,17 @@ class Config(Strict):
         return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
 
     @property
+    def compute_dtype(self) -> Dtype:
+        """Return the number format of what training computes outside of FP8 linear layers."""
+        return self.engine.dtype if self.precision == "fp8" else self.precision
+
+    @property
+    def numbers(self) -> tuple[str, str] | None:
+        """Return the number formats of linear layers and of keys and values in training; None where none is
+        quantized."""
+        return quantized_numbers(self.engine) if self.precision == "fp8" else None
+
+    @property
     def draft(self) -> DraftConfig | None:
         """Return how the rollout model drafts what the policy generates; None where it does not."""
         return getattr(self.evaluation.engine or self.engine, "draft", None) if self.rollout_model else None
@@ -468,6 +486,7 @@ class Config(Strict):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         self._check_top_k()
+        self._check_fp8()
         if isinstance(self.objective.correction, ZCorrection):
             self._check_z(self.objective.correction)
         advantage, overlong = self.objective.advantage, self.objective.overlong_buffer
@@ -537,6 +556,31 @@ class Config(Strict):
                     f"engine.{name} is for an engine in the process that trains, but placement.engines is {number}; "
                     f"leave one of the two out"
                 )
+
+    def _check_fp8(self) -> None:
+        if self.precision != "fp8":
+            if self.fp8_backward != "dequantized":
+                raise ValueError(
+                    f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, "
+                    f"or leave fp8_backward out"
+                )
+            return
+        if self.engine.quantization != "fp8":
+            raise ValueError(
+                f"precision fp8 trains through the codes that the engine computes with, but engine.quantization is "
+                f"{self.engine.quantization}; set engine.quantization=fp8, or precision to fp32 or bf16"
+            )
+        adapters = [role for role in ("policy", "rollout_model") if getattr(getattr(self, role), "lora", None)]
+        if adapters:
+            raise ValueError(
+                f"precision fp8 has no adapters yet, and {adapters[0]}.lora is given; set it to null, or precision to "
+                f"fp32 or bf16"
+            )
+        if getattr(self.engine, "draft", None) or getattr(self.engine, "attn_implementation", "sdpa") != "sdpa":
+            raise ValueError(
+                "precision fp8 attends as the engine does with attn_implementation sdpa and without draft; leave "
+                "engine.attn_implementation and engine.draft out, or take precision fp32 or bf16"
+            )
 
     def _check_top_k(self) -> None:
         for key, instead in (("normalizer", "exact"), ("divergence", "binary")):

@@ -47,6 +47,8 @@ from jackpot.models.load import (
     load_value_model,
 )
 from jackpot.models.lora import add_adapter, load_adapter
+from jackpot.models.quantization.product import product_name
+from jackpot.models.quantization.training import train_in_fp8
 from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
@@ -146,6 +148,9 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         if (kernel := head_options(config).reader.name) != "eager":
             folder.event(state["iteration"] if state else 0, {"event": "head_kernel", "kernel": kernel})
+        if config.precision == "fp8":
+            event = {"event": "fp8_training", "product": product_name(pick_device(config))}
+            folder.event(state["iteration"] if state else 0, event | {"backward": config.fp8_backward})
         for one in corrupt:
             names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
             folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
@@ -297,6 +302,8 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         models["critic"] = load_critic(config, checkpoint, device)
     if reference := config.objective.reference:
         model = load_model(reference.path or config.policy.path, torch.float32, device)
+        if config.precision == "fp8":
+            _train_in_fp8(config, model)
         sizes = {
             name: output_layer(one).out_features for name, one in (("reference", model), ("policy", models["policy"]))
         }
@@ -319,7 +326,10 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     with _role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     _widen(config, model)
-    _fuse(config, model)
+    if config.precision == "fp8":
+        _train_in_fp8(config, model)
+    else:
+        _fuse(config, model)
     if settings.lora is not None:
         add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
         if resumes:
@@ -349,6 +359,12 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
 def _widen(config: Config, model: PreTrainedModel) -> None:
     if config.head_dtype == "fp32":
         widen_head(model)
+
+
+def _train_in_fp8(config: Config, model: PreTrainedModel) -> None:
+    """Let a model compute with the numbers of the engine; its other parts stay those of the engine, unfused."""
+    fp8_cache, exact = config.engine.kv_cache_dtype == "fp8", pick_device(config).type == "cpu"
+    train_in_fp8(model, config.fp8_backward, fp8_cache, exact)
 
 
 def _outline(role: Role, path: str) -> PreTrainedModel:
@@ -394,7 +410,7 @@ def make_learner(
         num_top_log_probs=config.sampling.num_top_log_probs,
         max_length=config.sampling.max_new_tokens,
         exact_engines=exact_engines,
-        autocast=None if config.precision == "fp32" else DTYPES[config.precision],
+        autocast=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
         rollout_model_each_step=each_step,
         distill_control=settings.distill_control if trains else None,
         is_mixed=config.is_mixed,

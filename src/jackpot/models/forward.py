@@ -22,7 +22,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from jackpot.core.errors import DataError, ModelError
 from jackpot.core.types import PackedRow, TokenBatch
-from jackpot.models.packed_attention import PACKED, AttentionPlan, AttentionSet, replaces_attention
+from jackpot.models.packed_attention import AttentionPlan, AttentionSet, replaces_attention
+from jackpot.models.quantization.attention import packed_implementation
 from jackpot.objectives.kernels.linear_head import Fp32Linear
 
 PaddingSide = Literal["left", "right"]
@@ -119,7 +120,8 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> ModelOutput:
     Raises:
         ModelError: as `packed_attention`.
     """
-    with AttentionSet(_text_config(module), PACKED):
+    config = _text_config(module)
+    with AttentionSet(config, packed_implementation(config)):
         return module(
             input_ids=row.token_ids[None],
             position_ids=row.positions[None],

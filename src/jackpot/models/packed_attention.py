@@ -137,7 +137,9 @@ def _by_block(
     shapes = [(block.rows, block.keys) for block in row.blocks]
     keys, values = (_rows(states, row.block_keys, shapes) for states in (key, value))
     suits_products = (
-        query.device.type == "cpu" and query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
     )
     for parts, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
         if suits_products and parts[1].shape[2] <= SHORT:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from jackpot.models.quantization.linear import QuantizedLinear, gemm_exact
+from jackpot.models.quantization.linear import QuantizedLinear
+from jackpot.models.quantization.product import gemm_exact, scaled_operands
 from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, Grid, Quantized, quantize, with_scales
 from models.quantization.test_quantizer import matrix
 
@@ -56,6 +57,30 @@ def test_the_largest_codes_do_not_overflow():
         rows = Quantized(full.to(codes), torch.ones(2, 1), grid)
         exact = full.double() @ full.double().T
         assert torch.equal(gemm_exact(rows, rows), exact.float())
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(33, 150, 300), (4, 128, 640), (1, 24, 100), (6, 300, 1152)])
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_operands_for_a_gpu_have_the_layout_that_its_library_reads_and_the_same_product(m, n, k, by_blocks):
+    """The checks of torch's `scaled_mm`, which on a GPU alone knows blocks, and the product of what lies in memory."""
+    a = quantize(matrix(m, k, 1), FP8_TOKEN_BLOCKS)
+    b = quantize(matrix(n, k, 2), SCHEMES["fp8"].weights if by_blocks else FP8_TOKEN_BLOCKS)
+    given = scaled_operands(a, b)
+    left, right, a_scales, b_scales = (given[name] for name in ("mat_a", "mat_b", "scale_a", "scale_b"))
+    (rows, size), columns, parts = left.shape, right.shape[1], -(-k // 128)
+    assert (rows % 4, size % 128, columns % 16) == (0, 0, 0) and len(right) == size
+    assert left.stride() == (size, 1) and right.stride() == (1, size)
+    assert a_scales.shape == (rows, parts) and a_scales.stride() == (1, rows if parts > 1 else 1)
+    if by_blocks:
+        filled = -(-parts // 4) * 4  # 640 columns have 5 parts, which cuBLAS reads at a distance of 8
+        assert b_scales.shape == (filled, -(-n // 128)) and b_scales.stride() == (1, filled)
+        b_scales = b_scales[:parts].repeat_interleave(128, dim=1)[:, :columns].T
+    else:
+        assert b_scales.shape == (columns, parts) and b_scales.stride() == (1, columns if parts > 1 else 1)
+    wide = [scales.repeat_interleave(128, dim=1).double() for scales in (a_scales, b_scales)]
+    product = (left.double() * wide[0]) @ (right.T.double() * wide[1]).T
+    exact = numpy_of(a) @ numpy_of(b).T
+    assert np.allclose(product[:m, :n].numpy(), exact, rtol=1e-12, atol=1e-12) and not product[m:].any()
 
 
 def test_matrices_that_do_not_fit_are_refused():

@@ -60,7 +60,7 @@ class MetricHistory:
 
         Without such an event, and for an engine of its own in evaluations, it is that of both dtypes on a GPU.
         """
-        engine, precision = self.config.engine, self.config.precision
+        engine, precision = self.config.engine, self.config.compute_dtype
         of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
         allowed = [event["allowed"] for event in self._events if "allowed" in event]
         return allowed[-1] if allowed and self.config.evaluation.engine is None else of_dtypes
@@ -116,8 +116,9 @@ def increase(values: Values) -> float:
 
 
 def rounding(history: MetricHistory, values: Values) -> float | None:
-    """Return the mean |p_engine - p_training| that rounding explains; None for quantized engines."""
-    return None if is_quantized(history.config.engine) else history.largest_gap()
+    """Return the mean |p_engine - p_training| that rounding explains; None for engines quantized unlike training."""
+    config = history.config
+    return None if is_quantized(config.engine) and config.numbers is None else history.largest_gap()
 
 
 def quantizing(history: MetricHistory, values: Values) -> float | None:

@@ -20,7 +20,7 @@ from jackpot.models.load import DTYPES, load_model
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.routing import expert_layers, recorded_experts
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
-from jackpot.rollout.engines.transformers.attention import set_attention
+from jackpot.rollout.engines.transformers.attention import set_engine_attention
 from jackpot.rollout.engines.transformers.weights import ModelWeights
 
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
@@ -42,10 +42,10 @@ def learner_model(settings: TransformersEngineConfig, path: str, device: torch.d
     """Load the model as the transformers engine with these settings holds it.
 
     Raises:
-        ModelError, EngineError: as `load_model`, `set_attention`, `ModelWeights`.
+        ModelError, EngineError: as `load_model`, `set_engine_attention`, `ModelWeights`.
     """
     model = load_model(path, DTYPES[settings.dtype], device)
-    set_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype is not None)
+    set_engine_attention(model, settings)
     ModelWeights(model, settings)  # quantizes the model in place
     return model.eval()
 

@@ -43,8 +43,10 @@ def mismatch_config(
         sampler = {"path": rollout_model, "engine": run.engine.model_dump()}
         how = {
             "engine": {"name": "transformers", "head_dtype": run.head_dtype},
-            "autocast": "bf16" if run.precision == "bf16" else None,
+            "autocast": "bf16" if run.compute_dtype == "bf16" else None,
         }
+        if run.precision == "fp8":
+            how["engine"] |= {"quantization": "fp8", "kv_cache_dtype": run.engine.kv_cache_dtype}
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}

@@ -41,6 +41,7 @@ from jackpot.models.fused import fuse
 from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
 from jackpot.models.packed_row import pack_row
+from jackpot.models.quantization.training import train_in_fp8
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
@@ -231,7 +232,7 @@ def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     settings, model = getattr(config, role), load_meta_model(path).eval()
     if config.head_dtype == "fp32":
         widen_head(model)
-    _fuse(config, model)
+    _prepare(config, model)
     if settings.optimizer is None:
         return model.requires_grad_(False)
     if settings.lora is not None:
@@ -247,6 +248,15 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
         fuse(model)
 
 
+def _prepare(config: Config, model: PreTrainedModel) -> None:
+    """Let a model other than the critic compute as in training; on a GPU FP8 products need less than is counted."""
+    if config.precision == "fp8":
+        fp8_cache = config.engine.kv_cache_dtype == "fp8"
+        train_in_fp8(model, config.fp8_backward, fp8_cache, exact=config.device == "cpu")
+    else:
+        _fuse(config, model)
+
+
 def _reference(config: Config) -> PreTrainedModel | None:
     settings = config.objective.reference
     if settings is None:
@@ -254,6 +264,8 @@ def _reference(config: Config) -> PreTrainedModel | None:
     model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
     if config.head_dtype == "fp32":
         widen_head(model)
+    if config.precision == "fp8":
+        _prepare(config, model)
     return model
 
 
@@ -420,5 +432,5 @@ def _hold_gradient(values: Sequence[Tensor], part: Tensor, shape: tuple[int, int
 
 
 def _precision(config: Config) -> torch.autocast:
-    dtype = DTYPES[config.precision]
+    dtype = DTYPES[config.compute_dtype]
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)

@@ -272,7 +272,7 @@ class Estimator:
             iterations=self._config.iterations,
             gpu=gpu,
             gpus=count,
-            peak=gpu.bf16 if self._config.precision == "bf16" else gpu.fp32,
+            peak=gpu.fp32 if self._config.precision == "fp32" else gpu.bf16,
         )
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:

@@ -7,7 +7,7 @@ belongs to no linear layer, such as one tensor of all experts, is kept too; the 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,15 @@ def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
     Raises:
         ValueError: the model has no linear layer to quantize.
     """
+    return replace_linears(model, lambda layer: QuantizedLinear(layer.weight, layer.bias, scheme))
+
+
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> Conversion:
+    """Replace every layer of `quantized_names` by what `make` makes of it, in place, and return the names.
+
+    Raises:
+        ValueError: as `quantize_linears`.
+    """
     conversion = quantized_names(model)
     if not conversion.converted:
         kinds = sorted({type(module).__name__ for module in model.modules()})
@@ -69,8 +78,7 @@ def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
     for name in conversion.converted:
         path = name.removesuffix(".weight")
         parent, _, last = path.rpartition(".")
-        layer = model.get_submodule(path)
-        setattr(model.get_submodule(parent), last, QuantizedLinear(layer.weight, layer.bias, scheme))
+        setattr(model.get_submodule(parent), last, make(model.get_submodule(path)))
     return conversion
 
 

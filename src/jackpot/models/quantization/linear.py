@@ -7,47 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from jackpot.models.quantization.product import product
 from jackpot.models.quantization.quantizer import E4M3, Grid, Quantized, Scheme, dequantize, encode, quantize
-
-
-def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
-    """Multiply two quantized matrices, A B^T: [M, N] float32. The product of codes is exact in each part along K.
-
-    Args:
-        a: [M, K], with a scale for every row and part.
-        b: [N, K], with the same codes and the same parts along K.
-
-    Raises:
-        ValueError: the matrices have different codes, K or parts, or `a` shares scales between rows.
-    """
-    (_, size), (_, other) = a.codes.shape, b.codes.shape
-    part, b_part = a.grid.block(a.codes.shape)[1], b.grid.block(b.codes.shape)[1]
-    if size != other or part != b_part or a.grid.codes != b.grid.codes or a.grid.rows != 1:
-        raise ValueError(
-            f"a product needs equal codes, K and parts along K, and scales of single rows on the left; got [M, {size}] "
-            f"in parts of {part} ({a.grid.codes}, {a.grid.rows} rows) and [N, {other}] in parts of {b_part} "
-            f"({b.grid.codes})"
-        )
-    rows = b.grid.block(b.codes.shape)[0]
-    b_scales = b.scales.repeat_interleave(rows, dim=0)[: len(b.codes)]  # [N, parts]
-    total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
-    for number, start in enumerate(range(0, size, part)):
-        columns = slice(start, start + part)
-        product = _exact(a.codes[:, columns], b.codes[:, columns])
-        total += a.scales[:, number, None] * (b_scales[:, number] * product)
-    return total
-
-
-def _exact(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B^T of codes, exact in float64 and rounded once, [M, N] float32."""
-    return (a.double() @ b.double().T).float()
 
 
 class QuantizedLinear(nn.Module):
     """Replaces an `nn.Linear`, without gradient. The bias is not quantized and is added last.
 
-    With quantized activations a token's result does not depend on the rest of the batch (`gemm_exact`). Without, it is
-    torch's product with the weight in the dtype of the activations.
+    With quantized activations a token's result does not depend on the rest of the batch where `product` is exact.
+    Without, it is torch's product with the weight in the dtype of the activations.
     """
 
     codes: Tensor  # [N, K]
@@ -83,7 +51,7 @@ class QuantizedLinear(nn.Module):
         if self.scheme.activations is None:
             return linear(inputs, dequantize(self.quantized, inputs.dtype), self.bias)
         rows = quantize(inputs.reshape(-1, self.in_features), self.scheme.activations)
-        outputs = gemm_exact(rows, self.quantized).to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
+        outputs = product(rows, self.quantized).to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias
 
     def extra_repr(self) -> str:

@@ -66,6 +66,12 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     return _matrix(blocks * scales[:, None, :, None], codes.shape).to(dtype)
 
 
+def transposed(quantized: Quantized) -> Quantized:
+    """Return the transpose of a quantized matrix: the same codes in blocks of exchanged sides."""
+    codes, scales, grid = quantized
+    return Quantized(codes.T.contiguous(), scales.T.contiguous(), replace(grid, rows=grid.columns, columns=grid.rows))
+
+
 def encode(values: Tensor, scales: Tensor | float, codes: torch.dtype) -> Tensor:
     """Round float32 numbers to codes under given scales, which broadcast."""
     largest = LARGEST[codes]

@@ -16,15 +16,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import backbone
+from jackpot.models.quantization.attention import Attention, in_float64
 from jackpot.models.quantization.linear import round_to_fp8
 
-# transformers' signature: (module, query, key, value, attention_mask, **options) -> (output, attention weights)
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
-GROUPED = "jackpot_grouped"  # value of `config._attn_implementation`
-GROUPED_FP8, EAGER_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8"
-ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, GROUPED_FP8, EAGER_FP8})  # take a mask [N, 1, T, S] as it is
+GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"  # values of `config._attn_implementation`
+GROUPED_FP8, EAGER_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8", "jackpot_exact_fp8"
+# Those that take a mask [N, 1, T, S] as it is.
+ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
 _FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}
 
 
@@ -90,18 +91,35 @@ def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> 
 
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
+AttentionInterface.register(EXACT, in_float64(grouped_attention))
+AttentionMaskInterface.register(EXACT, sdpa_mask)
+AttentionInterface.register(EXACT_FP8, with_rounded_kv(in_float64(grouped_attention), round_to_fp8))
+AttentionMaskInterface.register(EXACT_FP8, sdpa_mask)
 AttentionInterface.register(GROUPED_FP8, with_rounded_kv(grouped_attention, round_to_fp8))
 AttentionMaskInterface.register(GROUPED_FP8, sdpa_mask)
 AttentionInterface.register(EAGER_FP8, with_rounded_kv(eager_attention, round_to_fp8))
 AttentionMaskInterface.register(EAGER_FP8, eager_mask)
 
 
-def set_attention(model: PreTrainedModel, implementation: Literal["sdpa", "eager"], fp8_cache: bool = False) -> None:
+def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
+    """Set the attention of a model as an engine's settings say; on a CPU that of an FP8 engine is exact.
+
+    Raises:
+        EngineError: as `set_attention`.
+    """
+    exact = settings.quantization == "fp8" and settings.draft is None and model.device.type == "cpu"
+    set_attention(model, settings.attn_implementation, settings.kv_cache_dtype == "fp8", exact)
+
+
+def set_attention(
+    model: PreTrainedModel, implementation: Literal["sdpa", "eager"], fp8_cache: bool = False, exact: bool = False
+) -> None:
     """Set the attention implementation of a model, with `grouped_attention` in place of transformers' `sdpa`.
 
     Args:
         implementation: eager attention, or sdpa where the architecture has it (else its default stays).
         fp8_cache: round keys and values to FP8 (`round_to_fp8`). Such a model must not be differentiated.
+        exact: compute sdpa in float64, so that a token's result does not depend on batch and cache.
 
     Raises:
         EngineError: eager attention or an FP8 cache for a model whose attention cannot be replaced.
@@ -119,7 +137,9 @@ def set_attention(model: PreTrainedModel, implementation: Literal["sdpa", "eager
             f"{type(model).__name__} has an attention of its own ({current}), whose keys and values cannot be rounded "
             f"here; leave engine.kv_cache_dtype out"
         )
-    if fp8_cache:
+    if exact and current == "sdpa" and replaceable:
+        model.set_attn_implementation(EXACT_FP8 if fp8_cache else EXACT)
+    elif fp8_cache:
         model.set_attn_implementation(_FP8_VARIANTS[current])
     elif current == "sdpa" and replaceable:
         model.set_attn_implementation(GROUPED)

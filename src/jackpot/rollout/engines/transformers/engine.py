@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized
+from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized, quantized_numbers
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
@@ -27,7 +27,7 @@ from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.in_flight import InFlightRequests
-from jackpot.rollout.engines.transformers.attention import set_attention
+from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
 from jackpot.rollout.engines.transformers.drafting import DraftedBatch
 from jackpot.rollout.engines.transformers.static_decoding import (
@@ -77,7 +77,7 @@ class TransformersEngine(Engine):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
-        set_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype == "fp8")
+        set_engine_attention(model, settings)
         self._settings = settings
         self._weights: ModelWeights | None = ModelWeights(model, settings)
         self._model: PreTrainedModel | None = model.eval()
@@ -89,6 +89,7 @@ class TransformersEngine(Engine):
             num_top_log_probs=output_layer(model).out_features,
             max_model_len=min(int(context), drafter.capabilities.max_model_len) if drafter else int(context),
             quantized=is_quantized(settings) or is_relaxed,
+            flow=quantized_numbers(settings) if model.config._attn_implementation in (EXACT, EXACT_FP8) else None,
             dtype=self._weights.dtype,
             device=model.device.type,
         )

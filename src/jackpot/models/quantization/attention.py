@@ -1,0 +1,109 @@
+"""Attention of the FP8 flow: independent of the batch on a CPU, on keys and values as an FP8 cache stores them.
+
+A quantized layer turns a difference in the last bit of its input into one of several percent wherever a code flips. So
+float32 attention, whose sums depend on padding, cache and batch, would undo what the exact product gains. In float64
+such differences are far below the rounding to float32 at its end, and training, which reads whole sequences, has the
+bits of an engine that decodes token by token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from jackpot.core.errors import ModelError
+from jackpot.models.packed_attention import PACKED, packed_attention, replaces_attention
+from jackpot.models.quantization.linear import round_to_fp8
+
+# transformers' signature: (module, query, key, value, attention_mask, **options) -> (output, attention weights)
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def in_float64(attend: Attention) -> Attention:
+    """Return the attention function `attend` with products and sums in float64, rounded once to the queries' dtype."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        mask = attention_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.double()
+        output, _ = attend(module, query.double(), key.double(), value.double(), mask, **options)
+        return output.to(query.dtype), None
+
+    return attention
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds keys or values to FP8 with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:
+        return round_to_fp8(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def with_trained_kv(attend: Attention) -> Attention:
+    """Return the attention function `attend` on keys and values rounded as in an FP8 cache, with gradient."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return attend(module, query, _Rounded.apply(key), _Rounded.apply(value), attention_mask, **options)
+
+    return attention
+
+
+_SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes of below
+_PACKED_TWINS: dict[str, str] = {}  # the implementation for packed rows, by that for padded ones
+
+
+def _suffix(exact: bool, fp8_cache: bool) -> str:
+    return "_exact" * exact + "_fp8" * fp8_cache
+
+
+def _register(exact: bool, fp8_cache: bool) -> None:
+    """Register the attention of padded and of packed rows in training, with these properties."""
+    suffix = _suffix(exact, fp8_cache)
+    for base, own in ((_SDPA, sdpa_attention_forward), (PACKED, packed_attention)):
+        attend = in_float64(own) if exact else own
+        AttentionInterface.register(base + suffix, with_trained_kv(attend) if fp8_cache else attend)
+    AttentionMaskInterface.register(_SDPA + suffix, sdpa_mask)
+    _PACKED_TWINS[_SDPA + suffix] = PACKED + suffix
+
+
+_register(exact=True, fp8_cache=False)
+_register(exact=False, fp8_cache=True)
+_register(exact=True, fp8_cache=True)
+
+
+def packed_implementation(config: PreTrainedConfig) -> str:
+    """Return the attention of packed rows that computes as a model's own does."""
+    return _PACKED_TWINS.get(config._attn_implementation, PACKED)
+
+
+def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:
+    """Let a model in training attend as an FP8 engine does.
+
+    Args:
+        fp8_cache: round keys and values as the engine's cache does, with the gradient of the identity.
+        exact: compute in float64, as the engine on a CPU.
+
+    Raises:
+        ModelError: the model's attention cannot be replaced.
+    """
+    if not (exact or fp8_cache):
+        return
+    if not replaces_attention(model.base_model):
+        raise ModelError(
+            f"{type(model).__name__} has an attention of its own ({model.config._attn_implementation}), which cannot "
+            f"compute as the FP8 engine's does; take precision fp32 or bf16, or a model such as Qwen, Llama or Mistral"
+        )
+    model.set_attn_implementation(_SDPA + _suffix(exact, fp8_cache))

@@ -1,0 +1,124 @@
+"""Multiplies two quantized matrices, A B^T. Torch only.
+
+`product` is the one product of engines and training: exact and independent of the batch on a CPU (`gemm_exact`), by
+torch's block-wise `scaled_mm` on a Hopper GPU, which has not been run.
+
+Shapes: A is [M, K], B is [N, K].
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import pad
+
+from jackpot.models.quantization.quantizer import BLOCK, E4M3, Quantized
+
+ProductName = Literal["exact", "scaled_mm"]
+
+
+def product(a: Quantized, b: Quantized) -> Tensor:
+    """Multiply two quantized matrices, A B^T: [M, N] float32, as `product_name` says."""
+    if isinstance(a.codes, FakeTensor):  # of a plan, which counts what is kept
+        return a.scales.new_empty(len(a.codes), len(b.codes))
+    is_fp8 = a.grid.codes == b.grid.codes == E4M3
+    return PRODUCTS[product_name(a.codes.device) if is_fp8 else "exact"](a, b)
+
+
+def product_name(device: torch.device) -> ProductName:
+    """Return the name of the product of FP8 codes on a device, a key of `PRODUCTS`."""
+    return "scaled_mm" if device.type == "cuda" and _has_scaled_mm(device.index) else "exact"
+
+
+@cache
+def _has_scaled_mm(index: int | None) -> bool:
+    """Tell whether a GPU multiplies FP8 codes by blocks: Hopper, with cuBLAS 12.9 and a torch that calls it."""
+    recent = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) >= (12, 9)
+    return recent and hasattr(torch.nn.functional, "scaled_mm") and torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
+    """Multiply two quantized matrices, A B^T: [M, N] float32. The product of codes is exact in each part along K.
+
+    Args:
+        a: [M, K], with a scale for every row and part.
+        b: [N, K], with the same codes and the same parts along K.
+
+    Raises:
+        ValueError: the matrices have different codes, K or parts, or `a` shares scales between rows.
+    """
+    (_, size), (_, other) = a.codes.shape, b.codes.shape
+    part, b_part = a.grid.block(a.codes.shape)[1], b.grid.block(b.codes.shape)[1]
+    if size != other or part != b_part or a.grid.codes != b.grid.codes or a.grid.rows != 1:
+        raise ValueError(
+            f"a product needs equal codes, K and parts along K, and scales of single rows on the left; got [M, {size}] "
+            f"in parts of {part} ({a.grid.codes}, {a.grid.rows} rows) and [N, {other}] in parts of {b_part} "
+            f"({b.grid.codes})"
+        )
+    rows = b.grid.block(b.codes.shape)[0]
+    b_scales = b.scales.repeat_interleave(rows, dim=0)[: len(b.codes)]  # [N, parts]
+    total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
+    for number, start in enumerate(range(0, size, part)):
+        columns = slice(start, start + part)
+        products = _exact(a.codes[:, columns], b.codes[:, columns])
+        total += a.scales[:, number, None] * (b_scales[:, number] * products)
+    return total
+
+
+def _exact(a: Tensor, b: Tensor) -> Tensor:
+    """Return A B^T of codes, exact in float64 and rounded once, [M, N] float32."""
+    return (a.double() @ b.double().T).float()
+
+
+def gemm_scaled_mm(a: Quantized, b: Quantized) -> Tensor:
+    """Multiply as `gemm_exact` does, by the tensor cores of a Hopper GPU; sums are rounded as cuBLAS rounds them.
+
+    It has not been run.
+    """
+    outputs = torch.nn.functional.scaled_mm(**scaled_operands(a, b), output_dtype=torch.float32)
+    return outputs[: len(a.codes), : len(b.codes)]
+
+
+def scaled_operands(a: Quantized, b: Quantized) -> dict[str, Any]:
+    """Return the arguments of torch's `scaled_mm` for A B^T, padded with zeros to the sizes that cuBLAS takes.
+
+    Rows of A become a multiple of 4, rows of B of 16, columns of both of 128. Scales [rows, parts] of single rows lie
+    in memory part after part, [1, rows]. Those of blocks of B are [parts, row blocks], with `parts` filled up to a
+    multiple of 4: cuBLAS reads them at that distance, and without the filling the product would be wrong in silence.
+    """
+    kinds = torch.nn.functional.ScalingType
+    a_codes, b_codes = _padded(a.codes, 4, BLOCK), _padded(b.codes, 16, BLOCK)
+    by_blocks = b.grid.rows == BLOCK
+    b_scales = _padded(b.scales, 1, 4) if by_blocks else _by_part(b.scales, len(b_codes))
+    return {
+        "mat_a": a_codes,
+        "mat_b": b_codes.T,
+        "scale_a": _by_part(a.scales, len(a_codes)),
+        "scale_recipe_a": kinds.BlockWise1x128,
+        "scale_b": b_scales.T if by_blocks else b_scales,
+        "scale_recipe_b": kinds.BlockWise128x128 if by_blocks else kinds.BlockWise1x128,
+    }
+
+
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Fill a matrix up with zeros to multiples of `rows` and `columns`."""
+    below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    if not (below or behind):
+        return matrix.contiguous()
+    if matrix.dtype == E4M3:  # whose zero is the byte 0
+        return pad(matrix.view(torch.uint8), (0, behind, 0, below)).view(E4M3)
+    return pad(matrix, (0, behind, 0, below))
+
+
+def _by_part(scales: Tensor, rows: int) -> Tensor:
+    """Return scales [R, parts] as [rows, parts] in column-major order, filled up with zeros."""
+    return pad(scales, (0, 0, 0, rows - len(scales))).T.contiguous().T
+
+
+PRODUCTS: dict[ProductName, Callable[[Quantized, Quantized], Tensor]] = {
+    "exact": gemm_exact,
+    "scaled_mm": gemm_scaled_mm,
+}

@@ -1,0 +1,227 @@
+"""Layers trained through FP8 codes: the engine's numbers, exact gradients of their definition, no stale code."""
+
+import copy
+from contextlib import closing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from helpers.engines.reference import tiny_model, tiny_prompt
+from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.run import OptimizerConfig, Sampling
+from jackpot.core.errors import ModelError
+from jackpot.core.types import Version
+from jackpot.models.forward import checkpoint_activations, response_hidden
+from jackpot.models.quantization.attention import Attention, with_trained_kv
+from jackpot.models.quantization.linear import QuantizedLinear, round_to_fp8
+from jackpot.models.quantization.quantizer import (
+    FP8_BLOCKS,
+    FP8_TOKEN_BLOCKS,
+    SCHEMES,
+    Grid,
+    dequantize,
+    quantize,
+    transposed,
+)
+from jackpot.models.quantization.training import Fp8Linear, LastRows, train_in_fp8
+from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.training.batching import plain_batches
+from jackpot.training.kept_weights import KeptWeights
+from jackpot.training.optimizer import ModelOptimizer
+from models.quantization.test_quantizer import matrix
+
+SHAPES = [(37, 200, 300), (256, 192, 96), (1, 64, 200), (0, 64, 64)]  # M, N, K
+
+
+def layer_of(n: int, k: int, backward: str = "dequantized", bias: bool = True) -> Fp8Linear:
+    torch.manual_seed(n)
+    return Fp8Linear(nn.Linear(k, n, bias), backward, LastRows(FP8_TOKEN_BLOCKS))
+
+
+def of_engine(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> QuantizedLinear:
+    """The layer that an engine makes of the weights as they are now."""
+    bias = None if layer.bias is None else layer.bias.detach().to(dtype)
+    return QuantizedLinear(layer.weight.detach().to(dtype), bias, SCHEMES["fp8"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_trained_layer_computes_what_the_engines_layer_does(shape):
+    m, n, k = shape
+    layer, inputs = layer_of(n, k), matrix(m, k, 1)
+    assert torch.equal(layer(inputs), of_engine(layer)(inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(inputs)
+    assert torch.equal(found, of_engine(layer, torch.bfloat16)(inputs.bfloat16()))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backward", ["dequantized", "fp8"])
+def test_gradients_are_those_of_the_definition_in_float64(shape, backward):
+    m, n, k = shape
+    layer, inputs = layer_of(n, k, backward), matrix(m, k, 1).requires_grad_()
+    grad = matrix(m, n, 2) * 1e-3
+    layer(inputs).backward(grad)
+
+    def numbers(values: Tensor, grid: Grid) -> Tensor:
+        return dequantize(quantize(values.detach(), grid), torch.float64)
+
+    x, w = numbers(inputs, FP8_TOKEN_BLOCKS), numbers(layer.weight, FP8_BLOCKS)
+    to_x, to_w, x_t = grad.double(), grad.T.double(), x.T
+    if backward == "fp8":
+        to_x, to_w, x_t = (numbers(one, FP8_TOKEN_BLOCKS) for one in (grad, grad.T, x.T.float()))
+    for found, wanted in ((inputs.grad, to_x @ w), (layer.weight.grad, to_w @ x_t.T), (layer.bias.grad, grad.sum(0))):
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6 * float(1 + grad.abs().sum()))
+
+
+def test_rounding_costs_a_few_percent_of_a_gradient_and_an_fp8_backward_a_little_more():
+    errors = {}
+    for backward in ("dequantized", "fp8"):
+        layer, inputs, grad = (
+            layer_of(192, 256, backward),
+            torch.randn(128, 256).requires_grad_(),
+            torch.randn(128, 192),
+        )
+        layer(inputs).backward(grad)
+        exact = grad.T.double() @ inputs.detach().double(), grad.double() @ layer.weight.detach().double()
+        pairs = zip((layer.weight.grad, inputs.grad), exact, strict=True)
+        errors[backward] = [float((found - wanted).norm() / wanted.norm()) for found, wanted in pairs]
+    assert all(0.02 < one < 0.03 for one in errors["dequantized"])
+    assert all(0.03 < one < 0.045 for one in errors["fp8"])
+
+
+def test_no_step_and_no_swap_of_weights_leaves_stale_codes():
+    """A fused AdamW changes a weight and leaves its `_version`; kept weights are swapped in and out in place."""
+    layer, inputs = layer_of(64, 128), matrix(9, 128, 1)
+    optimizer = ModelOptimizer(layer.parameters(), OptimizerConfig(learning_rate=0.1), total_steps=10)
+    kept, outputs = KeptWeights(layer.parameters()), []
+    kept.keep()
+    for _ in range(2):
+        outputs.append(layer(inputs))
+        assert torch.equal(outputs[-1], of_engine(layer)(inputs))
+        outputs[-1].sum().backward()
+        before = layer.weight._version
+        optimizer.step()
+        assert layer.weight._version == before  # why nothing may be kept by it
+    with kept.in_place():
+        assert torch.equal(layer(inputs), outputs[0])
+    assert not torch.equal(outputs[0], outputs[1])
+    layer.load_state_dict(layer_of(64, 128).state_dict() | {"weight": matrix(64, 128, 5)})
+    assert torch.equal(layer(inputs), of_engine(layer)(inputs))
+
+
+def test_codes_are_all_that_is_kept_for_backward_and_one_copy_of_shared_inputs():
+    rows, kept = LastRows(FP8_TOKEN_BLOCKS), []
+    layers = [Fp8Linear(nn.Linear(256, 128, bias=False), "dequantized", rows) for _ in range(3)]
+    inputs = matrix(64, 256, 1).requires_grad_()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for layer in layers:
+            layer(inputs)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    activations, weights = 64 * 256 + 64 * 2 * 4, 128 * 256 + 2 * 4
+    assert sum(storages.values()) == activations + 3 * weights
+
+
+def test_inputs_that_change_in_place_are_quantized_again():
+    rows, inputs = LastRows(FP8_TOKEN_BLOCKS), matrix(3, 128, 1)
+    first = rows.of(inputs, torch.float32)
+    assert rows.of(inputs, torch.float32) is first
+    assert rows.of(inputs.clone(), torch.float32) is not first
+    rows.of(inputs, torch.float32)
+    inputs.mul_(3.0)
+    assert torch.equal(rows.of(inputs, torch.float32).scales, quantize(inputs, FP8_TOKEN_BLOCKS).scales)
+
+
+def test_a_transposed_matrix_has_the_same_numbers():
+    found = transposed(quantize(matrix(150, 300), FP8_BLOCKS))
+    again = quantize(dequantize(found, torch.float32), FP8_BLOCKS)
+    assert torch.equal(again.codes.float(), found.codes.float()) and torch.equal(again.scales, found.scales)
+    assert torch.equal(
+        dequantize(found, torch.float32).T, dequantize(quantize(matrix(150, 300), FP8_BLOCKS), torch.float32)
+    )
+
+
+@pytest.fixture(scope="module", params=[None, "fp8"], ids=["plain cache", "FP8 cache"])
+def written(request):
+    """A model in training, the rollouts of an engine with its weights, and the engine's own log-probs."""
+    model = tiny_model(0).eval()
+    settings = TransformersEngineConfig(quantization="fp8", kv_cache_dtype=request.param)
+    sampling = Sampling(max_new_tokens=12, num_top_log_probs=0)
+    requests = [Request(uid=f"{n}", prompt=tiny_prompt(4 + n // 3), seed=n, sampling=sampling) for n in range(12)]
+    args = {"eos_token_ids": (1,), "version": Version(0, 0)}
+    with closing(TransformersEngine(copy.deepcopy(model), settings, **args)) as engine:
+        rollouts = engine.generate(requests)
+    train_in_fp8(model, "dequantized", fp8_cache=request.param == "fp8", exact=True)
+    return model, rollouts
+
+
+def hidden_of(model: nn.Module, rollouts: list, budget: int, padded: bool = False) -> dict[str, Tensor]:
+    """The states that predict each response's tokens, by uid, in micro-batches of at most `budget` tokens."""
+    found = {}
+    for batch in plain_batches(rollouts, budget, 0, pads=padded):
+        parts = response_hidden(model, batch).split([int(mask.sum()) for mask in batch.response_mask])
+        found |= dict(zip(batch.uids, parts, strict=True))
+    return found
+
+
+def test_a_token_has_the_same_bits_in_any_micro_batch_shared_prompt_and_padding(written):
+    model, rollouts = written
+    whole = hidden_of(model, rollouts, 10_000)
+    others = [hidden_of(model, rollouts, 60), hidden_of(model, rollouts, 10_000, padded=True)]
+    others += [hidden_of(model, [one], 10_000) for one in rollouts]
+    for other in others:
+        assert all(torch.equal(states, whole[uid]) for uid, states in other.items())
+
+
+def test_training_reads_what_the_engine_wrote_token_by_token(written):
+    model, rollouts = written
+    for rollout in rollouts:
+        (states,) = hidden_of(model, [rollout], 10_000).values()
+        scores = (states @ model.lm_head.weight.T).double().log_softmax(-1).gather(1, rollout.token_ids[:, None])[:, 0]
+        assert (scores - rollout.rollout_log_probs).abs().max() < 1e-6
+
+
+def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(written):
+    model, rollouts = written
+    (batch,) = plain_batches(rollouts, 10_000, 0)
+    gradients = []
+    for checkpoints in (False, True):
+        twin = copy.deepcopy(model)
+        if checkpoints:
+            checkpoint_activations(twin)
+        response_hidden(twin, batch).square().sum().backward()
+        gradients.append([parameter.grad for parameter in twin.parameters() if parameter.grad is not None])
+    assert len(gradients[0]) > 20 and all(map(torch.equal, *gradients))
+
+
+def test_keys_and_values_are_rounded_with_the_gradient_of_the_identity():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    module, factor = tiny_model(0).model.layers[0].self_attn, torch.randn(1, 5, 2, 8)
+
+    def run(attend: Attention, key: Tensor, value: Tensor) -> list[Tensor]:
+        output, _ = attend(module, query, key, value, None, scaling=0.3)
+        return [output, *torch.autograd.grad((output * factor).sum(), (query, key, value))]
+
+    rounded = (round_to_fp8(one.detach()).requires_grad_() for one in (key, value))
+    found, wanted = run(with_trained_kv(sdpa_attention_forward), key, value), run(sdpa_attention_forward, *rounded)
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(found[0], run(sdpa_attention_forward, key, value)[0])
+
+
+def test_a_model_without_linear_layers_is_refused():
+    model = tiny_model(0)
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, module in list(parent.named_children()):
+                if isinstance(module, nn.Linear):
+                    setattr(parent, name, nn.Identity())
+    with pytest.raises(ModelError, match=r"no linear layer to quantize in Qwen3ForCausalLM.*take precision"):
+        train_in_fp8(model, "dequantized", fp8_cache=False, exact=True)
