@@ -6,7 +6,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from jackpot.models.sampling import Draw, draw_tokens, sample_tokens, sampling_log_probs
+from jackpot.models.sampling import Draw, draw_tokens, log_probs_at, sample_tokens, sampling_log_probs
+from jackpot.objectives.kernels.linear_head import linear_head
+from jackpot.objectives.kernels.tiles import Head
 
 LARGEST = 1 - 2**-53  # below 1
 
@@ -169,3 +171,23 @@ def test_log_probs_in_a_large_vocabulary_lose_no_digits():
     drawn = draw_of(logits, torch.tensor([0.1, 0.9], dtype=torch.float64))
     expected = logits.double().log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
     assert (drawn.log_probs - expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("size", [32, 5_000, 152_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 0.9)])
+def test_the_log_prob_of_a_drawn_token_is_the_same_when_drawn_scored_and_trained_on(size, temperature, top_k, top_p):
+    """Scoring has the formula of the draw, the head one of its own that differs in the last bit."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 4.0 * torch.randn(16, size, generator=draw)
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    found = draw_tokens(logits, torch.rand(16, dtype=torch.float64, generator=draw), **settings, num_top_log_probs=5)
+    ids = torch.cat([found.tokens[:, None], found.top_ids], dim=1)
+    scored = log_probs_at(logits, ids, **settings)
+    assert torch.equal(scored, torch.cat([found.log_probs[:, None], found.top_log_probs], dim=1))
+    if not top_k:
+        exact = (logits / temperature).double().log_softmax(-1).gather(1, ids)
+        assert (scored - exact).abs().max() < 1e-6
+        head = Head(hidden=torch.eye(16), weight=logits.T.contiguous())  # whose products do not round
+        trained = linear_head(head, found.tokens, temperature=temperature).log_probs
+        assert (trained - found.log_probs).abs().max() < 1e-6

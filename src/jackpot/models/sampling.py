@@ -58,17 +58,44 @@ def draw_tokens(
         logits: [N, V] float32.
         uniforms: [N] float64 in [0, 1).
     """
-    if top_k > 0 or top_p < 1.0:
-        scores = sampling_log_probs(logits, temperature, top_k, top_p)
-    else:
-        scores = logits if temperature == 1.0 else logits / temperature
+    scores = _scores(logits, temperature, top_k, top_p)
     highest = scores.amax(dim=-1, keepdim=True)
     tokens, totals = _invert((scores - highest).exp_(), uniforms)
-    log_totals = highest.double() + totals[:, None].log()
     top_scores, top_ids = largest(scores, num_top_log_probs)
-    log_probs = torch.cat([scores.gather(1, tokens[:, None]), top_scores], dim=1) - log_totals
-    log_probs = log_probs.float()
+    log_probs = _normalized(torch.cat([scores.gather(1, tokens[:, None]), top_scores], dim=1), highest, totals)
     return Draw(tokens, log_probs[:, 0].contiguous(), top_ids, log_probs[:, 1:].contiguous())
+
+
+def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Return the log-probs of given tokens in the distribution of `sampling_log_probs`, [N, G] float32, by the formula
+    by which `draw_tokens` reports those that it draws.
+
+    Args:
+        logits: [N, V] float32.
+        ids: [N, G] int64.
+    """
+    scores = _scores(logits, temperature, top_k, top_p)
+    highest = scores.amax(dim=-1, keepdim=True)
+    totals = (scores - highest).exp_().sum(dim=-1, dtype=torch.float64)
+    return _normalized(scores.gather(1, ids), highest, totals)
+
+
+def _scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Return the logarithms of what the probabilities are proportional to, [N, V] float32."""
+    if top_k > 0 or top_p < 1.0:
+        return sampling_log_probs(logits, temperature, top_k, top_p)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _normalized(scores: Tensor, highest: Tensor, totals: Tensor) -> Tensor:
+    """Return log-probs, [N, G] float32, rounded once.
+
+    Args:
+        scores: [N, G], some of those of each row.
+        highest: [N, 1], the largest score of each row.
+        totals: [N] float64, the sum of exp(score - highest) over each row.
+    """
+    return (scores - (highest.double() + totals[:, None].log())).float()
 
 
 def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from jackpot.core.types import Rollout, unique_rows
 from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden
-from jackpot.models.sampling import sampling_log_probs
+from jackpot.models.sampling import log_probs_at
 
 MAX_LOGITS = 2**22  # logits in memory at once: 16 MiB in float32, 32 MiB in float64, several times that with filters
 
@@ -51,7 +51,8 @@ def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Res
 def token_log_probs(
     model: PreTrainedModel, hidden: Tensor, token_ids: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the log-probs of given tokens at each position, in the distribution that is sampled from.
+    """Return the log-probs of given tokens at each position, in the distribution that is sampled from, by the formula
+    of a draw (`sampling.log_probs_at`).
 
     They are float32, in the shape of `token_ids`.
 
@@ -61,7 +62,7 @@ def token_log_probs(
         temperature, top_k, top_p: as in `sampling_log_probs`.
     """
     parts = [
-        sampling_log_probs(logits, temperature, top_k, top_p).gather(1, ids.unsqueeze(-1).flatten(1))
+        log_probs_at(logits, ids.unsqueeze(-1).flatten(1), temperature=temperature, top_k=top_k, top_p=top_p)
         for logits, ids in logit_chunks(model, hidden, token_ids)
     ]
     return torch.cat(parts).view_as(token_ids)

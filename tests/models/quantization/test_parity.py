@@ -16,12 +16,11 @@ from jackpot.config.run import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
-from jackpot.models.forward import head_logits
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.quantization.convert import quantize_linears
 from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantize, quantize, with_scales
-from jackpot.models.scoring import forward_rollouts
+from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.tasks.registry import make_task
@@ -80,7 +79,7 @@ def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_co
     for rollout, score in zip(rollouts, alone, strict=True):
         with torch.no_grad():
             hidden, ids, _ = forward_rollouts(learner, [rollout])
-            log_probs = torch.log_softmax(head_logits(learner, hidden), dim=-1).gather(-1, ids[..., None])[0, :, 0]
+            log_probs = token_log_probs(learner, hidden[0], ids[0], 1.0, top_k=0, top_p=1.0)
         assert torch.equal(log_probs, score)
 
 
