@@ -176,9 +176,9 @@ def is_quantized(engine: "EngineConfig") -> bool:
     return bool(engine.quantization or engine.kv_cache_dtype)
 
 
-def quantized_numbers(engine: "EngineConfig") -> tuple[str, str]:
-    """Return the number formats of an engine's linear layers and of its cached keys and values."""
-    return engine.quantization or engine.dtype, engine.kv_cache_dtype or engine.dtype
+def quantized_numbers(engine: "EngineConfig") -> str:
+    """Name the number formats of an engine's linear layers and of its cached keys and values."""
+    return f"{engine.quantization or engine.dtype}, cache {engine.kv_cache_dtype or engine.dtype}"
 
 
 EngineConfig = Annotated[

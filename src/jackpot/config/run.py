@@ -33,6 +33,7 @@ from jackpot.config.engines import (
 )
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.placement import PlacementConfig
+from jackpot.config.safety import CheckpointConfig, GuardConfig, RolloutsConfig
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -340,51 +341,6 @@ class EvaluationConfig(Strict):
     differs from `engine`, or a whole engine where `name` is given; null: the same settings as `engine`."""
 
 
-class CheckpointConfig(Strict):
-    """Settings of the checkpoints that a run continues from."""
-
-    every: Annotated[Count, MAY_CHANGE] = 100
-    """Iterations between two checkpoints; there is also one after the last iteration."""
-    keep: Annotated[Count, MAY_CHANGE] = 2
-    """Newest checkpoints that are kept, in addition to the best; with 1 there is no other if the newest is corrupt."""
-
-
-class RollbackConfig(Strict):
-    """Settings of the guard that takes a collapsed run back to a checkpoint from before that, with a smaller step.
-
-    A policy has collapsed where in two evaluations in a row it has less than half of its best accuracy, by more than
-    two standard errors, or where `guard.max_non_finite_steps` would stop the run. It goes back to the newest checkpoint
-    that is not younger than its last good evaluation; with this guard iteration 0 has a checkpoint too.
-    """
-
-    times: Annotated[Count, MAY_CHANGE] = 2
-    """Rollbacks after which the run stops at the next collapse."""
-    factor: Annotated[float, Field(gt=0.0, lt=1.0), MAY_CHANGE] = 0.5
-    """Factor of every learning rate from a rollback on; those of several rollbacks multiply."""
-
-
-class GuardConfig(Strict):
-    """Settings of the checks that stop a run which no longer trains, or take it back."""
-
-    check_engine: Annotated[bool, MAY_CHANGE] = True
-    """Compare the engine's log-probs and top-k lists with those of training, at every evaluation and for every rollout
-    batch before it is trained on, and check over all batches that the engine samples as it reports. With `batch.ahead`
-    the host's memory keeps a copy of the weights that generate, of every model that is trained and generates."""
-    max_non_finite_steps: Annotated[Count, MAY_CHANGE] = 10
-    """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""
-    rollback: Annotated[RollbackConfig | None, MAY_CHANGE] = None
-    """Take a collapsed run back to an earlier checkpoint; {}: with these defaults, null: let it go on."""
-
-
-class RolloutsConfig(Strict):
-    """Settings of the rollouts that a run saves for `jackpot replay` and `jackpot report`."""
-
-    every: Annotated[Count, MAY_CHANGE] = 10
-    """Iterations between two saved rollout batches."""
-    keep: Annotated[Count, MAY_CHANGE] = 20
-    """Files of rollouts that are kept: the first, the newest, and others spread evenly between them."""
-
-
 class Config(Strict):
     """All settings of one run of `jackpot train`."""
 
@@ -473,8 +429,8 @@ class Config(Strict):
         return self.engine.dtype if self.precision == "fp8" else self.precision
 
     @property
-    def numbers(self) -> tuple[str, str] | None:
-        """Return the number formats of linear layers and of keys and values in training; None where none is
+    def numbers(self) -> str | None:
+        """Name the number formats of linear layers and of keys and values in training; None where none is
         quantized."""
         return quantized_numbers(self.engine) if self.precision == "fp8" else None
 

@@ -39,7 +39,7 @@ class Capabilities:
     max_model_len: int  # largest length of a prompt and its response together, tokens
     quantized: bool  # True where the engine samples from another distribution than that of the weights it was sent:
     # it computes with other numbers, or accepts drafts with lam below 1
-    flow: tuple[str, str] | None = None  # number formats of linear layers and cache, where training with `precision:
+    flow: str | None = None  # number formats of linear layers and cache, where training with `precision:
     # fp8` and the same ones computes bit for bit the same on a CPU, but for rounding in the output layer
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on: "cpu", "cuda"
