@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.commands import jackpot
 from helpers.engines.reference import EOS, tiny_model
 from helpers.led import run_ranks
-from helpers.programs import run, without
 from helpers.runs import SMALL, metrics, read_lines, small_config, weights
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import weights_digest
@@ -141,19 +141,18 @@ def test_an_actor_on_another_machine_takes_weights_from_what_travels_with_the_me
     made_engines[0].close()
 
 
-def test_without_ray_the_error_says_what_to_install() -> None:
-    program = without({"ray"}) + "from jackpot.__main__ import main\nmain()"
-    done = run(program, "train", "quickstart", "placement.launcher=ray")
-    assert done.returncode == 2
-    assert "pip install '.[ray]' in a clone of" in (said := " ".join(done.stderr.split())), done.stderr
-    assert "or start ranks with torchrun" in said
-    assert "Traceback" not in done.stderr
+def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    result = jackpot("train", "quickstart", "placement.launcher=ray", cwd=tmp_path)
+    assert result.returncode == 2 and "pip install '.[ray]' in a clone of" in result.stderr, result.stderr
+    assert "or start ranks with torchrun" in result.stderr and not list(tmp_path.iterdir())
 
 
-def test_a_cluster_without_a_token_is_refused() -> None:
-    program = "import os\nos.environ |= {'RAY_ADDRESS': '10.0.0.1:6379'}\nfrom jackpot.__main__ import main\nmain()"
-    done = run(program, "train", "quickstart", "placement.launcher=ray")
-    assert done.returncode == 2 and "without a token runs programs on it" in " ".join(done.stderr.split()), done.stderr
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_a_cluster_without_a_token_is_refused(mode: str, tmp_path: Path) -> None:
+    cluster = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_AUTH_MODE": mode}
+    result = jackpot("train", "quickstart", "placement.launcher=ray", cwd=tmp_path, **cluster)
+    assert result.returncode == 2 and "without a token runs programs on it" in result.stderr, result.stderr
 
 
 def test_ranks_get_the_variables_of_torchrun() -> None:
