@@ -271,7 +271,8 @@ def add_sums(*parts: Mapping[str, Metric]) -> Sums:
 def all_reduce_sums(sums: Sums) -> Sums:
     """Return the sums over all ranks, in one message; `sums` itself without torch.distributed.
 
-    Every rank must hold the same names. With NCCL the message goes over this rank's GPU, wherever the entries are.
+    Every rank must hold the same names, on the same kind of device. A group with NCCL alone sends over this rank's GPU
+    what is on the CPU.
     """
     if not sums or not _has_ranks():
         return sums
