@@ -16,6 +16,8 @@ from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.checks import engine_is_exact
 from jackpot.launch.engines import make_engine
+from jackpot.models.quantization.quantizer import E4M3
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training.guards import check_gap
 
 ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "evaluation.engine=transformers")
@@ -62,7 +64,8 @@ UNIFIED = ("precision=fp8", "engine.quantization=fp8")
 def test_training_in_the_fp8_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
     config = small_config(*UNIFIED, *settings, "iterations=2", "evaluation.every=2")
     run(config, tmp_path)
-    told, lines = events(tmp_path), [line for line in metrics(tmp_path) if "mismatch/engine_gap" in line]
+    told = events(tmp_path)
+    lines = [line for line in metrics(tmp_path) if line.get("mismatch/engine_gap") is not None]
     training = [event for event in told if event["event"] == "fp8_training"]
     assert [(event["product"], event["backward"]) for event in training] == [("exact", config.fp8_backward)]
     checks = [event for event in told if event["event"] == "engine_check"]
@@ -71,6 +74,21 @@ def test_training_in_the_fp8_flow_of_the_engine_leaves_no_gap(settings, tmp_path
     moved = [line["policy/grad_norm"] for line in lines]
     assert lines and all(norm > 0.0 for norm in moved)
     assert rounding(MetricHistory([], told, config), [0.0]) == 1e-5
+
+
+def test_an_fp8_engine_gets_codes_and_scales_and_another_one_weights(tmp_path, monkeypatch):
+    kinds, own = {}, TransformersEngine.update_weights
+
+    def listen(engine, named_tensors, version):
+        tensors = dict(named_tensors)
+        kinds[engine.capabilities.quantized] = {name: tensor.dtype for name, tensor in tensors.items()}
+        return own(engine, tensors.items(), version)
+
+    monkeypatch.setattr(TransformersEngine, "update_weights", listen)
+    run(small_config(*ALONE[:2], "engine.quantization=fp8", "evaluation.engine=transformers", "iterations=1"), tmp_path)
+    codes = [name for name, dtype in kinds[True].items() if dtype == E4M3]
+    assert len(codes) > 20 and all(kinds[True][f"{name}_scale_inv"] == torch.float32 for name in codes)
+    assert set(kinds[False].values()) == {torch.float32}
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Role
 from jackpot.models.cost import ForwardCost
+from jackpot.models.quantization.convert import quantize_named
+from jackpot.models.quantization.quantizer import SCHEMES
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
 from jackpot.training.learner import Learner
@@ -64,14 +66,19 @@ class RunComponents:
         return sum(number * self.costs[role].sequence(tokens) for role, number in passes.items())
 
     def send_weights(self, engine: Engine, role: Role) -> None:
-        """Copy the learner's weights of one model into an engine and verify by digest that all of them arrived.
+        """Copy the learner's weights of one model into an engine and verify by digest that all of them arrived, as
+        codes and scales where the engine takes these.
 
         Raises:
             EngineError: the engine holds other weights than the learner sent.
         """
         dtype = engine.capabilities.dtype
         digest = WeightsDigest(dtype)
-        weights = digest.watch(self.learner.weights(role, dtype))
+        weights = self.learner.weights(role, dtype)
+        if codes := engine.capabilities.codes:  # quantized here, once
+            numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
+            weights = quantize_named(numbers, codes, SCHEMES["fp8"])
+        weights = digest.watch(weights)
         held = engine.update_weights(weights, self.learner.version)
         deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
         sent = digest.hexdigest()

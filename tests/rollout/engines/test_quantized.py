@@ -14,6 +14,8 @@ from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
+from jackpot.models.quantization.convert import quantize_named
+from jackpot.models.quantization.quantizer import E4M3, SCHEMES
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from rollout.engines.transformers.test_decoding import make_engine, make_model
 from rollout.engines.transformers.test_engine import make
@@ -115,6 +117,38 @@ def test_weights_are_quantized_again_at_every_update(folder, new_folder, quantiz
     for one, other in zip(updated.generate(requests), fresh.generate(requests), strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+
+
+def test_codes_and_scales_are_held_as_they_came_and_make_the_digest(folder, new_folder):
+    updated, fresh, new = make(folder, quantization="fp8"), make(new_folder, quantization="fp8"), tiny_model(seed=1)
+    named = list(quantize_named(new.named_parameters(), updated.capabilities.codes, SCHEMES["fp8"]))
+    assert updated.update_weights(iter(named), NEW) == weights_digest(named, torch.float32)
+    requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(12)]
+    for one, other in zip(updated.generate(requests), fresh.generate(requests), strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+    places = {name: place for place, (name, _) in enumerate(named)}
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight_scale_inv"):
+        changed = [(one, tensor.clone()) for one, tensor in named]
+        changed[places[name]][1].view(torch.uint8).view(-1)[3] ^= 1  # the last bit of a code, or a high one of a scale
+        assert updated.update_weights(changed, NEW) != weights_digest(named, torch.float32)
+
+
+def test_codes_that_do_not_fit_leave_the_old_weights(folder):
+    engine, new = make(folder, quantization="fp8"), tiny_model(seed=1)
+    named = dict(quantize_named(new.named_parameters(), engine.capabilities.codes, SCHEMES["fp8"]))
+    request = [tiny_request("0")]
+    before = engine.generate(request)[0].rollout_log_probs
+    name = "model.layers.1.mlp.down_proj.weight"
+    without = {one: tensor for one, tensor in named.items() if one != f"{name}_scale_inv"}
+    alone = named | {name: new.get_parameter(name)}
+    head = named | {"model.embed_tokens.weight": new.model.embed_tokens.weight.to(E4M3)}
+    for sent, why in ((without, "1 missing"), (alone, "1 unknown"), (head, "does not take, such as model.embed")):
+        with pytest.raises(EngineError, match=why):
+            engine.update_weights(sent.items(), NEW)
+    with pytest.raises(EngineError, match="does not take"):
+        make(folder, quantization="int8_w8a8").update_weights(named.items(), NEW)
+    assert torch.equal(engine.generate(request)[0].rollout_log_probs, before)
 
 
 def test_a_weight_changed_on_the_way_changes_the_digest(folder):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.quantizer import Scheme, quantize
 
+FP8_SCALES = "_scale_inv"  # behind the name of a weight: its scales
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
 
 
@@ -91,7 +92,7 @@ def quantize_named(
     scales. These are the names in files of Qwen3-FP8 and of compressed-tensors.
     """
     chosen = set(names)
-    suffix = "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
+    suffix = FP8_SCALES if scheme.weights.codes.is_floating_point else "_scale"
     for name, tensor in named_tensors:
         if name not in chosen:
             yield name, tensor

@@ -41,6 +41,7 @@ class Capabilities:
     # it computes with other numbers, or accepts drafts with lam below 1
     flow: str | None = None  # number formats of linear layers and cache, where training with `precision:
     # fp8` and the same ones computes bit for bit the same on a CPU, but for rounding in the output layer
+    codes: Sequence[str] = ()  # names of the weights that the trainer sends as FP8 codes and scales (`quantize_named`)
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on: "cpu", "cuda"
 
@@ -85,6 +86,9 @@ class Engine(ABC):
     @abstractmethod
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights and return the `weights_digest`, in `capabilities.dtype`, of the weights received.
+
+        A weight of `capabilities.codes` may come as two tensors, codes and scales, and is then held as it came: the
+        digest covers both.
 
         An engine that stores weights in another form (fused, quantized) computes the digest of the tensors from which
         that form was made. The trainer compares the digest with that of the weights it sent. Tokens generated later

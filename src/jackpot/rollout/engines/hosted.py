@@ -276,9 +276,15 @@ class EnginePool:
         """Return the engines by the setting that describes each. The pool closes with the last of them."""
         return dict(self._engines)
 
-    def replace(self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version) -> str:
-        """Replace the newest weights of one engine; return the digest of what hosts hold."""
-        check_weights(sent, self._shapes[name])
+    def replace(
+        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: Sequence[str] = ()
+    ) -> str:
+        """Replace the newest weights of one engine; return the digest of what hosts hold.
+
+        Args:
+            codes: as in `Capabilities`.
+        """
+        check_weights(sent, self._shapes[name], codes)
         weights = self._shared(name, sent, version)
         self.pool.update({**self.pool.newest, name: weights})
         return weights.digest
@@ -373,7 +379,7 @@ class PooledEngine(BackgroundEngine):
         """
         self._check_open()
         self._in_flight.check_empty()
-        digest = self._pool.replace(self._name, list(named_tensors), version)
+        digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.codes)
         self._version = version
         return digest
 

@@ -38,15 +38,19 @@ class SharedWeights:
         """Copy tensors of any device.
 
         Args:
-            dtype: that they are cast to; None: each keeps its own.
+            dtype: that they are cast to, but for FP8 codes; None: each keeps its own.
 
         Raises:
             OSError: there is no room.
         """
         tensors = dict(named_tensors)
         head, end = {"__metadata__": {"format": "pt"}}, 0
+        kinds = {
+            name: dtype if dtype and tensor.dtype != torch.float8_e4m3fn else tensor.dtype
+            for name, tensor in tensors.items()
+        }
         for name, tensor in tensors.items():
-            kind = dtype or tensor.dtype
+            kind = kinds[name]
             begin, end = end, end + tensor.numel() * kind.itemsize
             head[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         text = json.dumps(head).encode()
@@ -59,7 +63,7 @@ class SharedWeights:
         memory = torch.frombuffer(mmap.mmap(number, data + end), dtype=torch.uint8)
         for name, tensor in tensors.items():
             begin, end = (data + offset for offset in head[name]["data_offsets"])
-            memory[begin:end].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            memory[begin:end].view(kinds[name]).view(tensor.shape).copy_(tensor.detach())
 
     def _open(self) -> int:
         """Open a new file, set `path`, and return its descriptor."""

@@ -90,6 +90,7 @@ class TransformersEngine(Engine):
             max_model_len=min(int(context), drafter.capabilities.max_model_len) if drafter else int(context),
             quantized=is_quantized(settings) or is_relaxed,
             flow=quantized_numbers(settings) if model.config._attn_implementation in (EXACT, EXACT_FP8) else None,
+            codes=self._weights.codes,
             dtype=self._weights.dtype,
             device=model.device.type,
         )

@@ -11,9 +11,9 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import widen_head
-from jackpot.models.quantization.convert import quantize_linears
+from jackpot.models.quantization.convert import FP8_SCALES, quantize_linears
 from jackpot.models.quantization.linear import QuantizedLinear
-from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.models.quantization.quantizer import E4M3, SCHEMES
 from jackpot.rollout.engines.base import quantized_event
 from jackpot.rollout.engines.checks import check_weights
 
@@ -48,22 +48,29 @@ class ModelWeights:
             sizes = {name: shape.numel() for name, shape in self._shapes.items()}
             self.events.append(quantized_event(quantization, conversion, sizes))
             self._quantized = {name: model.get_submodule(name.removesuffix(".weight")) for name in conversion.converted}
+        self.codes = tuple(self._quantized) if quantization == "fp8" else ()  # names of weights taken as codes too
         self._parameters = dict(model.named_parameters())
 
     @torch.no_grad()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Replace all weights; return the digest, in `dtype`, of the weights as loaded, before quantization.
 
-        All tensors are held until all are checked, so an error leaves the old weights. Each is cast to `dtype` first.
+        All tensors are held until all are checked, so an error leaves the old weights. Each is cast to `dtype` first,
+        but for codes of `codes`: these and their scales are held as they came, and the digest is of what is held.
 
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
         sent = list(named_tensors)
-        check_weights(sent, self._shapes)
+        check_weights(sent, self._shapes, self.codes)
         digest = WeightsDigest(self.dtype)
         for name, tensor in sent:
-            if layer := self._quantized.get(name):
+            layer = self._quantized.get(name.removesuffix(FP8_SCALES))
+            if layer and (tensor.dtype == E4M3 or name not in self._quantized):
+                held = layer.codes if name in self._quantized else layer.scales
+                held.copy_(tensor)
+                digest.add(name, held)
+            elif layer:
                 source = tensor.to(layer.codes.device, self.dtype)
                 layer.take(source)
                 digest.add(name, source)
