@@ -55,6 +55,7 @@ UNIFIED = ("precision=fp8", "engine.quantization=fp8")
     [
         (*ALONE[:2], "engine.kv_cache_dtype=fp8", "fp8_backward=fp8"),
         pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("policy.lora={rank: 4, alpha: 8}",), marks=pytest.mark.slow),
         pytest.param(("batch.ahead=1", "batch.mini_batch_size=8"), marks=pytest.mark.slow),
         pytest.param(("activation_checkpointing=true", "batch.micro_batch_tokens=100"), marks=pytest.mark.slow),
         pytest.param(("objective.reference={kl_loss_coef: 0.1}",), marks=pytest.mark.slow),
@@ -105,7 +106,6 @@ def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
     [
         (("precision=fp8",), "set engine.quantization=fp8"),
         (("precision=fp8", "engine.quantization=int8_w8a8"), "engine.quantization is int8_w8a8"),
-        ((*UNIFIED, "policy.lora={rank: 4, alpha: 8}"), "policy.lora is given"),
         ((*UNIFIED, "engine.attn_implementation=eager"), "leave engine.attn_implementation"),
         (("fp8_backward=fp8",), "set precision=fp8, or leave fp8_backward out"),
     ],

@@ -526,12 +526,6 @@ class Config(Strict):
                 f"precision fp8 trains through the codes that the engine computes with, but engine.quantization is "
                 f"{self.engine.quantization}; set engine.quantization=fp8, or precision to fp32 or bf16"
             )
-        adapters = [role for role in ("policy", "rollout_model") if getattr(getattr(self, role), "lora", None)]
-        if adapters:
-            raise ValueError(
-                f"precision fp8 has no adapters yet, and {adapters[0]}.lora is given; set it to null, or precision to "
-                f"fp32 or bf16"
-            )
         if getattr(self.engine, "draft", None) or getattr(self.engine, "attn_implementation", "sdpa") != "sdpa":
             raise ValueError(
                 "precision fp8 attends as the engine does with attn_implementation sdpa and without draft; leave "

@@ -1,11 +1,13 @@
 """LoRA: trains a small adapter on linear layers whose own weights are frozen (arXiv 2106.09685).
 
 A layer with an adapter computes W x + alpha / rank * B A x. Engines and checkpoint folders get the *merged* weights
-W + alpha / rank * B A under the names that the model has without an adapter, so they do not depend on it. Only this
-file needs peft, and only for a model that gets an adapter.
+W + alpha / rank * B A under the names that the model has without an adapter, so they do not depend on it. With
+`precision: fp8` a layer computes with the codes of its merged weight too. Only this file needs peft, and only for a
+model that gets an adapter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +26,7 @@ from jackpot.core.package import install
 from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
 from jackpot.models.load import in_float32
+from jackpot.models.quantization.training import Fp8Linear
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
 _BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
@@ -79,6 +82,9 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
+    for layer in model.modules():
+        if _has_delta(layer) and isinstance(layer.base_layer, Fp8Linear):
+            layer.forward = partial(_forward_merged, layer)
 
 
 @torch.no_grad()
@@ -187,6 +193,15 @@ def _factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
 def _delta(layer: nn.Module, first: Tensor, second: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round otherwise."""
     return second @ first * layer.scaling["default"]
+
+
+def _forward_merged(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """Compute with the codes of the merged weight, which an engine gets, and not with an adapter beside those of the
+    frozen one."""
+    first, second = (factor["default"].weight for factor in (layer.lora_A, layer.lora_B))
+    with torch.autocast(inputs.device.type, enabled=False):
+        weight = layer.base_layer.weight + _delta(layer, first, second)
+    return layer.base_layer.multiply(inputs, weight)
 
 
 def _leaf(name: str) -> str:

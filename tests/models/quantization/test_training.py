@@ -10,10 +10,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.engines.reference import tiny_model, tiny_prompt
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import OptimizerConfig, Sampling
+from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
 from jackpot.core.errors import ModelError
 from jackpot.core.types import Version
 from jackpot.models.forward import checkpoint_activations, response_hidden
+from jackpot.models.lora import add_adapter, merged_weights
 from jackpot.models.quantization.attention import Attention, with_trained_kv
 from jackpot.models.quantization.linear import QuantizedLinear, round_to_fp8
 from jackpot.models.quantization.quantizer import (
@@ -186,6 +187,27 @@ def test_training_reads_what_the_engine_wrote_token_by_token(written):
         (states,) = hidden_of(model, [rollout], 10_000).values()
         scores = (states @ model.lm_head.weight.T).double().log_softmax(-1).gather(1, rollout.token_ids[:, None])[:, 0]
         assert (scores - rollout.rollout_log_probs).abs().max() < 1e-6
+
+
+def test_an_adapter_is_merged_before_its_layer_is_quantized_and_gets_the_gradient_of_that():
+    model, inputs = tiny_model(0).eval(), torch.arange(2, 14)[None]
+    train_in_fp8(model, "dequantized", fp8_cache=False, exact=True)
+    add_adapter(model, LoraConfig(rank=4, alpha=8), 0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.1 * matrix(*parameter.shape, seed=3)
+    merged = tiny_model(0).eval()
+    merged.load_state_dict(dict(merged_weights(model)), strict=False)
+    train_in_fp8(merged, "dequantized", fp8_cache=False, exact=True)
+    outputs = [one(inputs, use_cache=False).logits for one in (model, merged)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    layer, own = (one.model.layers[1].mlp.down_proj for one in (model, merged))
+    first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.testing.assert_close(second.grad, 2.0 * own.weight.grad @ first.detach().T)
+    torch.testing.assert_close(first.grad, 2.0 * second.detach().T @ own.weight.grad)
+    assert layer.base_layer.weight.grad is None
 
 
 def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(written):

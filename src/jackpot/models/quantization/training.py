@@ -97,11 +97,15 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the inputs or of autocast."""
+        return self.multiply(inputs, self.weight)
+
+    def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Do as `forward` with another weight, [N, K], such as one that an adapter is merged into."""
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         rows = self._rows.of(inputs, dtype)
         flat = inputs.to(dtype).reshape(-1, self.in_features)
-        outputs = Fp8Product.apply(flat, self.weight, rows.codes, rows.scales, self._backward)
+        outputs = Fp8Product.apply(flat, weight, rows.codes, rows.scales, self._backward)
         outputs = outputs.reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias.to(dtype)
 
