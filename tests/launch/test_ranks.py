@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -121,17 +120,3 @@ def test_a_group_that_cannot_start_says_why_once(tmp_path: Path) -> None:
     ended = run_ranks(2, small_config("engine=vllm", "evaluation.engine=transformers"), tmp_path / "run", patience=0.0)
     assert ended.codes[0] == 2 and "error: engine vllm sets up torch.distributed in the process" in ended.printed[0]
     assert ended.printed[1] == ""
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_rank_0_longer_than_the_time_out(finished_run: FinishedRuns, tmp_path: Path) -> None:
-    """Rank 0 stands still between two commands, as while it generates."""
-    run = tmp_path / "run"
-
-    def stand_still(line: dict) -> None:
-        if line["iteration"] == 1:
-            time.sleep(21.0)
-
-    ended = run_ranks(2, small_config("placement.timeout=20"), run, stand_still)
-    assert ended.codes == [0, 0], ended.printed
-    assert_close_runs(finished_run(), run)

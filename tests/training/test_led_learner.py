@@ -1,7 +1,11 @@
 """A learner that leads two ranks does what one that is alone does."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -27,17 +31,24 @@ def one_learner(part: object = None) -> JointLearner:
     return make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="prepass"))
 
 
-def two_ranks(run: Path, lead: Callable[[Ranks], None], build: Callable[[object], Learner] = one_learner) -> Ended:
+def two_ranks(
+    run: Path,
+    lead: Callable[[Ranks], None],
+    build: Callable[[object], Learner] = one_learner,
+    timeout: float = 60.0,
+    patience: float = 30.0,
+) -> Ended:
     def work(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
-        ranks = Ranks(run)
+        store = f"file://{run}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
+        ranks = Ranks(run, timeout)
         if rank:
             follow(ranks, build)
         else:
             lead(ranks)
             ranks.end()
 
-    return fork_ranks(2, work, run)
+    return fork_ranks(2, work, run, patience)
 
 
 def outcome(learner: Learner) -> dict[str, torch.Tensor]:
@@ -117,3 +128,17 @@ def test_advantages_of_a_critic_are_whitened_over_the_rollouts_of_all_ranks(tmp_
     wanted = [one.advantages for one in build(False).compute_advantages(scored)]
     assert len({round(float(one[-1]), 3) for one in wanted}) > 3
     assert all(map(torch.equal, torch.load(tmp_path / "led.pt", weights_only=True), wanted))
+
+
+def test_a_leader_may_pause_and_is_noticed_where_it_stands_still(tmp_path: Path) -> None:
+    """A pause is longer than a rank waits for a sign of life."""
+
+    def lead(ranks: Ranks) -> None:
+        ranks.carry_out("build", [None, None], one_learner)
+        time.sleep(2.5)
+        ranks.carry_out("keep_weights", [{"role": "policy"}] * 2, lambda part: None)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    ended = two_ranks(tmp_path, lead, timeout=1.0, patience=0.0)
+    assert ended.codes == [-signal.SIGKILL, 2], ended.printed
+    assert "error: rank 1 lost another rank in waiting for a command after command 2 (keep_weights)" in ended.printed[1]

@@ -22,9 +22,10 @@ class PlacementConfig(Strict):
     the process that trains generates too. Engines of name vllm_server stay where they are. On a CPU each has as many
     `threads` as the run, 1 where that is auto."""
     timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
-    """Seconds that a rank waits for the others while all of them train, score or load models, before the run ends with
-    an error. Between these, ranks wait for rank 0 as long as it generates rollouts. Also the seconds without any sign
-    of life after which an engine process is replaced, and those without any engine process after which the run ends."""
+    """Seconds that a rank waits for the others while all of them train, score, save or load models, before the run ends
+    with an error. Between these, ranks wait for rank 0 as long as it runs, and end twice as long after it stands still.
+    Also the seconds without any sign of life after which an engine process is replaced, and those without any engine
+    process after which the run ends."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
     several ranks train: room on the GPUs for time. It has not run on a GPU."""

@@ -157,7 +157,7 @@ def _joined(store: dist.Store, at: Place, run: Path, timeout: float, backend: st
             world_size=at.size,
             timeout=timedelta(seconds=timeout),
         )
-        ranks = Ranks(run)
+        ranks = Ranks(run, timeout)
     except RuntimeError as error:
         raise RankError(f"the {at.size} ranks cannot join: {_first_line(error)}") from error
     yield ranks

@@ -9,6 +9,7 @@ once, so collectives (sums over gradients, gathered weights) meet. A command and
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,25 +30,31 @@ from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner, StepResult
 from jackpot.training.run.last_commands import LastCommand, describe
 
-PATIENCE = timedelta(days=365)  # of a rank that waits for a command: rank 0 may generate rollouts for hours
+_BEATS = 4  # signs of life of rank 0 within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
+_ALIVE = torch.tensor([0])  # in place of the size of a message
 
 
 class Ranks:
     """Moves commands from rank 0 to the other ranks of torch.distributed's default group, and the replies back.
 
-    A rank that waits for a command waits as long as it takes. Within a command, the time-out of the default group
-    holds.
+    A rank waits for a command as long as rank 0 runs, which says so a few times within each time-out: it may generate
+    rollouts for hours. Within a command, the time-out of the default group holds.
 
     Args:
         run: the run folder, in which every rank writes its last command.
+        timeout: of the default group, in seconds.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
+        # twice: a rank may begin to wait while rank 0 waits for the reply of another one
+        self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
         self._run, self._last = run, LastCommand(run, self.rank)
         self._is_idle = True
+        self._turn, self._ended = threading.Lock(), threading.Event()  # who may send to the ranks that wait
+        if self.rank == 0:
+            threading.Thread(target=self._beat, args=(timeout / _BEATS,), daemon=True).start()
 
     def carry_out(self, name: str, parts: Sequence[Any], work: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
         """Do one command on all ranks; only rank 0 calls this.
@@ -62,7 +69,7 @@ class Ranks:
         Raises:
             RankError: a rank was lost, or does not answer within the time-out; names what each rank did last.
         """
-        with self._command(self._last.number + 1, name):
+        with self._turn, self._command(self._last.number + 1, name):
             for rank, part in enumerate(parts[1:], start=1):
                 self._send([self._last.number, name, torch.get_num_threads(), part], rank)
             done = work(parts[0])
@@ -89,10 +96,23 @@ class Ranks:
 
     def end(self) -> None:
         """End the other ranks; only rank 0 calls this. A rank that is within a command notices that rank 0 has gone."""
+        self._ended.set()
         if self._is_idle:
-            with self._lost_named("ending"):
+            with self._turn, self._lost_named("ending"):
                 for rank in range(1, self.size):
                     self._send(None, rank)
+
+    def _beat(self, interval: float) -> None:
+        """Tell the ranks that wait for a command that rank 0 runs; a process that stands still says nothing."""
+        while not self._ended.wait(interval):
+            with self._turn:
+                if self._ended.is_set() or not self._is_idle:
+                    return
+                try:
+                    for rank in range(1, self.size):
+                        dist.send(_ALIVE, rank, group=self._waiting)
+                except RuntimeError:  # a rank is lost: the next command says which
+                    return
 
     @contextmanager
     def _command(self, number: int, name: str) -> Iterator[None]:
@@ -127,8 +147,9 @@ class Ranks:
             dist.send(piece, rank)
 
     def _receive(self, rank: int, group: dist.ProcessGroup | None) -> Any:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, group=group)
+        size = _ALIVE.clone()
+        while size == _ALIVE:
+            dist.recv(size, rank, group=group)
         message = torch.empty(int(size), dtype=torch.uint8)
         for piece in message.split(_PIECE):
             dist.recv(piece, rank)
