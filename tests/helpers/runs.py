@@ -109,7 +109,8 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path, role: str) -> dict[str, Any]:
     """The tensors of the newest checkpoint."""
-    return load_file(folder / "checkpoints" / "last" / role / "model.safetensors")
+    files = (folder / "checkpoints" / "last" / role).glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

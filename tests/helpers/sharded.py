@@ -20,6 +20,7 @@ from jackpot.core.digest import weights_digest
 from jackpot.core.shards import whole
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
 from jackpot.launch.local import load_models, make_learner
+from jackpot.models.parts import write_index
 from jackpot.training.batching import deal, mini_batches, plain_batches
 from jackpot.training.joint_learner import JointLearner
 
@@ -51,21 +52,34 @@ def samples_of(folder: Path, lengths: Sequence[int] = ()) -> list[TrainingSample
 
 
 def learner_of(config: Config, is_sharded: bool, checkpoint: Path | None = None) -> JointLearner:
-    mesh = init_device_mesh("cpu", (RANKS,)) if is_sharded else None
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if is_sharded else None
     models = load_models(config, checkpoint, None if is_sharded else torch.device("cpu"))
     learner = make_learner(config, models, exact_engines=["rollout_model"], mesh=mesh)
     if checkpoint:
-        learner.load_state_dict(torch.load(checkpoint / "state.pt", weights_only=True))
+        learner.load(checkpoint, torch.load(checkpoint / "state.pt", weights_only=True))
     return learner
 
 
-def save(learner: JointLearner, config: Config, folder: Path) -> None:
-    """Write what a learner continues from; all ranks call it."""
-    folder.mkdir(exist_ok=True)
-    for role in ("policy", "rollout_model", *(["critic"] if config.critic else [])):
-        learner.save_model(role, folder / role)
-    if state := learner.state_dict():
-        torch.save(state, folder / "state.pt")
+def save(learner: JointLearner, config: Config, folder: Path) -> dict[str, Any]:
+    """Write what a learner continues from; all ranks call it. The files of this rank."""
+    roles = ["policy", "rollout_model", *(["critic"] if config.critic else [])]
+    files = learner.save(folder, roles)
+    if dist.is_initialized():
+        dist.barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(learner.state_dict(), folder / "state.pt")
+        for role in roles if learner._gathered else ():
+            write_index(folder / role, sorted((folder / role).glob("model-*.safetensors")))
+    return files
+
+
+def moments_of(learner: JointLearner) -> dict[str, torch.Tensor]:
+    """The whole moments of all models; all ranks call it."""
+    return {
+        f"{role}/{name}": whole(moment).clone()
+        for role, moments in learner._optimizer.moments()
+        for name, moment in moments
+    }
 
 
 def compared(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
@@ -84,8 +98,9 @@ def train(
     rank: int,
     ranks: int,
     pads: bool = False,
+    rollout_batches: int = 2,
 ) -> dict[str, Any]:
-    """Two rollout batches of the same responses: gradients of all steps, weights, digests, scores and metrics."""
+    """Rollout batches of the same responses: gradients of all steps, weights, digests, scores and metrics."""
     optimizers, gradients = learner._optimizer._optimizers, []
     for optimizer in optimizers.values():
         optimizer.step = _seen(optimizer, gradients)
@@ -100,7 +115,7 @@ def train(
 
     metrics, traces = [], {}
     learner.keep_weights("policy")
-    for _ in range(2):
+    for _ in range(rollout_batches):
         own = learner.compute_advantages(scored) if config.critic else samples
         batch = config.batch
         steps = mini_batches(
@@ -140,10 +155,10 @@ def _seen(optimizer: Any, gradients: list[torch.Tensor]) -> Callable[..., None]:
 
 
 @contextmanager
-def rank_of(rank: int, folder: Path):
+def rank_of(rank: int, folder: Path, ranks: int):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     try:
         yield
@@ -151,13 +166,13 @@ def rank_of(rank: int, folder: Path):
         dist.destroy_process_group()
 
 
-def on_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What `work` returns on each of two ranks."""
+def on_ranks(work: Callable[[int], Any], folder: Path, ranks: int = RANKS) -> list[Any]:
+    """What `work` returns on each rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.start_processes(_save, args=(work, folder), nprocs=RANKS, start_method="fork")  # nothing is imported again
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    mp.start_processes(_save, args=(work, folder, ranks), nprocs=ranks, start_method="fork")  # nothing imported again
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def _save(rank: int, work: Callable[[int], Any], folder: Path) -> None:
-    with rank_of(rank, folder):
+def _save(rank: int, work: Callable[[int], Any], folder: Path, ranks: int) -> None:
+    with rank_of(rank, folder, ranks):
         torch.save(work(rank), folder / f"rank{rank}.pt")

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from jackpot.core.files import flushed_checksum
 from jackpot.models.load import load_tokenizer
 from jackpot.training.run.checkpoint import Checkpoints
 
@@ -17,10 +18,12 @@ class OneTensor:
     def __init__(self, iteration: int) -> None:
         self._iteration = iteration
 
-    def save_model(self, role: str, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        save_file({"weight": torch.full((1000,), float(self._iteration))}, folder / "model.safetensors")
-        (folder / "config.json").write_text("{}")
+    def save(self, folder: Path, roles: list[str]) -> dict:
+        for role in roles:
+            (folder / role).mkdir(parents=True)
+            save_file({"weight": torch.full((1000,), float(self._iteration))}, folder / role / "model.safetensors")
+            (folder / role / "config.json").write_text("{}")
+        return {name: flushed_checksum(folder / name) for name in (f"{role}/model.safetensors" for role in roles)}
 
     def state_dict(self) -> dict:
         return {"moment": torch.ones(2000)}

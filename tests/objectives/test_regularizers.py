@@ -158,14 +158,14 @@ def test_the_regularizer_stands_on_all_tokens_and_is_not_rejected():
     assert result.metrics["policy/grad_norm"].value.item() == pytest.approx(slope.norm().item(), rel=1e-4)
 
 
-def test_a_run_continues_beside_its_own_reference_alone():
+def test_a_run_continues_beside_its_own_reference_alone(tmp_path):
     learner, frozen = learner_with("exact")
     saved = learner.state_dict()
-    learner.load_state_dict(saved)
+    learner.load(tmp_path, saved)
     frozen.model.norm.weight.data[0] += 1e-3
     learner._reference = Reference(frozen, learner._models["policy"], estimate="exact", temperature=TEMPERATURE)
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
-        learner.load_state_dict(saved)
+        learner.load(tmp_path, saved)
 
 
 def test_the_gradient_of_k2_and_k3_on_the_policys_own_rollouts_is_that_of_the_kl():

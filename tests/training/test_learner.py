@@ -518,11 +518,11 @@ def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
     for _ in range(2):
         one_step(learner, items, budget=60)
     torch.save(learner.state_dict(), tmp_path / "state.pt")
-    learner.save_model("policy", tmp_path / "policy")
+    learner.save(tmp_path, ["policy"])
     assert torch.equal(flat(type(POLICY).from_pretrained(tmp_path / "policy")), parameters(learner, "policy"))
     models = learner._models["policy"], learner._models["rollout_model"]
     resumed = make_learner(*models, objective=objective, optimizer=ADAM)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load(tmp_path, torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.version == learner.version == Version(2, 2)
     for _ in range(2):
         expected, found = one_step(learner, items, budget=60), one_step(resumed, items, budget=60)

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.disks import largest_file
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, write
 from helpers.led import Ended, fork_ranks
 from helpers.sharded import config_of, learner_of, samples_of, save_models
 from jackpot.config.run import Sampling
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.shards import local
 from jackpot.core.types import ScoredRollout
+from jackpot.models.load import load_model
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
 from jackpot.training.ranks import LedLearner, Ranks, follow
@@ -78,6 +81,41 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
     for name, wanted in alone.items():
         assert torch.allclose(ours[name].double(), wanted.double(), rtol=1e-5, atol=1e-6), name
     assert not torch.allclose(alone["policy"], parameters(one_learner(), "policy"))
+
+
+def test_a_rank_whose_disk_is_full_costs_the_checkpoint_and_no_run(tmp_path: Path) -> None:
+    """Rank 1 has no room until it builds its learner anew."""
+    save_models(tmp_path)
+    config, disk = config_of(tmp_path), ExitStack()
+    steps = batches(write(ROLLOUT_MODEL, num_top_log_probs=4))
+
+    def build(part: int) -> JointLearner:
+        if part == 1:
+            disk.enter_context(largest_file(2000))
+        if part == 2:
+            disk.close()
+        return learner_of(config, True)
+
+    def lead(ranks: Ranks) -> None:
+        for number in (1, 2):
+            own, _ = ranks.carry_out("build", [0, number], build)
+            led = LedLearner(own, ranks)
+            led.train(steps, trace=False)
+            if number == 1:
+                with pytest.raises(CheckpointError, match=r"^rank 1: .*File too large"):
+                    led.save(tmp_path / "full", ROLES)
+                assert led.score("policy", steps[0], Sampling())  # the ranks understand each other
+        files = led.save(tmp_path / "room", ROLES)
+        assert {*files} == {
+            f"{folder}-0000{rank}-of-00002.safetensors"
+            for rank in (1, 2)
+            for folder in ("policy/model", "rollout_model/model", "moments/policy", "moments/rollout_model")
+        }
+        saved = dict(load_model(tmp_path / "room" / "policy", torch.float32).named_parameters())
+        assert all(torch.equal(saved[name], weight) for name, weight in led.weights("policy"))
+
+    ended = two_ranks(tmp_path, lead, build)
+    assert ended.codes == [0, 0], ended.printed
 
 
 def test_a_rank_that_fails_gives_the_leader_its_reason(tmp_path: Path) -> None:

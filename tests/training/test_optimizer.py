@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from helpers.learners import ReferenceAdamW
 from jackpot.config.run import OptimizerConfig
+from jackpot.core.errors import CheckpointError
 from jackpot.training.optimizer import ModelOptimizer, learning_rate
 
 NO_CLIP = OptimizerConfig(learning_rate=0.1, max_grad_norm=1e6)
@@ -130,7 +132,9 @@ def test_each_step_is_taken_at_its_scheduled_rate():
         torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_loaded_state_continues_bit_by_bit():
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_a_loaded_state_continues_bit_by_bit(is_earlier: bool):
+    """Also that of an earlier version, which had the moments in it."""
     (everything, weights, config, total), (others, copies, _, _) = make(), make()
     config = config.model_copy(update={"schedule": "cosine", "warmup_steps": 2})
     optimizer, resumed = ModelOptimizer(everything, config, total), ModelOptimizer(others, config, total)
@@ -138,7 +142,11 @@ def test_a_loaded_state_continues_bit_by_bit():
         give_gradients(weights, seed)
         prepare(optimizer, 2.0)
         optimizer.step()
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors that it loads
+    if is_earlier:
+        resumed.load_state_dict(copy.deepcopy({"adamw": optimizer._adamw.state_dict(), "steps": 3}), {})
+    else:
+        moments = {name: moment.clone() for name, moment in optimizer.moments()}
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()), moments)
     with torch.no_grad():
         for weight, other in zip(weights, copies, strict=True):
             other.copy_(weight)
@@ -147,3 +155,18 @@ def test_a_loaded_state_continues_bit_by_bit():
         prepare(own, 2.0)
         own.step()
     assert torch.equal(row(weights), row(copies)) and resumed.steps == 4
+
+
+@pytest.mark.parametrize(("change", "why"), [("missing", "0.exp_avg_sq"), ("shape", "it has the shape [1]")])
+def test_moments_of_another_model_are_refused(change: str, why: str):
+    everything, weights, config, total = make()
+    optimizer = ModelOptimizer(everything, config, total)
+    give_gradients(weights, 0)
+    prepare(optimizer, 1.0)
+    optimizer.step()
+    moments = dict(optimizer.moments())
+    moment = moments.pop("0.exp_avg_sq")
+    if change == "shape":
+        moments["0.exp_avg_sq"] = moment.new_zeros(1)
+    with pytest.raises(CheckpointError, match=f"the moments of parameter 0 do not fit the model: .*{re.escape(why)}"):
+        optimizer.load_state_dict(optimizer.state_dict(), moments)

@@ -1,6 +1,7 @@
 """Two ranks that share the weights of all models take the steps of one process that holds them."""
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -10,7 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from helpers.sharded import RANKS, compared, config_of, learner_of, on_ranks, samples_of, save, save_models, train
+from helpers.sharded import (
+    RANKS,
+    compared,
+    config_of,
+    learner_of,
+    moments_of,
+    on_ranks,
+    samples_of,
+    save,
+    save_models,
+    train,
+)
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import ModelError
 from jackpot.core.shards import local
@@ -132,7 +144,7 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
         mine = deal(batches, RANKS)[rank]
         learner.score("policy", mine, config.sampling)
         change(learner)
-        learner.save_model("policy", tmp_path / "saved")
+        save(learner, config, tmp_path / "saved")
         return learner.score("policy", mine, config.sampling) | {
             "sent": torch.tensor(len(list(learner.weights("policy"))))
         }
@@ -145,8 +157,9 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
     found = ranks[0] | ranks[1]
     assert found.keys() == wanted.keys() and all(torch.equal(found[uid], row) for uid, row in wanted.items())
     assert sent == [len(list(learner.weights("policy"))), 0]
-    saved = dict(load_model(tmp_path / "saved", torch.float32).named_parameters())
-    assert all(torch.equal(saved[name], weight) for name, weight in learner.weights("policy"))
+    for role in ("policy", "rollout_model"):
+        saved = dict(load_model(tmp_path / "saved" / role, torch.float32).named_parameters())
+        assert all(torch.equal(saved[name], weight) for name, weight in learner.weights(role))
 
 
 @pytest.mark.slow
@@ -154,30 +167,55 @@ def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_hold
     check_weights_are_current(folder, tmp_path)
 
 
-@pytest.mark.slow
-def test_what_two_ranks_save_continues_on_two_ranks_and_in_one_process(folder, tmp_path):
-    config = config_of(folder, PREPASS, "policy.lora={rank: 4, alpha: 8}", *CRITIC)
-    samples = samples_of(folder)
+ADAPTED = (PREPASS, "policy.lora={rank: 4, alpha: 8}", *CRITIC)
 
-    def work(learner, rank, ranks):
-        return train(learner, config, samples, 80, rank, ranks)
+
+def check_continued(overrides: tuple[str, ...], saved_by: int, ranks: tuple[int, ...], folder: Path, home: Path):
+    """Save after one step, take three more, and let other numbers of ranks take these from what was saved; the files of
+    each rank that saved."""
+    config, samples = config_of(folder, *overrides), samples_of(folder)
+
+    def steps(learner, rank, size, number):
+        return train(learner, config, samples, 80, rank, size, rollout_batches=number)
 
     def first(rank):
-        learner = learner_of(config, True)
-        done = work(learner, rank, RANKS)
-        save(learner, config, tmp_path / "saved")
-        return done
+        learner = learner_of(config, saved_by > 1)
+        steps(learner, rank, saved_by, 1)
+        files = save(learner, config, home / "saved")
+        saved = moments_of(learner)
+        return {"files": files, "moments": saved} | steps(learner, rank, saved_by, 3)
 
-    on_ranks(first, tmp_path / "first")
-    alone = work(learner_of(config, False, tmp_path / "saved"), 0, 1)
-    again = on_ranks(lambda rank: work(learner_of(config, True, tmp_path / "saved"), rank, RANKS), tmp_path / "again")[
-        0
-    ]
-    straight = learner_of(config, False)
-    work(straight, 0, 1)
-    wanted = work(straight, 0, 1)
-    assert alone["digests"] == again["digests"] == wanted["digests"]
-    assert all(map(torch.equal, again["gradients"], wanted["gradients"]))
+    def again(rank, size):
+        learner = learner_of(config, size > 1, home / "saved")
+        return {"moments": moments_of(learner)} | steps(learner, rank, size, 3)
+
+    before = on_ranks(first, home / "first", saved_by) if saved_by > 1 else [first(0)]
+    for size in ranks:
+        after = on_ranks(partial(again, size=size), home / str(size), size)[0] if size > 1 else again(0, 1)
+        assert after["moments"].keys() == before[0]["moments"].keys()
+        assert all(torch.equal(after["moments"][name], one) for name, one in before[0]["moments"].items())
+        assert any(one.any() for one in after["moments"].values())
+        tolerance = 1e-6 if size != saved_by else 0.0
+        assert compared(after["weights"].values(), before[0]["weights"].values()) <= tolerance
+        assert compared(after["gradients"], before[0]["gradients"]) <= tolerance
+    return [one["files"] for one in before]
+
+
+def test_what_two_ranks_save_is_a_plain_folder_in_parts_and_continues_in_one_process(folder, tmp_path):
+    files = check_continued((PREPASS,), 2, (1,), folder, tmp_path)
+    for rank, own in enumerate(files):
+        end = f"-0000{rank + 1}-of-00002.safetensors"
+        roles = ("policy", "rollout_model")
+        assert {*own} == {f"{role}/model{end}" for role in roles} | {f"moments/{role}{end}" for role in roles}
+    first, second = ([own[name]["size"] for name in sorted(own)] for own in files)
+    assert all(max(pair) / sum(pair) < 0.7 for pair in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_by", "ranks"), [(2, (1, 2, 3)), (1, (1, 2))])
+def test_any_number_of_ranks_continues_what_any_number_has_saved(saved_by, ranks, folder, tmp_path):
+    """An adapter, a whole model and a critic."""
+    check_continued(ADAPTED, saved_by, ranks, folder, tmp_path)
 
 
 def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, monkeypatch):
@@ -192,9 +230,9 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
                     local(parameter).add_(0.01)
         return learner
 
-    def recorded(mine, pieces):
+    def recorded(mine, pieces, dst):
         messages.append(RANKS * len(mine))
-        gather(mine, pieces)
+        gather(mine, pieces, dst=dst)
 
     def work(rank):
         learner, sent = change(learner_of(config, True)), {}

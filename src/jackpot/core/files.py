@@ -1,12 +1,13 @@
 """File writes that a kill or a full disk cannot leave half done, and the lock on a run folder."""
 
+import hashlib
 import logging
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from jackpot.core.errors import CheckpointError
 
@@ -56,6 +57,28 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def flushed_checksum(path: Path) -> dict[str, Any]:
+    """Wait until the content of a file is on the disk, and return its checksum."""
+    flush_file(path)
+    return checksum(path)
+
+
+def cause_of(error: BaseException) -> str:
+    """Describe an error by the OSError below it, if any: torch reports a full disk as a position that does not fit."""
+    below = error
+    while (next_below := below.__cause__ or below.__context__) is not None and not isinstance(below, OSError):
+        below = next_below
+    cause = below if isinstance(below, OSError) else error
+    text = str(cause).strip()
+    return text if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {text}"
 
 
 class AppendedFile:

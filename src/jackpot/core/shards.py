@@ -1,6 +1,7 @@
 """Reads tensors that are sharded over ranks (DTensors), and plain ones alike. Torch only."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,28 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on every rank; all ranks have to call it. A plain tensor is returned as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def part_like(source: Any, other: Tensor) -> Tensor:
+    """Return a whole tensor, or this rank's part of it, sharded as `other` of its shape is, and on its device.
+
+    Args:
+        source: the tensor, or a slice of a safetensors file, of which only the part is read.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    (chunk,) = other.__create_chunk_list__() if is_sharded(other) else (None,)
+    offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ([0] * other.dim(), other.shape)
+    shape = list(source.shape if isinstance(source, Tensor) else source.get_shape())
+    if shape != list(other.shape):
+        raise ValueError(f"it has the shape {shape}, {list(other.shape)} is wanted")
+    places = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    part = source[places].to(local(other).device, copy=True)  # out of the memory of the file
+    if not is_sharded(other):
+        return part
+    mesh, placements = other.device_mesh, other.placements
+    return type(other).from_local(part, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:

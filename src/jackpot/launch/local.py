@@ -261,7 +261,7 @@ def build_learner(
     models = load_models(config, checkpoint, None if mesh else pick_device(config))
     learner = make_learner(config, models, exact_engines, mesh)
     if state is not None:
-        learner.load_state_dict(state["learner"])
+        learner.load(checkpoint, state["learner"])
     return learner
 
 

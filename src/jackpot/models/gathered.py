@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.core.errors import ModelError
-from jackpot.core.shards import is_sharded, local, whole
+from jackpot.core.shards import is_sharded, local
+from jackpot.models.parts import Part
 
 _Result = TypeVar("_Result")
 
@@ -53,25 +52,17 @@ class Gathered(nn.Module):
             self.reshard()
         return result
 
+    @property
+    def part(self) -> Part:
+        """Return the part of a checkpoint that this rank writes."""
+        return Part(dist.get_rank(), dist.get_world_size())
+
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Go through the weights that `gather` yields, and keep them on the first rank's CPU.
 
         Nothing waits for another rank afterwards. The other ranks get none.
         """
         return [(name, tensor.cpu()) for name, tensor in weights]
-
-    def keep_state(self, state: Any) -> Any:
-        """Return nested containers with their sharded tensors gathered on the first rank's CPU; None on other ranks.
-
-        All ranks have to call it.
-        """
-
-        def gather(leaf: Any) -> Any:
-            kept = whole(leaf) if isinstance(leaf, Tensor) else leaf
-            return (kept.cpu() if isinstance(kept, Tensor) else kept) if dist.get_rank() == 0 else None
-
-        gathered = tree_map(gather, state)
-        return gathered if dist.get_rank() == 0 else None
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
@@ -123,47 +114,46 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     return root
 
 
-def gather(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors whole, in their order, on the first rank; on other ranks none. Plain ones stay as they are.
+def gather(
+    tensors: Iterable[tuple[str, Tensor]], rank_of: Callable[[str, int], int] = lambda name, size: 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield named tensors whole, in their order, on one rank each. Plain ones stay as they are.
 
     All ranks have to go through the same ones to the end. Sharded ones are gathered in messages of `BUCKET` bytes.
+
+    Args:
+        rank_of: chooses the rank that gets a tensor, by its name and bytes; the first one by default.
     """
-    bucket: list[tuple[str, Tensor]] = []
+    buckets: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
         if not is_sharded(tensor):
             yield name, tensor
             continue
+        rank = rank_of(name, tensor.nbytes)
+        bucket = buckets.setdefault(rank, [])
         if bucket and sum(one.nbytes for _, one in bucket) + tensor.nbytes > BUCKET:
-            yield from _gathered(bucket)
-            bucket = []
+            yield from _gathered(bucket, rank)
+            bucket.clear()
         bucket.append((name, tensor))
-    if bucket:
-        yield from _gathered(bucket)
+    for rank, bucket in buckets.items():
+        if bucket:
+            yield from _gathered(bucket, rank)
 
 
-def _gathered(bucket: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors in one message of bytes, in which every rank's part of a tensor is as long as the first one's."""
+def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Gather tensors on a rank in one message of bytes, in which every rank's part of one is as long as the first's."""
     ranks = dist.get_world_size()
     lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]
     parts = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
     mine = torch.zeros(sum(lengths), dtype=torch.uint8, device=parts[0].device)
     for place, part in zip(mine.split(lengths), parts, strict=True):
         place[: len(part)] = part
-    pieces = [torch.empty_like(mine) for _ in range(ranks)] if dist.get_rank() == 0 else None
-    dist.gather(mine, pieces)
+    pieces = [torch.empty_like(mine) for _ in range(ranks)] if dist.get_rank() == rank else None
+    dist.gather(mine, pieces, dst=rank)
     if pieces is None:
         return
     for (name, tensor), *shares in zip(bucket, *(piece.split(lengths) for piece in pieces), strict=True):
         yield name, torch.cat(shares)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor that all ranks have, sharded as another of its shape is; a plain
-    tensor where that one is plain."""
-    if not is_sharded(other):
-        return tensor
-    mesh, placements = other.device_mesh, other.placements
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to(local(other).device)
 
 
 def _in_memory(module: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ W + alpha / rank * B A under the names that the model has without an adapter, so
 model that gets an adapter.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from jackpot.config.run import ALL_LINEAR, LoraConfig
 from jackpot.core.digest import weights_digest
@@ -26,12 +28,11 @@ from jackpot.core.package import install
 from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
 from jackpot.models.load import in_float32
+from jackpot.models.parts import WHOLE, Dealer, Part, write_part
 from jackpot.models.quantization.training import Fp8Linear
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
 _BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
-Weights = Iterable[tuple[str, Tensor]]
-Keep = Callable[[Weights], Weights]
 _END = ".default.weight"  # suffix of an adapter's parameters; "default" is peft's name of a model's only adapter
 
 
@@ -88,16 +89,19 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 
 @torch.no_grad()
-def merged_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, rank_of: Callable[[str, int], int] = lambda name, size: 0
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that the model computes with, by their names without an adapter, tied ones once.
 
     Each merged weight is computed when it is yielded; the model is not changed. Without an adapter these are the
-    `named_parameters()`. Of a sharded model all ranks have to go through them together, and the first one gets them
+    `named_parameters()`. Of a sharded model all ranks have to go through them together, and one rank gets each
     (`gathered.gather`). In float32 the merged model equals the model up to rounding; a cast to bfloat16
     loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
 
     Args:
         dtype: that all are cast to, those that nothing is merged into before they are gathered; None: each has its own.
+        rank_of: as of `gather`; the same rank for all tensors of one name.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
 
@@ -108,39 +112,47 @@ def merged_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> 
             else:
                 yield name, parameter.to(dtype or parameter.dtype)
 
-    for name, group in groupby(gather(stored()), key=itemgetter(0)):
+    for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:
             weight = weight + _delta(deltas[name], *factors)
         yield _plain(name), weight.to(dtype or weight.dtype)
 
 
-def save_model(model: PreTrainedModel, folder: Path, keep: Keep = list) -> None:
+def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write a `save_pretrained` folder with the merged weights, and the adapter, if any, to `folder/adapter` in peft's
-    format.
+    format."""
+    model_writer(model, folder, WHOLE)()
 
-    Args:
-        keep: of a sharded model, which all ranks have to save together, `Gathered.keep`.
+
+def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[], list[Path]]:
+    """Gather one part of what `save_model` writes, and return what writes it, and returns the files of its weights.
+
+    All ranks have to gather together; each writes for itself. The first one also writes what is small: the config and
+    the adapter. `write_index` completes a folder of several parts.
     """
     adapter = _adapter_parameters(model)
     if not adapter and not any(map(is_sharded, model.parameters())):
-        model.save_pretrained(folder)
-        return
+        return partial(_write, model, folder, None, part)
     base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else None
-    adapter = dict(keep(gather(adapter.items())))
-    merged = dict(keep(merged_weights(model)))
-    if not merged:  # another rank writes
-        return
+    adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
+    merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     first = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}  # names of tied weights
     state = {
-        _plain(name): merged[first[id(tensor)]] if id(tensor) in first else tensor
+        _plain(name): merged.get(first[id(tensor)]) if id(tensor) in first else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if not name.endswith(_END)
+        if not name.endswith(_END) and (id(tensor) in first or part.number == 0)
     }
-    model.save_pretrained(folder, state_dict=state)
-    if adapter:
-        model.peft_config["default"].save_pretrained(folder / "adapter")
-        save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
+    state = {name: tensor for name, tensor in state.items() if tensor is not None}
+
+    def write() -> list[Path]:
+        files = _write(model, folder, state, part)
+        if adapter and part.number == 0:
+            model.peft_config["default"].save_pretrained(folder / "adapter")
+            save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
+        return files
+
+    return write
 
 
 @torch.no_grad()
@@ -202,6 +214,21 @@ def _forward_merged(layer: nn.Module, inputs: Tensor) -> Tensor:
     with torch.autocast(inputs.device.type, enabled=False):
         weight = layer.base_layer.weight + _delta(layer, first, second)
     return layer.base_layer.multiply(inputs, weight)
+
+
+def _write(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None, part: Part) -> list[Path]:
+    """Write a part of a model's weights, None for all as they are, by the names that its kind has in files."""
+    if part.size == 1:
+        model.save_pretrained(folder, state_dict=state)
+        return list(folder.glob("*.safetensors"))
+    if part.number == 0:
+        alone = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
+        model.save_pretrained(alone, state_dict={})
+        for path in alone.iterdir():
+            path.rename(folder / path.name)
+        alone.rmdir()
+    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    return write_part(part.path(folder, "model"), named)
 
 
 def _leaf(name: str) -> str:

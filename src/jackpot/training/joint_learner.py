@@ -8,7 +8,7 @@ An accumulated step equals the step on the whole batch: gradients are summed as 
 clipping, by denominators that cover all micro-batches and ranks.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,13 @@ from transformers import PreTrainedModel
 
 from jackpot.config.run import DistillControlConfig, Sampling
 from jackpot.core.errors import CheckpointError
+from jackpot.core.files import cause_of, flushed_checksum
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden, token_hidden
-from jackpot.models.gathered import Gathered
-from jackpot.models.lora import merged_weights, save_model
+from jackpot.models.gathered import Gathered, gather
+from jackpot.models.lora import merged_weights, model_writer
+from jackpot.models.parts import WHOLE, Dealer, write_part
 from jackpot.models.scoring import token_log_probs
 from jackpot.objectives.joint import (
     OldLogProbs,
@@ -63,6 +65,7 @@ from jackpot.training.reference import Reference
 from jackpot.training.step_totals import BeforeBackward, StepTotals
 
 _Result = TypeVar("_Result")
+_MOMENTS = "moments"  # folder of a checkpoint
 
 
 class _Read(NamedTuple):
@@ -88,8 +91,8 @@ class JointLearner(Learner):
     """Trains both models on one device; several ranks, each with a learner, sum their gradients.
 
     Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
-    in each (`batching.deal`). `weights` and `state_dict` give the first rank whole tensors on its CPU, and the others
-    nothing; `save_model` lets the first rank write; all ranks load the same whole state.
+    in each (`batching.deal`). `weights` gives the first rank whole tensors on its CPU, and the others nothing; each
+    rank saves a part, and any number of ranks loads what some number has saved.
 
     Args:
         policy: trained in place; fp32 weights.
@@ -344,30 +347,47 @@ class JointLearner(Learner):
             return self._gathered.keep(merged_weights(self._models[role], dtype))
         return merged_weights(self._models[role])
 
-    def save_model(self, role: Role, folder: Path) -> None:
-        model = self._critic.model if role == "critic" else self._models[role]
-        save_model(model, folder, self._gathered.keep if self._gathered else list)
+    def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
+        files, failed = {}, None
+        for write in self._writers(folder, roles):
+            try:
+                files |= {path.relative_to(folder).as_posix(): flushed_checksum(path) for path in write()}
+            except Exception as error:  # the libraries have no common error class; other ranks wait for what is left
+                failed = failed or error
+        if failed:
+            raise CheckpointError(cause_of(failed)) from failed
+        return files
+
+    def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
+        """Gather what this rank saves, a model or its moments at a time, and yield what writes it."""
+        part = self._gathered.part if self._gathered else WHOLE
+        for role in roles:
+            model = self._critic.model if role == "critic" else self._models[role]
+            yield model_writer(model, folder / role, part)
+        for role, moments in self._optimizer.moments():
+            own = {name: moment.cpu() for name, moment in gather(moments, Dealer(part.size))}
+            yield partial(write_part, part.path(folder / _MOMENTS, role), own)
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._optimizer.state_dict() | {
+        return self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
             "totals": self._totals.state_dict(),
             "distill_weight": self._rollout_objective.distill_weight if self._distill_control else None,
         }
-        return self._gathered.keep_state(state) if self._gathered else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Continue from what `save` wrote to `folder` and `state_dict` returned; the models are those of the folder.
 
         Raises:
-            CheckpointError: the reference model is no longer the one that the run began with.
+            CheckpointError: the reference model is no longer the one that the run began with, or the moments are not
+                those of the models.
         """
         if self._reference and self._reference.digest != state["reference"]:
             raise CheckpointError(
                 "the weights of objective.reference are not those that the run began with; put the model back where "
                 "objective.reference.path (or policy.path) leads, or begin a new run"
             )
-        self._optimizer.load_state_dict(state)
+        self._optimizer.load_state_dict(state, folder / _MOMENTS)
         self._totals.load_state_dict(state.get("totals", {}))  # an earlier version's checkpoint has none
         if self._distill_control:
             self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])

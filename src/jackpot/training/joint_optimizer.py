@@ -1,7 +1,8 @@
 """The joint optimizer steps policy, critic and rollout model on their accumulated gradients."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from jackpot.core.metrics import Mean, Sum, Sums, to_host
 from jackpot.core.types import Role
+from jackpot.models.parts import read_parts
 from jackpot.training.gradients import GradientAccumulator, split_numbers
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -102,14 +104,23 @@ class JointOptimizer:
         return metrics, tuple(events)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer by role; None for a model that is not trained."""
+        """Return the state of every optimizer by role, without its moments; None for a model that is not trained."""
         roles: tuple[Role, ...] = ("policy", "rollout_model", "critic")
         return {role: self._optimizers[role].state_dict() if role in self._optimizers else None for role in roles}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+    def moments(self) -> Iterator[tuple[Role, Iterator[tuple[str, Tensor]]]]:
+        """Yield the moments of every model that is trained, by role."""
+        return ((role, optimizer.moments()) for role, optimizer in self._optimizers.items())
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Continue from what `state_dict` returned, and the moments in the parts of `folder`.
+
+        Raises:
+            CheckpointError: they cannot be read, or are not those of the models.
+        """
         for role, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(state[role])
+            with read_parts(folder, role) as moments:
+                optimizer.load_state_dict(state[role], moments)
 
     def _prepare(self, role: Role, count: Tensor) -> Tensor:
         """Make a gradient the mean over all ranks, clip it, and return its norm before that."""

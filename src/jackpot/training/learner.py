@@ -87,12 +87,22 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def save_model(self, role: Role, folder: Path) -> None:
-        """Write a plain `save_pretrained` folder: an adapter is merged in, and stands by itself in `adapter/` too."""
+    def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
+        """Write the models and the moments of their optimizers, which `state_dict` lacks.
+
+        A model's folder is a plain `save_pretrained` folder: an adapter is merged in, and stands by itself in
+        `adapter/` too.
+
+        Returns:
+            Checksums of the files that are large, which are on the disk, by their paths in `folder`.
+
+        Raises:
+            CheckpointError: something cannot be written.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what a learner that continues from it needs beside the weights: optimizers, versions, running sums.
+        """Return what a learner that continues needs beside what `save` writes: steps, settings and running sums.
 
         It is loadable with `weights_only`.
         """

@@ -1,7 +1,7 @@
 """The optimizer of one model: AdamW with clipping and a learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from jackpot.config.run import OptimizerConfig
-from jackpot.core.shards import is_sharded, locals_of, norm
-from jackpot.models.gathered import shard_like
+from jackpot.core.errors import CheckpointError
+from jackpot.core.shards import is_sharded, locals_of, norm, part_like
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -32,6 +32,7 @@ SCHEDULES = {
 }
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MESSAGE = 2**26  # most bytes of one message, which is a copy of its tensors, unless one tensor is larger
 
 
@@ -116,18 +117,38 @@ class ModelOptimizer:
         """Drop the gradients without a step."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self._adamw.state_dict(), "steps": self.steps}
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the moments of each parameter, sharded as it is, by its number and their name; none before a step."""
+        for number, parameter in enumerate(self._parameters):
+            held = self._adamw.state.get(parameter, {})
+            yield from ((f"{number}.{name}", held[name]) for name in _MOMENTS if name in held)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; of a sharded model with whole tensors, which all ranks have."""
-        adamw, parameters = state["adamw"], dict(enumerate(self._parameters))
-        moments = {
-            number: {
-                name: shard_like(value, parameters[number]) if value.shape == parameters[number].shape else value
-                for name, value in entries.items()
-            }
-            for number, entries in adamw["state"].items()
-        }
-        self._adamw.load_state_dict(adamw | {"state": moments})
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run continues from beside the moments; the same on all ranks."""
+        return {"groups": self._adamw.state_dict()["param_groups"], "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any], moments: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` and `moments` returned, whole or sharded otherwise.
+
+        Args:
+            moments: by name, as `part_like` takes them.
+
+        Raises:
+            CheckpointError: they are not those of the parameters.
+        """
+        if "adamw" in state:  # an earlier version kept them here
+            before = state["adamw"]
+            moments = {f"{one}.{name}": value for one, held in before["state"].items() for name, value in held.items()}
+            state = {"groups": before["param_groups"], "steps": state["steps"]}
         self.steps = state["steps"]
+        has_moments = enumerate(self._parameters) if self.steps else ()
+        held = {number: self._held(number, parameter, moments) for number, parameter in has_moments}
+        self._adamw.load_state_dict({"state": held, "param_groups": state["groups"]})
+
+    def _held(self, number: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what AdamW keeps of one parameter; all of them have taken as many steps."""
+        try:
+            found = {name: part_like(moments[f"{number}.{name}"], parameter) for name in _MOMENTS}
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"the moments of parameter {number} do not fit the model: {error}") from error
+        return found | {"step": torch.tensor(float(self.steps))}

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jackpot.config.run import Sampling
-from jackpot.core.errors import JackpotError, RankError
+from jackpot.core.errors import CheckpointError, JackpotError, RankError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
+from jackpot.models.parts import write_index
 from jackpot.training.batching import deal
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner, StepResult
@@ -209,11 +210,19 @@ class LedLearner(Learner):
         """Return all weights: no rank waits for another while they are sent to an engine."""
         return self._on_all("weights", role=role, dtype=dtype and str(dtype).removeprefix("torch."))
 
-    def save_model(self, role: Role, folder: Path) -> None:
-        self._on_all("save_model", role=role, folder=str(folder.resolve()))
+    def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
+        part = {"folder": str(folder.resolve()), "roles": list(roles)}
+        own, others = self._all("save", [part] * self._ranks.size)
+        saved = [own, *others]
+        if failed := [f"rank {rank}: {one['failed']}" for rank, one in enumerate(saved) if "failed" in one]:
+            raise CheckpointError("; ".join(failed))
+        files = _merged(one["files"] for one in saved)
+        for role in roles:
+            write_index(folder / role, [folder / name for name in files if Path(name).parent == Path(role)])
+        return files
 
     def state_dict(self) -> dict[str, Any]:
-        return self._on_all("state_dict")
+        return self._learner.state_dict()
 
     def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **same: Any) -> dict[str, Tensor]:
         """Share batches out to the ranks, and return what is known of each rollout by its uid."""
@@ -255,8 +264,11 @@ def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
     match name:
         case "score":
             return learner.score(**part | {"sampling": Sampling(**part["sampling"])})
-        case "save_model":
-            return learner.save_model(part["role"], Path(part["folder"]))
+        case "save":
+            try:
+                return {"files": learner.save(Path(part["folder"]), part["roles"])}
+            except CheckpointError as error:  # a full disk ends no run
+                return {"failed": str(error)}
         case "weights":
             return list(learner.weights(part["role"], part["dtype"] and getattr(torch, part["dtype"])))
     return getattr(learner, name)(**part)
@@ -267,6 +279,7 @@ _REPLIES: dict[str, Callable[[Any], Any]] = {
     "train": lambda results: [one.traces for one in results],
     "score": lambda scores: scores,
     "values": lambda values: values,
+    "save": lambda saved: saved,
 }
 
 

@@ -1,21 +1,24 @@
 """Write and read checkpoints: each one on the disk is complete, or is known not to be.
 
-    checkpoints/step-N/{policy,rollout_model}/   plain save_pretrained folders
-    checkpoints/step-N/state.pt                  optimizers, versions, prompt stream, best; loaded with weights_only
-    checkpoints/step-N/checksums.json            size and sha256 of every other file
+    checkpoints/step-N/{policy,rollout_model,critic}/   plain save_pretrained folders
+    checkpoints/step-N/moments/ROLE.safetensors         moments of the optimizers
+    checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with weights_only
+    checkpoints/step-N/checksums.json                   size and sha256 of every other file
     checkpoints/last, checkpoints/best           links to one of them
     checkpoints/step-N.corrupt                   put there by `set_aside`; nothing reads or removes it
 
 N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a killed
 run leaves either all of it or a `.partial` folder that the next start removes. Checksums detect later damage.
+
+Of several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and finds its checksums
+(`models.parts`). Rank 0 writes the rest, last of it checksums.json, and renames the folder when all ranks have written.
 """
 
-import hashlib
 import itertools
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from jackpot.config.build import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError, RankError
-from jackpot.core.files import PARTIAL, checkpoint_error_in, flush_file, flush_folder
+from jackpot.core.files import PARTIAL, cause_of, checkpoint_error_in, checksum, flush_file, flush_folder
 from jackpot.core.types import Role
 from jackpot.training.learner import Learner
 
@@ -102,13 +105,13 @@ class Checkpoints:
             if not place.exists():  # else what comes after the rename failed
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
+                written = learner.save(partial, roles)
                 for role in roles:
-                    learner.save_model(role, partial / role)
                     tokenizer.save_pretrained(partial / role)
                 with (partial / "state.pt").open("wb") as file:
                     torch.save(state | {"learner": learner.state_dict()}, file)
-                _write_checksums(partial)
-                _flush(partial)
+                _write_checksums(partial, written)
+                _flush(partial, written)
                 partial.rename(place)
             flush_folder(self._folder)
             self._link("last", place)
@@ -118,7 +121,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, RankError):
                 raise
-            raise CheckpointError(f"cannot write the checkpoint {place}: {_cause(error)}") from error
+            raise CheckpointError(f"cannot write the checkpoint {place}: {cause_of(error)}") from error
 
     def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
         """Return the newest intact checkpoint, and the corrupt ones that are newer. Changes nothing on the disk.
@@ -245,17 +248,12 @@ def load_state(folder: Path) -> dict[str, Any]:
     try:
         return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no common error class; any error means that the file cannot be used
-        raise CorruptCheckpoint(folder, "state.pt", f"cannot be read: {_cause(error)}") from error
+        raise CorruptCheckpoint(folder, "state.pt", f"cannot be read: {cause_of(error)}") from error
 
 
-def _checksum(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _write_checksums(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    checksums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+def _write_checksums(folder: Path, known: Mapping[str, Any]) -> None:
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    checksums = {name: known.get(name) or checksum(folder / name) for name in sorted(names | known.keys())}
     (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
 
 
@@ -268,29 +266,20 @@ def _verify(folder: Path) -> None:
     name = _CHECKSUMS
     try:
         for name, written in json.loads((folder / _CHECKSUMS).read_text()).items():
-            found, size = _checksum(folder / name), written.get("size")
+            found, size = checksum(folder / name), written.get("size")
             if found["size"] != size:
                 raise CorruptCheckpoint(folder, name, f"has {found['size']} bytes, {size} were written")
             if found != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
     except (OSError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(folder, name, f"cannot be read: {_cause(error)}") from error
+        raise CorruptCheckpoint(folder, name, f"cannot be read: {cause_of(error)}") from error
 
 
-def _cause(error: BaseException) -> str:
-    """Describe an error by the OSError below it, if any: torch reports a full disk as a position that does not fit."""
-    below = error
-    while below.__context__ is not None and not isinstance(below, OSError):
-        below = below.__context__
-    cause = below if isinstance(below, OSError) else error
-    return f"{type(cause).__name__}: {str(cause).strip()}"
-
-
-def _flush(folder: Path) -> None:
-    """Flush everything in `folder` to the disk, before the folder gets its final name."""
+def _flush(folder: Path, done: Collection[str]) -> None:
+    """Flush everything in `folder` but the files `done` to the disk, before the folder gets its final name."""
     for path in folder.rglob("*"):
-        if path.is_file():
-            flush_file(path)
-        else:
+        if not path.is_file():
             flush_folder(path)
+        elif path.relative_to(folder).as_posix() not in done:
+            flush_file(path)
     flush_folder(folder)
