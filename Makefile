@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak study bench gpu gpu-wheels lint clean
+.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -50,6 +50,10 @@ mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test
 
 soak: $(VENV)/ready  # runs of every regime, killed 100 times in all at random moments; KILLS=1000 for more
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
+
+soak-distributed: KILLS = 20
+soak-distributed: $(VENV)/ready  # a run of two ranks, a random one killed 20 times at random moments
+	JACKPOT_RANK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_rank_kills.py
 
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page, and how often the advice was right into docs/replay.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py

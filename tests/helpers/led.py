@@ -9,10 +9,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 import torch
 
+from helpers.runs import metrics, weights
 from jackpot.config.run import Config
 from jackpot.core.errors import JackpotError
 from jackpot.core.place import place
@@ -20,6 +23,7 @@ from jackpot.launch.local import train_run
 from jackpot.launch.ranks import follow_leader, leading
 
 OnLine = Callable[[dict], None]
+Meanwhile = Callable[[list[BaseProcess]], None]
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,19 @@ class Ended:
     printed: list[str]
 
 
-def fork_ranks(size: int, work: Callable[[int], None], output: Path, patience: float = 30.0) -> Ended:
+def fork_ranks(
+    size: int,
+    work: Callable[[int], None],
+    output: Path,
+    patience: float = 30.0,
+    meanwhile: Meanwhile = lambda ranks: None,
+) -> Ended:
     """Do `work` with its number in each rank until all have ended.
 
     Args:
         output: folder for what the ranks print.
         patience: seconds that the others have to end after the first one, before they are killed.
+        meanwhile: called with the processes once all have been started.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -47,6 +58,7 @@ def fork_ranks(size: int, work: Callable[[int], None], output: Path, patience: f
     for one, file in zip(ranks, files, strict=True):
         file.touch()  # a rank may be killed before it begins
         one.start()
+    meanwhile(ranks)
     wait([one.sentinel for one in ranks])
     deadline = time.monotonic() + patience
     for one in ranks:
@@ -61,7 +73,14 @@ def _nothing(line: dict) -> None:
     pass
 
 
-def run_ranks(size: int, config: Config, folder: Path, on_line: OnLine = _nothing, patience: float = 30.0) -> Ended:
+def run_ranks(
+    size: int,
+    config: Config,
+    folder: Path,
+    on_line: OnLine = _nothing,
+    patience: float = 30.0,
+    meanwhile: Meanwhile = lambda ranks: None,
+) -> Ended:
     """Train a run with `size` ranks; `on_line` is called in rank 0 with every line of metrics.jsonl."""
 
     def work(rank: int) -> None:
@@ -71,7 +90,18 @@ def run_ranks(size: int, config: Config, folder: Path, on_line: OnLine = _nothin
         with leading(config, folder) as build:
             train_run(config, folder, on_line, build=build)
 
-    return fork_ranks(size, work, folder.with_name(f"{folder.name}-output"), patience)
+    return fork_ranks(size, work, folder.with_name(f"{folder.name}-output"), patience, meanwhile)
+
+
+def assert_close_runs(one: Path, other: Path) -> None:
+    """Weights are bit-equal, and metrics but for the last bits of sums over shards."""
+    for role in ("policy", "rollout_model"):
+        ours, theirs = weights(one, role), weights(other, role)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for line, same in zip(metrics(one), metrics(other), strict=True):
+        assert line.keys() == same.keys()
+        for name, value in line.items():
+            assert same[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)), name
 
 
 def sending(number: int, rank: int, folder: Path, after: int) -> OnLine:

@@ -9,23 +9,13 @@ import psutil
 import pytest
 import torch
 
-from helpers.led import run_ranks, sending
-from helpers.runs import FinishedRuns, metrics, read_lines, small_config, weights
+from helpers.led import assert_close_runs, run_ranks, sending
+from helpers.runs import FinishedRuns, metrics, read_lines, run, small_config, weights
+from helpers.sharded import compared
 from jackpot.core.errors import ConfigError
 from jackpot.core.place import Place
 from jackpot.launch import local
 from jackpot.launch.ranks import BACKENDS, _own_device
-
-
-def assert_close_runs(one: Path, other: Path) -> None:
-    """Weights are bit-equal, and metrics but for the last bits of sums over shards."""
-    for role in ("policy", "rollout_model"):
-        ours, theirs = weights(one, role), weights(other, role)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for line, same in zip(metrics(one), metrics(other), strict=True):
-        assert line.keys() == same.keys()
-        for name, value in line.items():
-            assert same[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)), name
 
 
 def test_two_ranks_train_the_run_of_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
@@ -48,6 +38,30 @@ def test_two_ranks_train_the_run_of_one(finished_run: FinishedRuns, tmp_path: Pa
     assert first["number"] == second["number"] > 4 and first["state"] == second["state"] == "done"
     assert first["pid"] != second["pid"]
     assert json.loads((run / "environment.json").read_text())["starts"][0]["ranks"] == 2
+
+
+REGIMES = {
+    "critic": ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}"),
+    "lora": ("policy.lora={rank: 4, alpha: 8}", "policy.optimizer.learning_rate=1e-3"),
+    "reference": ("objective.reference={kl_loss_coef: 0.1}",),
+    "ahead": ("batch.ahead=2",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regime", REGIMES)
+def test_two_ranks_train_what_one_trains_with(regime: str, tmp_path: Path) -> None:
+    """Each rank adds micro-batches up, so weights are equal up to rounding."""
+    config = small_config(*REGIMES[regime], "iterations=3", "batch.micro_batch_tokens=128", "evaluation.problems=2")
+    ended = run_ranks(2, config, tmp_path / "two")
+    assert ended.codes == [0, 0], ended.printed
+    run(config, tmp_path / "one")
+    for role in ("policy", "rollout_model", *(["critic"] if config.critic else [])):
+        ours, theirs = weights(tmp_path / "two", role), weights(tmp_path / "one", role)
+        assert ours.keys() == theirs.keys()
+        assert compared([ours[name] for name in theirs], theirs.values()) <= 1e-6
+    (first, *_), (same, *_) = (metrics(tmp_path / name)[1:] for name in ("two", "one"))
+    assert first.keys() == same.keys() and first["tokens/rollout"] == same["tokens/rollout"]
 
 
 @pytest.mark.parametrize(
