@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jackpot.config.corrections import OBRSCorrection
+from jackpot.config.run import Sampling
 from jackpot.core import prng
 from jackpot.core.errors import DataError
 from jackpot.core.metrics import Max, means
@@ -19,6 +21,7 @@ from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
 
 FillIns = Callable[[Tensor], Tensor]
+_LAM, _TEMPERATURE = OBRSCorrection().lam, Sampling().temperature
 
 _ADVICE = {  # what to do where a correction lacks a tensor
     "z": "estimate it with jackpot.estimate_z from the policy's logits and the engine's top-k log-probs, or take "
@@ -107,8 +110,8 @@ def estimate_z(
     policy_logits: Tensor | None = None,
     hidden_states: Tensor | None = None,
     head: nn.Linear | None = None,
-    temperature: float = 1.0,
-    lam: float = 1.0,
+    temperature: float = _TEMPERATURE,
+    lam: float = _LAM,
     fill_ins: FillIns | None = None,
 ) -> obrs.ZEstimate:
     """Estimate Z of every position from the top-k log-probs of the engine that sampled, and the policy's distribution.

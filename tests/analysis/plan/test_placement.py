@@ -166,7 +166,7 @@ SERVERS = "engine={name: vllm_server, urls: ['http://127.0.0.1:1'], weights_fold
     ],
 )
 def test_who_goes_where(overrides: tuple[str, ...], expected: dict[str, list[str]]) -> None:
-    assert residents(small_config(*overrides)) == expected
+    assert residents(small_config(*overrides), 1) == expected
 
 
 def test_of_several_ranks_each_holds_a_share_and_the_first_one_the_engines() -> None:

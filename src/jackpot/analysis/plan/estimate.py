@@ -81,7 +81,7 @@ def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
 
 
 def estimate(
-    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None, ranks: int = 1
+    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None, ranks: int
 ) -> CostEstimate:
     """Estimate memory and hours of a run on each shown kind and number of GPUs, and on those that its recipe names.
 

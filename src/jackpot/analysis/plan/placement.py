@@ -228,7 +228,7 @@ def tried(gpus: int) -> list[Placement]:
     return [Placement(gpus, gpus, True), *splits]
 
 
-def residents(config: Config, ranks: int = 1) -> dict[str, list[str]]:
+def residents(config: Config, ranks: int) -> dict[str, list[str]]:
     """Return who goes where in a run of this version: what each place holds, by place.
 
     Args:
