@@ -82,7 +82,7 @@ def test_a_run_whose_engines_are_killed_is_the_run_of_any_number_of_engines_and_
     forked, finished_run: FinishedRuns, tmp_path: Path
 ) -> None:
     for number, at in ((1, {}), (2, {1: 0, 3: 1})):
-        config = small_config(f"placement.engines={number}")
+        config = small_config(f"placement.engines={number}", "placement.chunk=4")
         assert train_run(config, tmp_path / f"{number}", killing(at))
         forked.clear()
     assert_same_run(tmp_path / "1", tmp_path / "2", ["policy", "rollout_model"])
@@ -148,6 +148,7 @@ def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_
         (("engine={name: vllm, device: 1}",), "engine.device is for an engine in the process that trains"),
         (("engine={name: vllm, enable_sleep_mode: true}",), "engine.enable_sleep_mode is for an engine in the process"),
         (("placement.engines=-1",), "placement.engines"),
+        (("placement.engines=0", "placement.chunk=4"), "chunk is 4, but there are no engine processes"),
     ],
 )  # fmt: skip
 def test_engines_that_cannot_be_placed_are_refused_by_name(overrides: tuple[str, ...], error: str) -> None:

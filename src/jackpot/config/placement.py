@@ -21,6 +21,10 @@ class PlacementConfig(Strict):
     """Processes that generate, each with engines of its own, which the run or Ray starts and replaces when they die; 0:
     the process that trains generates too. Engines of name vllm_server stay where they are. On a CPU each has as many
     `threads` as the run, 1 where that is auto."""
+    chunk: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
+    """Responses that an engine process is given at once; auto: a rollout batch shared out among `engines`, in whole
+    groups, at most `engine.max_num_seqs`. With a number of its own a run does not depend on how many engines there are,
+    but for the rounding of engines that are not batch-invariant."""
     timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
     """Seconds that a rank waits for the others while all of them train, score, save or load models, before the run ends
     with an error. Between these, ranks wait for rank 0 as long as it runs, and end twice as long after it stands still.
@@ -31,10 +35,15 @@ class PlacementConfig(Strict):
     several ranks train: room on the GPUs for time. It has not run on a GPU."""
 
     @model_validator(mode="after")
-    def _check_ranks(self) -> "PlacementConfig":
+    def _check(self) -> "PlacementConfig":
         if self.ranks > 1 and self.launcher == "local":
             raise ValueError(
                 f"ranks is {self.ranks}, which is for placement.launcher=ray; torchrun --nproc-per-node {self.ranks} "
                 f"-m jackpot train RECIPE starts ranks without it"
+            )
+        if self.chunk != "auto" and not self.engines:
+            raise ValueError(
+                f"chunk is {self.chunk}, but there are no engine processes to get chunks; set placement.engines, or "
+                f"leave placement.chunk out"
             )
         return self

@@ -27,7 +27,6 @@ from jackpot.rollout.engines.process import ProcessLink, serve, starting
 
 ENTRY = "from jackpot.launch.engine_processes import main; main()"
 _GPUS = "CUDA_VISIBLE_DEVICES"
-_CHUNKS = 4  # of a rollout batch: what so many engines can share out evenly
 MakeLinks = Callable[[Config, dict[str, Any]], Mapping[str, Link]]
 
 
@@ -61,12 +60,14 @@ def engine_pool(
     for name, (settings, path) in parts.items():
         dtype = DTYPES[settings.dtype]
         weights[name] = list(load_model(path, dtype, "cpu").named_parameters()), dtype
-    most = min(settings.max_num_seqs for settings, _ in parts.values())
+    chunk, groups = config.placement.chunk, -(-config.batch.prompts // config.placement.engines)
+    if chunk == "auto":
+        chunk = min(groups * config.batch.group_size, *(settings.max_num_seqs for settings, _ in parts.values()))
     return EnginePool(
         links(config, setup),
         weights,
         version,
-        chunk=min(most, config.batch.group_size * -(-config.batch.prompts // _CHUNKS)),
+        chunk=chunk,
         patience=config.placement.timeout,
     )
 

@@ -123,6 +123,12 @@ def test_an_engine_is_done_when_its_last_response_is() -> None:
     assert writing(peak=1e15).seconds(4, lengths, fast) == pytest.approx(longest * STEP_SECONDS, rel=0.01)
     in_turns = writing(peak=1e15, max_num_seqs=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
     assert in_turns == pytest.approx((20 + longest) * STEP_SECONDS, rel=0.01)
+    of_all = longest + 10 * (1 / 5 + 1 / 6 + 1 / 7 + 1 / 8)  # two engines wait for the longest of eight
+    assert writing(peak=1e15).seconds(4, lengths, fast, engines=2) == pytest.approx(of_all * STEP_SECONDS, rel=0.01)
+    work = replace(WORK, sequences=8, generated=1.0, lengths=lengths)
+    hours = run_hours(work, writing(peak=1e15), [], 0.0, 3600, fast, 2, 1e15)
+    assert hours.generation == pytest.approx(of_all * STEP_SECONDS, rel=0.01)
+    assert evaluation_hours([(writing(peak=1e15), 8)], 3600, lengths, fast, 2) == pytest.approx(hours.generation)
 
 
 def test_decoding_takes_its_operations_where_those_take_longer() -> None:

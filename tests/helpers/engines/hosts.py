@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.messages import unpack
 from jackpot.core.types import Version
+from jackpot.launch.engine_processes import make_hosted
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_model
 from jackpot.rollout.engines.base import Engine
@@ -119,3 +121,29 @@ def wait_until_all_hold(pool: EnginePool) -> None:
             await pool.pool._state_changed.wait()
 
     pool.pool.call(asyncio.wait_for(healed(), 60.0))
+
+
+class Pace:
+    """Sleeps until `period` seconds have passed since it was called last, or since `start`."""
+
+    def __init__(self, period: float) -> None:
+        self._period, self._next = period, 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        self._next = max(self._next, now - self._period / 2) + self._period  # a late step makes the next one shorter
+        time.sleep(max(0.0, self._next - now))
+
+
+def make_paced(setup: Any, period: float) -> dict[str, Engine]:
+    """Make the engines of a run's host, of which the one for rollouts takes `period` seconds for a decoding step."""
+    engines = make_hosted(setup)
+    engine, pace = engines["engine"], Pace(period)
+    step = engine._step
+
+    def paced_step() -> None:
+        pace()
+        step()
+
+    engine._step = paced_step
+    return engines

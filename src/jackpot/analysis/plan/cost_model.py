@@ -196,13 +196,13 @@ class EngineSpeed:
         room = self.cache_bytes / (cache * self.number_bytes * length)
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
-    def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu) -> float:
-        """Return the seconds in which one engine generates `sequences` responses, the longest of them last.
+    def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:
+        """Return the seconds in which some engines generate `sequences` responses each, the longest of all last.
 
         With k drafts a pass of the model reads k + 1 tokens, and the other model takes k passes over as many before it.
         """
         concurrent = self.concurrent(sequences, lengths)
-        steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent)
+        steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
         return self.decoding(gpu).seconds(steps, tokens, pairs) + sequences * self.prefill(lengths.prompt)
 
@@ -295,7 +295,7 @@ def run_hours(
     flops = sum(model.training(work.lengths, work.checkpoints, work.extra / work.epochs) for model in models) + others
     moved = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     seconds = Hours(
-        generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu),
+        generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu, engines),
         training=flops * work.sequences * work.epochs / (gpus * peak * TRAINING_SHARE)
         + moved / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
         sending=engine.model.parameters * engine.number_bytes / WEIGHT_BYTES_PER_SECOND,
@@ -307,7 +307,9 @@ def evaluation_hours(
     sets: Sequence[tuple[EngineSpeed, int]], times: int, lengths: Lengths, gpu: Gpu, gpus: int
 ) -> float:
     """Return the hours of `times` evaluations, in which each engine answers its set, one set after the other."""
-    seconds = sum(engine.seconds(answers * engine.gpus / gpus, lengths, gpu) for engine, answers in sets)
+    seconds = sum(
+        engine.seconds(answers * engine.gpus / gpus, lengths, gpu, gpus / engine.gpus) for engine, answers in sets
+    )
     return seconds * times / 3600
 
 
