@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import OptimizerConfig, Sampling
+from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
+from jackpot.models.lora import add_adapter, merged_weights
 from jackpot.models.quantization.attention import attend_as_engine
-from jackpot.models.quantization.convert import replace_linears
-from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS
+from jackpot.models.quantization.convert import quantize_named, replace_linears
+from jackpot.models.quantization.quantizer import FP8_BLOCKS, FP8_TOKEN_BLOCKS, SCHEMES, quantize
 from jackpot.models.quantization.training import Fp8Linear, LastRows, train_in_fp8
 from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
@@ -164,6 +165,42 @@ def parity() -> None:
                 print(f"| | FP8, after {steps} steps | {what} | {gap(fresh, read(learner, fresh, BUDGET)[1])} | |")
 
 
+def shipped() -> None:
+    """Codes that are sent beside weights that the engine quantizes itself, and an adapter that is merged first."""
+    model = load_model(MODEL, torch.float32)
+    adapted = learner_of(model)
+    add_adapter(adapted, LoraConfig(rank=8, alpha=16), 0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    weights = dict(merged_weights(adapted))
+    beside = copy.deepcopy(adapted)
+    for layer in beside.modules():
+        if hasattr(layer, "get_delta_weight"):
+            del layer.forward  # the class's own
+    with closing(engine_of(model, {"quantization": "fp8"})) as engine:
+        found = {}
+        for how in ("codes", "weights"):
+            named = weights.items()
+            if how == "codes":
+                named = quantize_named(named, engine.capabilities.codes, SCHEMES["fp8"])
+            engine.update_weights(named, Version(1, 1))
+            found[how] = rollouts_of(engine)
+        same = all(
+            torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+            for one, other in zip(found["codes"], found["weights"], strict=True)
+        )
+        which = f"FP8, codes or weights sent: rollouts {'equal' if same else 'DIFFER'}"
+        own = gap(found["codes"], read(adapted, found["codes"], BUDGET)[1])
+        print(f"| | {which} | an adapter merged first | {own} | |")
+        print("| | FP8 | control: adapter beside the codes of the frozen weight | ", end="")
+        print(f"{gap(found['codes'], read(beside, found['codes'], BUDGET)[1])} | |")
+    half = quantize(weights["model.layers.0.mlp.down_proj.weight"].bfloat16(), FP8_BLOCKS)
+    full = quantize(weights["model.layers.0.mlp.down_proj.weight"], FP8_BLOCKS)
+    differ = int((half.codes.view(torch.uint8) != full.codes.view(torch.uint8)).sum())
+    print(f"\ncodes of bfloat16 weights beside those of float32 weights: {differ} of {full.codes.numel()} differ")
+
+
 def gradients() -> None:
     """Errors of gradients of one layer beside float64 without rounding, and of a model's beside its own in fp32."""
     print("\n| backward | d X | d W | projections of the model, cosine | worst layer |\n|---|---|---|---|---|")
@@ -227,6 +264,7 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.process_time()
     parity()
+    shipped()
     gradients()
     memory()
     print(f"\ntorch {torch.__version__}, 1 thread, {time.process_time() - began:.0f} CPU s")
