@@ -134,3 +134,19 @@ def assert_same_run(first: Path, second: Path, roles: list[str]) -> None:
     assert metrics(first) == metrics(second)
     for name in ("iteration-000001.parquet", "iteration-000004.parquet"):
         assert pq.read_table(first / "rollouts" / name) == pq.read_table(second / "rollouts" / name)
+
+
+def assert_equal(ours, theirs) -> None:
+    """Nested containers with bit-equal tensors."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert_equal(ours[name], theirs[name])
+    elif isinstance(ours, list | tuple):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    else:
+        assert ours == theirs

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.paths import TESTS
-from helpers.runs import metrics, weights
+from helpers.runs import assert_equal, metrics, weights
 from helpers.soak import SCENARIOS, Soak
 from jackpot.config.run import Config
 from jackpot.training.run.checkpoint import Checkpoints
@@ -94,22 +94,6 @@ def test_models_optimizers_and_prompts_end_bit_equal(scenario: str, soak) -> Non
     states = [Checkpoints(folder / "checkpoints", 2).find()[0].state for folder in (run.whole, run.killed)]
     assert states[0]["iteration"] == run.config.iterations and states[0]["version"][0] > 0
     assert_equal(*states)
-
-
-def assert_equal(ours, theirs) -> None:
-    """Nested containers with bit-equal tensors."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert_equal(ours[name], theirs[name])
-    elif isinstance(ours, list | tuple):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
-    else:
-        assert ours == theirs
 
 
 @pytest.mark.parametrize("scenario", SOAKED)
