@@ -108,3 +108,9 @@ def test_a_number_format_is_one_of_torch(name: str) -> None:
     text = f'[{{"tensor": 0}}, [["{name}", [1]]]]'.encode()
     with pytest.raises(ValueError, match="no number format of torch"):
         unpack(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)), dtype=torch.uint8))
+
+
+def test_a_tensor_of_one_number_of_a_larger_one_travels() -> None:
+    """torch takes any stride of a dimension of one for contiguous, and then no view of its bytes."""
+    one = torch.arange(84).view(2, 42)[:1, 3]
+    assert one.stride() == (42,) and torch.equal(unpack(pack(one)), one)

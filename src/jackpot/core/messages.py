@@ -41,7 +41,7 @@ def pack(value: Any) -> Tensor:
     text = json.dumps([plain, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in tensors]]).encode()
     head = len(text).to_bytes(_ALIGNED, "little") + text
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    parts += [one.detach().cpu().contiguous().flatten().view(torch.uint8) for one in tensors]
+    parts += [one.detach().cpu().contiguous().as_strided((one.numel(),), (1,)).view(torch.uint8) for one in tensors]
     return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def forks(number: int, folder: Path, silence: float = 30.0) -> dict[str, Process
 
 def kill(link: ProcessLink, number: int = signal.SIGKILL) -> None:
     if link.child is not None:
-        os.kill(link.child.pid, number)
+        with suppress(ProcessLookupError):  # it has ended, and its link has not noticed yet
+            os.kill(link.child.pid, number)
 
 
 def wait_until_all_hold(pool: EnginePool) -> None:
