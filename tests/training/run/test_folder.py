@@ -208,8 +208,8 @@ DAMAGE = {  # file: what it holds, and what the error says
     "no starts": ("environment.json", b'{"threads": 1}', "threads or starts are missing"),
     "later": (
         "environment.json",
-        b'{"format": 2, "starts": [{"jackpot": "9.1"}]}',
-        r"format 2 of jackpot 9\.1, and this version \(.*\) knows formats up to 1; use that version",
+        b'{"format": 99, "starts": [{"jackpot": "9.1"}]}',
+        r"format 99 of jackpot 9\.1, and this version \(.*\) knows formats up to \d; use that version",
     ),
 }
 

@@ -14,7 +14,7 @@ from jackpot.core.files import write_whole
 from jackpot.core.package import version
 from jackpot.core.place import place
 
-FORMAT = 1  # number of the run folder's format, which rises when older versions could not continue a newer folder
+FORMAT = 2  # number of the run folder's format, which rises when older versions could not continue a newer folder
 
 
 class Environment:
