@@ -19,7 +19,6 @@ from helpers.runs import FinishedRuns, assert_same_run, metrics, run, small_conf
 from jackpot.config.run import Config
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
-from jackpot.launch import local
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import launch, train_run
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -243,7 +242,7 @@ class Overlap:
             return train(learner, *arguments, **named)
 
         monkeypatch.setattr(JointLearner, "train", watched)
-        monkeypatch.setattr(local, "make_engine", self.make)
+        monkeypatch.setattr("jackpot.launch.engines.make_engine", self.make)
 
     def make(self, *arguments: Any) -> ThreadedEngine:
         number = len(self.engines)

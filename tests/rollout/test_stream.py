@@ -34,7 +34,9 @@ def threaded(config, path="starter:rollout_model", before_step: Callable[[], Non
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs get engines that write by themselves."""
-    monkeypatch.setattr(local, "make_engine", lambda *arguments: ThreadedEngine(make_engine(*arguments)))
+    monkeypatch.setattr(
+        "jackpot.launch.engines.make_engine", lambda *arguments: ThreadedEngine(make_engine(*arguments))
+    )
 
 
 class Watched(Arithmetic):
@@ -113,6 +115,6 @@ def test_a_run_does_not_depend_on_how_its_rollouts_come_in(overrides, tmp_path: 
     config = small_config(*overrides)
     run(config, tmp_path / "threaded")
     with pytest.MonkeyPatch.context() as undone:
-        undone.setattr(local, "make_engine", make_engine)
+        undone.setattr("jackpot.launch.engines.make_engine", make_engine)
         run(config, tmp_path / "asked")
     assert_same_run(tmp_path / "asked", tmp_path / "threaded", ["policy", "rollout_model"])
