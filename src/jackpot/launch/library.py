@@ -1,5 +1,6 @@
 """Trains a run from Python, and reads the folder of one: what `jackpot.train` and `jackpot.load_run` are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,8 +9,10 @@ from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.core.place import place
+from jackpot.launch.engine_processes import make_hosted
 from jackpot.launch.local import train_run
-from jackpot.launch.ranks import follow_leader, leading
+from jackpot.launch.ranks import follow_leader, leading, run_rank
+from jackpot.launch.ray import train_placed
 from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.training.run.models import resolve_model_path
@@ -60,6 +63,24 @@ class SavedRun:
         return read_columns(chosen[-1])
 
 
+def train_config(
+    config: Config, folder: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
+) -> bool:
+    """Train as rank 0 of the ranks that torchrun started, as the only process, or where Ray places the run.
+
+    Arguments and result are those of `train_run`; where Ray places the run, `on_start` is called at its end.
+
+    Raises:
+        JackpotError: as `leading`, `train_run` and `train_placed`.
+    """
+    if config.placement.launcher == "ray":
+        began, is_finished = train_placed(config, folder, on_metrics, run_rank, make_hosted)
+        on_start(began)
+        return is_finished
+    with leading(config, folder) as build:
+        return train_run(config, folder, on_metrics, on_start, build)
+
+
 def train(
     recipe: str | Config,
     *overrides: str,
@@ -90,8 +111,7 @@ def train(
     if (at := place()).rank > 0:
         follow_leader(at)
     else:
-        with leading(config, run) as build:
-            train_run(config, run, on_metrics, build=build)
+        train_config(config, run, on_metrics)
     return SavedRun(run, config)
 
 

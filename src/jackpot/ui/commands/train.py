@@ -19,10 +19,8 @@ from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.core.place import place
-from jackpot.launch.engine_processes import make_hosted
-from jackpot.launch.local import train_run
-from jackpot.launch.ranks import follow_leader, leading, run_rank
-from jackpot.launch.ray import train_placed
+from jackpot.launch.library import train_config
+from jackpot.launch.ranks import follow_leader
 from jackpot.rollout.tasks.registry import check_sets, set_name
 from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
@@ -92,12 +90,7 @@ def _train_and_show(console: Console, config: Config, folder: Path) -> None:
             )
 
     with _listener(console, config.iterations) as listen:
-        if config.placement.launcher == "ray":
-            began, is_finished = train_placed(config, folder, listen, run_rank, make_hosted)
-            begin(began)
-        else:
-            with leading(config, folder) as build:
-                is_finished = train_run(config, folder, listen, begin, build)
+        is_finished = train_config(config, folder, listen, begin)
     _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
 
 
