@@ -14,7 +14,7 @@ PACKAGE = Path(jackpot.__file__).parent
 # each folder imports only what stands before it
 ORDER = ["core", "config", "objectives", "models", "rollout", "training", "launch", "analysis", "ui"]
 ADAPTERS = "adapters"  # may import everything up to training, and is imported by nobody
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets"}
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets", "wandb"}
 HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended", "triton"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 LIGHT = {"core", "objectives"}  # need torch and pydantic only, as `import jackpot` does; a kernel in Triton needs it
@@ -113,7 +113,7 @@ def test_heavy_packages_are_imported_in_one_file_each():
 
 def test_every_test_file_is_collected_without_the_packages_that_only_some_environments_have():
     """vLLM's environment collects all of them."""
-    some = {"plotly", "matplotlib", "playwright", "vllm", "ray", "trl", "verl"}
+    some = {"plotly", "matplotlib", "playwright", "vllm", "ray", "trl", "verl", "wandb"}
     for path in sorted(TESTS.rglob("*.py")):
         outside = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         roots = {module.split(".")[0] for node in outside for module in imports(node)}

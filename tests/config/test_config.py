@@ -17,13 +17,14 @@ from helpers.paths import ROOT
 from jackpot.config import build as config_build
 from jackpot.config import corrections as config_corrections
 from jackpot.config import objective as config_objective
+from jackpot.config import reference
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
 from jackpot.config.base import model_classes
 from jackpot.config.build import build_config, merge, nest, validated
 from jackpot.config.changes import settings_of
 from jackpot.config.published import RecipeNotes
-from jackpot.config.recipes import resolve
+from jackpot.config.recipes import load_recipe, resolve
 from jackpot.config.run import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
@@ -80,6 +81,60 @@ def test_an_unknown_setting_is_refused_with_its_place_a_guess_and_the_valid_ones
     assert guess in text.split("Valid: ")[1].split(", ")
 
 
+@pytest.mark.parametrize(
+    ("key", "guesses"),
+    [
+        ("lam", ["objective.correction.lam"]),
+        ("learning_rate", ["policy.optimizer.learning_rate", "rollout_model.optimizer.learning_rate"]),
+        ("temperature", ["sampling.temperature"]),
+        ("max_steps", ["iterations"]),
+        ("policy.lr", ["policy.optimizer.learning_rate"]),
+    ],
+)
+def test_a_setting_in_the_wrong_block_is_refused_with_its_place(key, guesses):
+    text = message({key: 1})
+    assert text.startswith(f"unknown setting {key!r}; did you mean {' or '.join(guesses)}"), text
+
+
+def test_names_of_other_trainers_stand_for_what_the_page_about_them_says():
+    rows = (ROOT / "docs" / "coming-from.md").read_text().splitlines()
+    known = reference.settings("train")
+    for theirs, ours in config_build.ELSEWHERE.items():
+        assert ours in known
+        assert any(re.search(rf"\b{theirs}`", row) and ours.split(".")[-1] in row for row in rows), theirs
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "form"),
+    [
+        ("policy", "Qwen/Qwen3-0.6B", "write policy.path=Qwen/Qwen3-0.6B"),
+        ("rollout_model", "none", "write rollout_model=null"),
+        ("policy.lora", True, "write policy.lora.NAME=VALUE. Names: alpha, rank, target_modules"),
+        ("batch", 64, "write batch.NAME=VALUE. Names: ahead, "),
+    ],
+)
+def test_one_value_for_a_block_of_settings_is_refused_with_the_right_form(key, value, form):
+    assert message({key: value}).startswith(f"{key}: {value!r} was given, but {key} is a block of settings; {form}")
+
+
+def test_a_value_that_may_be_a_number_or_a_name_gets_one_sentence():
+    assert message({"threads": 0}) == "threads: 0 was given. Input should be greater than or equal to 1, or 'auto'"
+
+
+def test_a_recipe_file_that_cannot_be_read_is_named_with_what_named_it(tmp_path):
+    missing, based, empty = tmp_path / "missing.yaml", tmp_path / "based.yaml", tmp_path / "empty.yaml"
+    based.write_text("base: quickstrat\n")
+    empty.write_text("")
+    with pytest.raises(ConfigError, match=f"there is no file {missing}. jackpot recipes lists"):
+        load_recipe(str(missing))
+    with pytest.raises(ConfigError, match="the package's recipe is called quickstart"):
+        load_recipe(str(tmp_path / "quickstart.yaml"))
+    with pytest.raises(ConfigError, match=f"{based}: base: unknown recipe 'quickstrat'; did you mean 'quickstart'"):
+        load_recipe(str(based))
+    with pytest.raises(ConfigError, match=f"{empty} is empty; a recipe is a mapping"):
+        load_recipe(str(empty))
+
+
 def renamed_settings():
     """Rows of the first table of docs/renamed.md."""
     table = (ROOT / "docs" / "renamed.md").read_text().partition("## Settings\n")[2].partition("\n## ")[0]
@@ -126,7 +181,8 @@ def test_a_value_of_an_earlier_version_is_refused_with_its_new_name(old, new):
 def test_a_setting_that_went_is_refused_with_what_replaces_it():
     text = message({"engine.api_key_var": "KEY"})
     assert text.startswith("unknown setting 'engine.api_key_var', which no longer exists: ")
-    assert text.endswith("environment variable VLLM_API_KEY")
+    assert "environment variable VLLM_API_KEY," in text
+    assert text.endswith("engine=sglang_server from SGLANG_API_KEY")
 
 
 def test_the_valid_settings_are_those_of_the_chosen_correction():
@@ -153,8 +209,8 @@ UNKNOWN_VALUES = [
         "seq-mean-token-mean, seq-mean-token-sum-norm, token-mean",
     ),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
-    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, custom, math, tool_arithmetic"),
-    ("precision", "fp4", "; did you mean 'fp8'?", "bf16, fp32, fp8"),
+    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, custom, environment, math, tool_arithmetic"),
+    ("precision", "fp4", "; did you mean 'fp8'?", "bf16, fp32, fp8, int8"),
 ]
 WRONG_VALUES = [
     ("objective.correction.lam", -2, "greater than 0"),
@@ -355,6 +411,8 @@ def test_the_critics_optimizer_says_what_differs_from_the_policys():
     built = build(changes, {"critic": {"optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.99]}}})
     assert built.critic.optimizer == config.OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.99), weight_decay=0.5)
     assert "critic.optimizer: is missing" in message(changes, {"critic": {}})
+    changes["policy.optimizer.weights_dtype"] = "bf16"
+    assert build(changes, {"critic": {"optimizer": {}}}).critic.optimizer.weights_dtype is None
 
 
 def test_test_data_without_a_source_are_refused_and_never_those_of_training():
@@ -393,6 +451,16 @@ def test_two_engines_never_share_a_server():
     for inherited in ({"max_num_seqs": 4}, {}):  # says nothing of urls, so it has those of engine
         assert "http://a:8000, http://b:8000 is a server of both" in message(server, {"evaluation.engine": inherited})
     assert build(server, {"evaluation.engine.urls": ["http://c:8000"]}).evaluation.engine.urls == ("http://c:8000",)
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}])
+def test_servers_whose_log_probs_are_those_before_filters_get_none(filters):
+    servers = {"engine": {"name": "sglang_server", "urls": "http://127.0.0.1:1"}, "evaluation.engine": "transformers"}
+    assert "before these filters" in message(servers, {"sampling": filters})
+    assert build(servers).engine.name == "sglang_server"
+    assert "before these filters" in message(
+        {"evaluation.engine": {"name": "sglang_server", "urls": "http://127.0.0.1:1"}}, {"sampling": filters}
+    )
 
 
 def test_weights_reach_servers_of_other_machines_through_a_folder():
@@ -490,7 +558,7 @@ def test_settings_of_data_that_do_not_go_together_are_refused():
         message({"task": {"name": "math", "train": "gsm8k"}}) == "task.test: is missing; it has no default, so set it"
     )
     assert message({"task": MATH, "task.train.limit": 0}).startswith("task.train.limit: 0 was given.")
-    assert message({"task": MATH, "task.train": 3}).startswith("task.train: 3 was given.")
+    assert message({"task": MATH, "task.train": 3}).startswith("task.train: 3 was given, but")
     assert "did you mean 'plain'" in message({"task": MATH, "task.train.answers": "plane"})
 
 

@@ -27,7 +27,12 @@ ALL = "jackpot train, jackpot eval, jackpot mismatch"
         ("policy.optimizer.betas", "list of 2: each number >= 0 and < 1", "[0.9, 0.99]", "jackpot train"),
         ("policy.optimizer.learning_rate", "number > 0 and finite", "required", "jackpot train"),
         ("policy.lora.target_modules", "list of strings (at least one)", "[all-linear]", "jackpot train"),
-        ("engine.name", "transformers, vllm or vllm_server", "transformers", "jackpot train, jackpot eval"),
+        (
+            "engine.name",
+            "transformers, vllm, vllm_server or sglang_server",
+            "transformers",
+            "jackpot train, jackpot eval",
+        ),
         ("engine.dtype", "fp32 or bf16", "fp32", "jackpot train, jackpot eval"),
         (
             "engine.enforce_eager",
@@ -108,7 +113,7 @@ def test_every_setting_of_a_run_is_found() -> None:
 def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
     found, below = find("engine")
     assert {block.command for block in found} == {"train", "eval"}
-    assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server"]
+    assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server", "sglang_server"]
     assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 20
     below = find("task.rewards")[1]
     assert [setting.key for setting in below][:2] == ["task.rewards[].name", "task.rewards[].weight"]
@@ -140,8 +145,11 @@ def test_the_other_commands_show_what_they_have_in_addition() -> None:
 
 
 def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
-    everything = jackpot("config", cwd=tmp_path)
+    everything = jackpot("config", "--all", cwd=tmp_path)
     assert everything.returncode == 0 and all(key in everything.stdout for key in settings("train"))
+    short = jackpot("config", cwd=tmp_path, COLUMNS="80").stdout
+    assert all(block in short for block in ("rollout_model", "objective", "placement", "jackpot mismatch"))
+    assert "objective.clip_high" not in short and max(map(len, short.splitlines())) <= 80
     one = jackpot("config", "objective.correction.cap", cwd=tmp_path).stdout.splitlines()
     assert one[:3] == [
         "objective.correction.cap",

@@ -16,6 +16,7 @@ from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 from jackpot.launch.local import train_run
 from jackpot.models.cost import ForwardCost
+from jackpot.training.run.checkpoint import load_state
 from jackpot.training.trainer import MetricsLine
 
 SMALL = (
@@ -150,3 +151,12 @@ def assert_equal(ours, theirs) -> None:
             assert_equal(one, other)
     else:
         assert ours == theirs
+
+
+def saved(run: Path) -> tuple[dict[str, bytes | str], list[dict]]:
+    """The files of all checkpoints, and what is in the state.pt of each: equal ones may have other bytes."""
+    files, states = contents(run / "checkpoints"), []
+    for name in [name for name in files if name.endswith("state.pt")]:
+        states.append(load_state((run / "checkpoints" / name).parent))
+        del files[name], files[name.replace("state.pt", "checksums.json")]
+    return files, states

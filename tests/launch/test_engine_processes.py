@@ -12,41 +12,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.engines.hosts import forking
+from helpers.engines.hosts import fork_engines
 from helpers.led import run_ranks
 from helpers.runs import FinishedRuns, assert_same_run, metrics, read_lines, small_config, weights
 from jackpot.config.run import PlacementConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Version
-from jackpot.launch.engine_processes import make_hosted
 from jackpot.launch.local import make_engines, model_paths, train_run
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.process import ProcessLink
 
-LINKS: list[ProcessLink] = []  # of the newest run
-
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> list[ProcessLink]:
-    """Have engine processes be forks, and collect the connections to them."""
-    LINKS.clear()
-    monkeypatch.setattr("jackpot.launch.engine_processes.starting", lambda *_: forking(make_hosted))
-    init = ProcessLink.__init__
-
-    def noted(link: ProcessLink, *arguments: object) -> None:
-        init(link, *arguments)
-        LINKS.append(link)
-
-    monkeypatch.setattr(ProcessLink, "__init__", noted)
-    return LINKS
+    return fork_engines(monkeypatch)
 
 
-def killing(at: dict[int, int]) -> Callable[[dict], None]:
+def killing(links: list[ProcessLink], at: dict[int, int]) -> Callable[[dict], None]:
     """Kill the engine with a number when the line of an iteration is written."""
 
     def listen(line: dict) -> None:
         if line["iteration"] in at:
-            os.kill(LINKS[at[line["iteration"]]].child.pid, signal.SIGKILL)
+            os.kill(links[at[line["iteration"]]].child.pid, signal.SIGKILL)
 
     return listen
 
@@ -83,7 +70,7 @@ def test_a_run_whose_engines_are_killed_is_the_run_of_any_number_of_engines_and_
 ) -> None:
     for number, at in ((1, {}), (2, {1: 0, 3: 1})):
         config = small_config(f"placement.engines={number}", "placement.chunk=4")
-        assert train_run(config, tmp_path / f"{number}", killing(at))
+        assert train_run(config, tmp_path / f"{number}", killing(forked, at))
         forked.clear()
     assert_same_run(tmp_path / "1", tmp_path / "2", ["policy", "rollout_model"])
     assert_close(tmp_path / "2", finished_run())
@@ -99,7 +86,7 @@ def test_a_run_whose_engines_are_killed_is_the_run_of_any_number_of_engines_and_
 def test_a_share_and_drafts_go_through_ranks_and_engines(ahead: int, drafts: tuple, forked, finished_run, tmp_path):
     overrides = ("rollout_model.share=0.5", *drafts, f"batch.ahead={ahead}")
     config = small_config(*overrides, "placement.engines=2")
-    ended = run_ranks(2, config, tmp_path / "run", killing({2: 1}))
+    ended = run_ranks(2, config, tmp_path / "run", killing(forked, {2: 1}))
     assert ended.codes == [0, 0], ended.printed
     assert_close(tmp_path / "run", finished_run(*overrides))
     names = read_lines(tmp_path / "run")[-1].keys()

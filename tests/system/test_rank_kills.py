@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from helpers.led import Meanwhile, run_ranks
-from helpers.runs import assert_equal, contents, metrics
+from helpers.runs import assert_equal, metrics, saved
 from helpers.soak import MOST_LINES, Scenario, unfinished
-from jackpot.training.run.checkpoint import Checkpoints, load_state
+from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -73,12 +73,3 @@ def test_kills_of_random_ranks_change_nothing(tmp_path: Path) -> None:
     (ours, mine), (theirs, other) = map(saved, (whole, folder))
     assert ours == theirs
     assert_equal(mine, other)
-
-
-def saved(run: Path) -> tuple[dict[str, bytes | str], list[dict]]:
-    """The files of all checkpoints, and what is in the state.pt of each: equal ones may have other bytes."""
-    files, states = contents(run / "checkpoints"), []
-    for name in [name for name in files if name.endswith("state.pt")]:
-        states.append(load_state((run / "checkpoints" / name).parent))
-        del files[name], files[name.replace("state.pt", "checksums.json")]
-    return files, states

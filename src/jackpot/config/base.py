@@ -36,6 +36,7 @@ class Differences:
     """Marks a block that is written as what differs from another block with the same settings."""
 
     key: str  # dotted key of the other block
+    own: tuple[str, ...] = ()  # names of settings that are not taken from there
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,29 @@ RENAMED_VALUES = {
     },
     "objective.correction.kappa": {"previous": "auto, which takes this step's kappa without another forward pass"},
 }
+# Names that other trainers have for a setting (docs/coming-from.md), for those who type them here.
+ELSEWHERE = {
+    "max_steps": "iterations",
+    "total_training_steps": "iterations",
+    "num_generations": "batch.group_size",
+    "train_batch_size": "batch.prompts",
+    "num_iterations": "batch.ppo_epochs",
+    "ppo_max_token_len_per_gpu": "batch.micro_batch_tokens",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_response_length": "sampling.max_new_tokens",
+    "max_prompt_length": "task.max_prompt_tokens",
+    "model": "policy.path",
+    "lr": "policy.optimizer.learning_rate",
+    "epsilon": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "beta": "objective.reference.kl_loss_coef",
+    "eval_steps": "evaluation.every",
+    "save_steps": "checkpoint.every",
+}
 REMOVED = dict.fromkeys(
     ("engine.api_key_variable", "engine.api_key_var"),
-    "the key of the servers is read from the environment variable VLLM_API_KEY",
+    "the key of the servers is read from the environment variable VLLM_API_KEY, with engine=sglang_server from "
+    "SGLANG_API_KEY",
 )
 
 
@@ -107,17 +127,19 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill every block of `Differences` from the other block, unless it names its class or source."""
-    for key, other in _differences(kind):
-        block, base = _at(settings, key), _at(settings, other)
+    for key, mark in _differences(kind):
+        block, base = _at(settings, key), _at(settings, mark.key)
         if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
-            settings = merge(settings, nest(key, merge({"name": base} if isinstance(base, str) else base, block)))
+            base = {"name": base} if isinstance(base, str) else base
+            taken = {name: value for name, value in base.items() if name not in mark.own}
+            settings = merge(settings, nest(key, merge(taken, block)))
     return settings
 
 
-def _differences(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every block of `Differences`, and the key of the block that these are from."""
+def _differences(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Differences]]:
+    """Yield the dotted key of every block of `Differences`, with its mark."""
     for name, field in kind.model_fields.items():
-        yield from ((prefix + name, mark.key) for mark in field.metadata if isinstance(mark, Differences))
+        yield from ((prefix + name, mark) for mark in field.metadata if isinstance(mark, Differences))
         for cls in model_classes(field.annotation):
             yield from _differences(cls, f"{prefix}{name}.")
 
@@ -139,7 +161,44 @@ def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
     try:
         return kind.model_validate(settings)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(one, settings, kind) for one in error.errors())) from None
+        raise ConfigError("\n".join(_explanations(error.errors(), settings, kind))) from None
+
+
+def _explanations(
+    errors: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], kind: type[BaseModel]
+) -> Iterator[str]:
+    """Yield a sentence for each key with errors; a value that is neither a number nor a name has two, and gets one."""
+    by_key: dict[str, list[Mapping[str, Any]]] = {}
+    for error in errors:
+        by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
+    for those in by_key.values():
+        names = [error["ctx"]["expected"] for error in those if error["type"] == "literal_error"]
+        others = [error for error in those if error["type"] != "literal_error"]
+        if names and others:
+            yield from (f"{_explain(error, settings, kind)}, or {' or '.join(names)}" for error in others)
+        else:
+            yield from (_explain(error, settings, kind) for error in those)
+
+
+def similar_settings(key: str, kind: type[BaseModel] = Config) -> list[str]:
+    """Return the settings with the last name of `key`, or that another trainer calls so: `lam` is OBRS's.
+
+    Those of the policy and its objective stand first; of many only the first three are returned.
+    """
+    name = key.rpartition(".")[2]
+    known = list(dict.fromkeys(_keys(kind)))
+    called = [ELSEWHERE[name]] if name in ELSEWHERE and ELSEWHERE[name] in known else []
+    found = [other for other in known if other == name or other.endswith(f".{name}")]
+    found.sort(key=lambda other: (other != name, not other.startswith(("objective.", "policy.", "sampling."))))
+    return list(dict.fromkeys([*called, *found]))[:3]
+
+
+def _keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every setting and block of settings."""
+    for name, field in kind.model_fields.items():
+        yield prefix + name
+        for cls in model_classes(field.annotation):
+            yield from _keys(cls, f"{prefix}{name}.")
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
@@ -151,6 +210,8 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
         if lines := [line for old, given in _leaves(key, value) if (line := moved(old, given))]:
             return "\n".join(lines)
         siblings = _valid_keys(location[:-1], settings, kind)
+        if similar := [one for one in similar_settings(key, kind) if one != key]:
+            return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
     if is_missing:
         return f"{'.'.join([*location, error['loc'][-1]])}: is missing; it has no default, so set it"
@@ -160,9 +221,22 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             return f"{key}: unknown value {given!r}; it is now {now}"
         return f"{key}: {unknown_name('value', given, allowed)}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        return _block_expected(key, value, _valid_keys(location, settings, kind))
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}: {value!r} was given. {message}"
+
+
+def _block_expected(key: str, value: Any, names: Sequence[str]) -> str:
+    """Say how to set a block of settings for which one value was given."""
+    if str(value).lower() == "none":
+        form = f"{key}=null where it should have none"
+    elif isinstance(value, str) and "path" in names:
+        form = f"{key}.path={value}"
+    else:
+        form = f"{key}.NAME=VALUE. Names: {', '.join(names)}"
+    return f"{key}: {value!r} was given, but {key} is a block of settings; write {form}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """Settings of the inference engines, one class each, chosen by name."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,7 +9,7 @@ from jackpot.config.base import MAY_CHANGE, Bound, Count, Names, Strict, by_name
 from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
-Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
+Quantization = Literal["int8_w8a16", "int8_w8a8", "int8_blocks", "fp8"]
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -49,9 +49,18 @@ class _Engine(Strict):
     `dtype`. Servers must have been started with the same one."""
     quantization: Quantization | None = None
     """Number format that the linear layers compute with (docs/precision.md); null: `dtype`. vLLM has `fp8` on a GPU
-    only. Servers must have been started with the same one."""
+    only, and no `int8_blocks`. Servers must have been started with the same one."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one."""
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        if self.quantization == "int8_blocks" and self.name in ("vllm", "vllm_server"):
+            raise ValueError(
+                "quantization is 'int8_blocks', for which vLLM has no kernel; set engine.quantization=int8_w8a8, or "
+                "use engine=transformers"
+            )
+        return self
 
 
 class DraftConfig(Strict):
@@ -124,14 +133,9 @@ class VLLMEngineConfig(_Engine):
         return self
 
 
-class VLLMServerEngineConfig(_Engine):
-    """The user's own vLLM servers decode, reached by vLLM's OpenAI-compatible HTTP interface (docs/vllm.md).
+class ServerEngineConfig(_Engine):
+    """The settings that every engine of servers has, which the user starts."""
 
-    All of them serve the same model. Where they ask for an API key, it is read from the environment variable
-    VLLM_API_KEY.
-    """
-
-    name: Literal["vllm_server"] = "vllm_server"
     urls: Annotated[Names, AfterValidator(_check_urls), MAY_CHANGE]
     """Addresses of the servers, such as http://127.0.0.1:8000."""
     weights_folder: Annotated[str | None, MAY_CHANGE] = None
@@ -145,7 +149,7 @@ class VLLMServerEngineConfig(_Engine):
     """Time to wait while no server can be reached, seconds; after that the run stops."""
 
     @model_validator(mode="after")
-    def _check_folder(self) -> "VLLMServerEngineConfig":
+    def _check_folder(self) -> "ServerEngineConfig":
         far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname)]
         if self.weights_folder is None and far:
             raise ValueError(
@@ -166,9 +170,39 @@ class VLLMServerEngineConfig(_Engine):
         return given
 
 
+class VLLMServerEngineConfig(ServerEngineConfig):
+    """The user's own vLLM servers decode, reached by vLLM's OpenAI-compatible HTTP interface (docs/vllm.md).
+
+    All of them serve the same model. Where they ask for an API key, it is read from the environment variable
+    VLLM_API_KEY.
+    """
+
+    name: Literal["vllm_server"] = "vllm_server"
+
+
+class SGLangServerEngineConfig(ServerEngineConfig):
+    """The user's own SGLang servers decode (docs/vllm.md). Not run against SGLang.
+
+    All of them serve the same model. Where they ask for an API key, it is read from the environment variable
+    SGLANG_API_KEY. They have no top_p, top_k, quantization or kv_cache_dtype.
+    """
+
+    name: Literal["sglang_server"] = "sglang_server"
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> "SGLangServerEngineConfig":
+        if is_quantized(self):
+            others = "" if self.quantization == "int8_blocks" else "engine=vllm_server or "  # vLLM has no int8_blocks
+            raise ValueError(
+                "quantization and kv_cache_dtype are not for sglang_server, which sends plain weights; leave them out, "
+                f"or use {others}engine=transformers"
+            )
+        return self
+
+
 def is_remote(engine: "EngineConfig") -> bool:
     """Return whether servers generate, which the user has started."""
-    return isinstance(engine, VLLMServerEngineConfig)
+    return isinstance(engine, ServerEngineConfig)
 
 
 def is_quantized(engine: "EngineConfig") -> bool:
@@ -182,10 +216,24 @@ def quantized_numbers(engine: "EngineConfig") -> str:
 
 
 EngineConfig = Annotated[
-    TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig,
+    TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig | SGLangServerEngineConfig,
     Field(discriminator="name"),
     by_name("transformers"),
 ]
+
+
+def server_urls(engine: EngineConfig | None) -> set[str]:
+    """Return the addresses of an engine's servers; none for an engine without servers."""
+    return {url.rstrip("/") for url in engine.urls} if isinstance(engine, ServerEngineConfig) else set()
+
+
+def check_filters(*engines: EngineConfig, top_p: float, top_k: int) -> None:
+    """Raise ValueError for filters of sampling with an engine whose log-probs are those before them."""
+    if (top_p < 1.0 or top_k) and any(isinstance(engine, SGLangServerEngineConfig) for engine in engines):
+        raise ValueError(
+            f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}, but sglang_server returns log-probs before these "
+            f"filters; use top_p 1 and top_k 0, or engine=vllm_server"
+        )
 
 
 def check_ranks(*engines: EngineConfig | None, processes: int) -> None:

@@ -19,7 +19,7 @@ class PlacementConfig(Strict):
     """Times that launcher ray starts all ranks again after one was lost."""
     engines: Annotated[int, Field(ge=0, le=1024), MAY_CHANGE] = 0
     """Processes that generate, each with engines of its own, which the run or Ray starts and replaces when they die; 0:
-    the process that trains generates too. Engines of name vllm_server stay where they are. On a CPU each has as many
+    the process that trains generates too. Engines that are servers stay where they are. On a CPU each has as many
     `threads` as the run, 1 where that is auto."""
     chunk: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
     """Responses that an engine process is given at once; auto: a rollout batch shared out among `engines`, in whole

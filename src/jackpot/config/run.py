@@ -25,19 +25,24 @@ from jackpot.config.engines import (
     DraftConfig,
     Dtype,
     EngineConfig,
+    Quantization,
     TransformersEngineConfig,
-    VLLMServerEngineConfig,
+    check_filters,
     is_quantized,
     is_remote,
     quantized_numbers,
+    server_urls,
 )
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.placement import PlacementConfig
 from jackpot.config.safety import CheckpointConfig, GuardConfig, RolloutsConfig
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
+from jackpot.config.tracking import TrackingConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Writer = Literal["policy", "rollout_model"]
+# Quantizations of an engine with whose codes training computes, by precision.
+_CODES: dict[str, tuple[Quantization, ...]] = {"fp8": ("fp8",), "int8": ("int8_blocks", "int8_w8a8")}
 HEAD_LOGITS_MEMORY = 256  # MiB, the default of `head_logits_memory`
 
 
@@ -81,6 +86,9 @@ class OptimizerConfig(Strict):
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after warm-up; linear and cosine fall to 0 at the run's last step."""
+    weights_dtype: Literal["bf16"] | None = None
+    """Number format that the trained weights are rounded to after every step, which loses steps below half a place of 8
+    bits, as where master weights are bf16 (Jet-RL's); moments and memory stay those of fp32. null: fp32."""
 
 
 ALL_LINEAR = "all-linear"
@@ -123,7 +131,7 @@ class DistillControlConfig(Strict):
     """
 
     metric: Literal["kl", "acceptance"] = "kl"
-    """What is held: KL(policy || rollout model) in nats a token (kl), or the mean acceptance probability of the
+    """What is held: KL(policy || rollout model) in nats per token (kl), or the mean acceptance probability of the
     tokens that the rollout model sampled (acceptance), each over an optimizer step."""
     target: Finite
     """Value at which the metric is held. For `acceptance` below 1, and errors are relative to 1 - target."""
@@ -254,8 +262,9 @@ class CriticConfig(Strict):
 
     path: str | None = None
     """Folder or hub name of the critic's first weights; null: the policy's, with a value head of zeros."""
-    optimizer: Annotated[OptimizerConfig, Differences("policy.optimizer")]
-    """AdamW of the critic: what differs from `policy.optimizer`, such as {learning_rate: 1e-5}."""
+    optimizer: Annotated[OptimizerConfig, Differences("policy.optimizer", ("weights_dtype",))]
+    """AdamW of the critic: what differs from `policy.optimizer`, such as {learning_rate: 1e-5}; it has its own
+    weights_dtype."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Discount of rewards per token."""
     lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
@@ -367,10 +376,11 @@ class Config(Strict):
     """Sizes of batches."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """The policy's loss."""
-    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Number format of training's forward pass; weights and optimizer states are fp32. bf16: by autocast. fp8: linear
-    layers compute with the codes that an engine with `quantization: fp8` computes with, keys and values are rounded as
-    its `kv_cache_dtype` says, and the rest is in its `dtype` (docs/precision.md). Not run on a GPU."""
+    precision: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
+    """Number format of training's forward pass; weights and optimizer states are fp32. bf16: by autocast. fp8, int8:
+    linear layers compute with the codes that the engine computes with (`quantization` fp8, or int8_w8a8 or
+    int8_blocks), keys and values are rounded as its `kv_cache_dtype` says, and the rest is in its `dtype`
+    (docs/precision.md). Not run on a GPU."""
     fp8_backward: Literal["dequantized", "fp8"] = "dequantized"
     """Products of the backward pass of `precision: fp8`: of gradients and the numbers that codes stand for, or of FP8
     codes too, gradients quantized by 1 x 128 (Jet-RL's)."""
@@ -402,6 +412,8 @@ class Config(Strict):
     """Checks that stop a run which no longer trains."""
     rollouts: RolloutsConfig = RolloutsConfig()
     """Rollouts saved in the run folder."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Services that get the run's metrics."""
     placement: PlacementConfig = PlacementConfig()
     """Processes of the run."""
 
@@ -425,14 +437,24 @@ class Config(Strict):
 
     @property
     def compute_dtype(self) -> Dtype:
-        """Return the number format of what training computes outside of FP8 linear layers."""
-        return self.engine.dtype if self.precision == "fp8" else self.precision
+        """Return the number format of what training computes outside of quantized linear layers."""
+        return self.engine.dtype if self.scheme else self.precision
+
+    @property
+    def scheme(self) -> Quantization | None:
+        """Return the quantization of the engine whose codes training computes with; None where it does not."""
+        return self.engine.quantization if self.precision in _CODES else None
 
     @property
     def numbers(self) -> str | None:
         """Name the number formats of linear layers and of keys and values in training; None where none is
         quantized."""
-        return quantized_numbers(self.engine) if self.precision == "fp8" else None
+        return quantized_numbers(self.engine) if self.scheme else None
+
+    @property
+    def kl_metric(self) -> str:
+        """Name the metric of KL(sampler || policy); from sampled tokens where the engine quantizes."""
+        return "mismatch/kl_k3" if is_quantized(self.engine) else "mismatch/kl_rollout_policy"
 
     @property
     def draft(self) -> DraftConfig | None:
@@ -467,13 +489,15 @@ class Config(Strict):
                 "rollout_model with a share below 1, and for both one kind of engine, transformers or vllm, the "
                 "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null"
             )
-        one_model = isinstance(self.engine, VLLMServerEngineConfig) and self.evaluation.engine is None
+        check_filters(*engines, top_p=self.sampling.top_p, top_k=self.sampling.top_k)
+        one_model = is_remote(self.engine) and self.evaluation.engine is None
         if one_model and self.rollout_model is not None:
             raise ValueError(
                 "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
-                "evaluated with; set evaluation.engine=transformers, or to vllm_server with the urls of other servers"
+                "evaluated with; set evaluation.engine=transformers, or to vllm_server or sglang_server with the "
+                "urls of other servers"
             )
-        if shared := _urls(self.engine) & _urls(self.evaluation.engine):
+        if shared := server_urls(self.engine) & server_urls(self.evaluation.engine):
             raise ValueError(
                 f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
                 f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
@@ -514,22 +538,24 @@ class Config(Strict):
                 )
 
     def _check_fp8(self) -> None:
-        if self.precision != "fp8":
-            if self.fp8_backward != "dequantized":
-                raise ValueError(
-                    f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, "
-                    f"or leave fp8_backward out"
-                )
-            return
-        if self.engine.quantization != "fp8":
+        if self.precision != "fp8" and self.fp8_backward != "dequantized":
             raise ValueError(
-                f"precision fp8 trains through the codes that the engine computes with, but engine.quantization is "
-                f"{self.engine.quantization}; set engine.quantization=fp8, or precision to fp32 or bf16"
+                f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, "
+                f"or leave fp8_backward out"
+            )
+        if self.precision not in _CODES:
+            return
+        if self.engine.quantization not in (fitting := _CODES[self.precision]):
+            advice = f"engine.quantization={fitting[-1 if 'vllm' in self.engine.name else 0]}"  # no int8_blocks there
+            advice = f"engine=transformers {advice}" if self.engine.name == "sglang_server" else advice
+            raise ValueError(
+                f"precision {self.precision} trains through the codes that the engine computes with, but "
+                f"engine.quantization is {self.engine.quantization}; set {advice}, or precision to fp32 or bf16"
             )
         if getattr(self.engine, "draft", None) or getattr(self.engine, "attn_implementation", "sdpa") != "sdpa":
             raise ValueError(
-                "precision fp8 attends as the engine does with attn_implementation sdpa and without draft; leave "
-                "engine.attn_implementation and engine.draft out, or take precision fp32 or bf16"
+                f"precision {self.precision} attends as the engine does with attn_implementation sdpa and without "
+                "draft; leave engine.attn_implementation and engine.draft out, or take precision fp32 or bf16"
             )
 
     def _check_top_k(self) -> None:
@@ -572,8 +598,3 @@ class Config(Strict):
                 f"{self.batch.steps_per_iteration} optimizer steps per iteration they have moved on when target 'new' "
                 f"needs them; use target: old, normalizer: topk, or rollout_model.update: iteration"
             )
-
-
-def _urls(engine: EngineConfig | None) -> set[str]:
-    """Return the addresses of an engine's servers; none for an engine without servers."""
-    return {url.rstrip("/") for url in engine.urls} if isinstance(engine, VLLMServerEngineConfig) else set()

@@ -49,4 +49,5 @@ class RolloutsConfig(Strict):
     every: Annotated[Count, MAY_CHANGE] = 10
     """Iterations between two saved rollout batches."""
     keep: Annotated[Count, MAY_CHANGE] = 20
-    """Files of rollouts that are kept: the first, the newest, and others spread evenly between them."""
+    """Files of rollouts that are kept: the first, the newest, that of the best checkpoint, and others spread evenly
+    between them."""

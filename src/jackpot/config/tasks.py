@@ -269,8 +269,23 @@ class CustomTaskConfig(Strict):
     """Settings that the class reads."""
 
 
+class EnvironmentConfig(Strict):
+    """Episodes of an environment with `reset` and `step`, as Gymnasium's, whose observations and actions are text."""
+
+    name: Literal["environment"] = "environment"
+    import_path: ImportPath
+    """What makes the environment, a class or a function, as package.module:name; the module may lie in the current
+    folder."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that it is called with."""
+    template: Literal["chat", "base", "plain"] = "chat"
+    """Form of the prompt: the tokenizer's chat template, plain text for base models, or the problem alone."""
+    solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Least sum of an episode's rewards that counts as right."""
+
+
 TaskConfig = Annotated[
-    ArithmeticConfig | ToolArithmeticConfig | MathConfig | CustomTaskConfig,
+    ArithmeticConfig | ToolArithmeticConfig | MathConfig | EnvironmentConfig | CustomTaskConfig,
     Field(discriminator="name"),
     by_name("arithmetic"),
 ]

@@ -5,6 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from jackpot.core.stages import stage
+
+STAGES = {  # what the command line says of each phase
+    "rollout": "generating rollouts",
+    "score": "scoring responses",
+    "check": "checking the engine's log-probs",
+    "train": "training",
+    "sync": "sending weights to the engines",
+    "save": "saving",
+    "evaluate": "evaluating",
+}
+
 
 class Seconds(NamedTuple):
     """Holds the time that one phase took."""
@@ -32,6 +44,7 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time of the block to `phase`."""
+        stage(STAGES.get(phase, phase))
         begin, before, self._inner = _now(), self._inner, Seconds()
         yield
         whole = _now().plus(begin, -1.0)

@@ -35,19 +35,20 @@ class WeightsDigest:
     It works on one chunk of a tensor at a time; a tensor that is not contiguous is copied first.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         """
         Args:
-            dtype: that every tensor is cast to first, chunk by chunk.
+            dtype: that every tensor is cast to first, chunk by chunk; None: each keeps its own.
         """
         self._dtype = dtype
         self._hashes: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one tensor under its name."""
-        shape = json.dumps([name, list(tensor.shape), str(self._dtype)])
+        dtype = self._dtype or tensor.dtype
+        shape = json.dumps([name, list(tensor.shape), str(dtype)])
         whole = sha256(f"{shape}\n".encode())
-        whole.update(array("q", _row_sums(tensor.detach(), self._dtype).tolist()).tobytes())
+        whole.update(array("q", _row_sums(tensor.detach(), dtype).tolist()).tobytes())
         self._hashes.append(whole.hexdigest())
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -61,8 +62,9 @@ class WeightsDigest:
         return sha256("\n".join(sorted(self._hashes)).encode()).hexdigest()
 
 
-def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
-    """Digest name, shape and bytes of every tensor after a cast to `dtype`, independent of their order and device."""
+def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> str:
+    """Digest name, shape and bytes of every tensor after a cast to `dtype` (None: as it is), independent of their order
+    and device."""
     digest = WeightsDigest(dtype)
     for name, tensor in named_tensors:
         digest.add(name, tensor)

@@ -210,3 +210,5 @@ class DecodedResponse(NamedTuple):
     prompt: Prompt
     text: str  # the response without special tokens
     finished: bool  # False where the response was cut at the length limit or aborted
+    turns: tuple[str, ...] = ()  # what the model generated of it: a text for each of its turns, one without replies
+    last_turn_ended: bool = True  # False where the model's last turn was cut, not only the reply to it left out

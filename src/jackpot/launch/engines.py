@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from jackpot.config.engines import EngineConfig, VLLMEngineConfig, is_remote
+from jackpot.config.engines import EngineConfig, SGLangServerEngineConfig, VLLMEngineConfig, is_remote
 from jackpot.config.run import Config
 from jackpot.core.types import Role, Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_model
 from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.sglang.server_engine import SGLangServerEngine
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.engines.vllm.engine import VLLMEngine
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
@@ -33,7 +34,10 @@ def make_engine(
     if isinstance(settings, VLLMEngineConfig):
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter)
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
-    engine = VLLMServerEngine if is_remote(settings) else partial(TransformersEngine, drafter=drafter)
+    if isinstance(settings, SGLangServerEngineConfig):
+        engine = SGLangServerEngine
+    else:
+        engine = VLLMServerEngine if is_remote(settings) else partial(TransformersEngine, drafter=drafter)
     return engine(model, settings, eos_token_ids=eos_token_ids(model), version=version)
 
 

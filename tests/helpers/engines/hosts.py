@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -89,6 +90,20 @@ def forking(make: Make) -> Callable[[socket.socket], Any]:
         os._exit(1)
 
     return start
+
+
+def fork_engines(monkeypatch: pytest.MonkeyPatch) -> list[ProcessLink]:
+    """Have the engine processes of runs be forks; return a list to which the connections to them are added."""
+    links: list[ProcessLink] = []
+    monkeypatch.setattr("jackpot.launch.engine_processes.starting", lambda *_: forking(make_hosted))
+    init = ProcessLink.__init__
+
+    def noted(link: ProcessLink, *arguments: object) -> None:
+        init(link, *arguments)
+        links.append(link)
+
+    monkeypatch.setattr(ProcessLink, "__init__", noted)
+    return links
 
 
 def make_tiny(folder: str) -> dict[str, Engine]:

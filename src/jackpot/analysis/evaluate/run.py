@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_outcomes
 from jackpot.config.build import merge, validated
 from jackpot.config.changes import changeable, changes
-from jackpot.config.engines import VLLMServerEngineConfig
+from jackpot.config.engines import ServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import checkpoint_error_in, hold_lock, write_whole
@@ -216,7 +216,7 @@ def _ask(
             under_way[asked.uid] = (number, sample)
             yield asked
 
-    servers = len(config.engine.urls) if isinstance(config.engine, VLLMServerEngineConfig) else 1
+    servers = len(config.engine.urls) if isinstance(config.engine, ServerEngineConfig) else 1
     for ended in generate_and_score(engine, one.task, tokenizer, requests(), config.engine.max_num_seqs * servers):
         file.add((*under_way.pop(item.rollout.uid), item) for item in ended)
         fresh += len(ended)

@@ -41,7 +41,8 @@ from jackpot.models.fused import fuse
 from jackpot.models.load import DTYPES, load_meta_model
 from jackpot.models.lora import add_adapter
 from jackpot.models.packed_row import pack_row
-from jackpot.models.quantization.training import train_in_fp8
+from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.models.quantization.training import train_in_codes
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
@@ -250,9 +251,10 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
 
 def _prepare(config: Config, model: PreTrainedModel) -> None:
     """Let a model other than the critic compute as in training; on a GPU FP8 products need less than is counted."""
-    if config.precision == "fp8":
-        fp8_cache = config.engine.kv_cache_dtype == "fp8"
-        train_in_fp8(model, config.fp8_backward, fp8_cache, exact=config.device == "cpu")
+    if config.scheme:
+        scheme, fp8_cache = SCHEMES[config.scheme], config.engine.kv_cache_dtype == "fp8"
+        dtype = DTYPES[config.compute_dtype]
+        train_in_codes(model, scheme, config.fp8_backward, fp8_cache, config.device == "cpu", dtype)
     else:
         _fuse(config, model)
 
@@ -264,7 +266,7 @@ def _reference(config: Config) -> PreTrainedModel | None:
     model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
     if config.head_dtype == "fp32":
         widen_head(model)
-    if config.precision == "fp8":
+    if config.scheme:
         _prepare(config, model)
     return model
 

@@ -10,7 +10,7 @@ from jackpot.analysis.plan.cost_model import GPUS, EngineSpeed, Gpu, Hours, Leng
 from jackpot.analysis.plan.estimate import Estimator, ShareHours
 from jackpot.analysis.plan.events import Cluster, Response, Simulated, Speed, simulate
 from jackpot.analysis.plan.sharding import Blocks, Shard, shard, without_learner
-from jackpot.config.engines import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
+from jackpot.config.engines import EngineConfig, ServerEngineConfig, VLLMEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
@@ -242,7 +242,7 @@ def residents(config: Config, ranks: int) -> dict[str, list[str]]:
 
     def add(settings: EngineConfig, holds: str) -> None:
         place = here
-        if isinstance(settings, VLLMServerEngineConfig):
+        if isinstance(settings, ServerEngineConfig):
             place = f"servers {', '.join(settings.urls)}"
         elif config.placement.engines:
             place = f"each of {config.placement.engines} engine processes"

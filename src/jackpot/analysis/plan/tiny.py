@@ -89,6 +89,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
             "engine": config.evaluation.engine and _engine(config.evaluation.engine),
         },
         "objective": {},
+        "tracking": {"wandb": None},
     }
     if rollout_model:
         changes["rollout_model"] = {"path": _model_path(rollout_model.path, models, folder)}

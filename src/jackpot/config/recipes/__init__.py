@@ -47,12 +47,19 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
         if base in names:
             raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*names, base])}")
         names.append(base)
-        chain.append(_read(base))
+        try:
+            chain.append(_read(str(base)))
+        except ConfigError as error:
+            raise ConfigError(f"{chain[-1][0]}: base: {error}") from error
     return chain
 
 
 def _read(name: str) -> tuple[Path, dict[str, Any]]:
-    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parent / f"{name}.yaml"
+    is_path = name.endswith((".yaml", ".yml"))
+    path = Path(name) if is_path else Path(__file__).parent / f"{name}.yaml"
+    if is_path and not path.is_file():
+        named = f"; the package's recipe is called {path.stem}" if path.stem in recipe_names() else ""
+        raise ConfigError(f"there is no file {name}{named}. jackpot recipes lists the recipes of the package")
     if not path.is_file():
         raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")
     try:
@@ -60,7 +67,8 @@ def _read(name: str) -> tuple[Path, dict[str, Any]]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
-        raise ConfigError(f"{path} holds {type(recipe).__name__}, a recipe is a mapping of settings")
+        held = "is empty" if recipe is None else f"holds {type(recipe).__name__}"
+        raise ConfigError(f"{path} {held}; a recipe is a mapping of settings, such as `base: quickstart`")
     return path, recipe
 
 

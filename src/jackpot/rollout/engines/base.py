@@ -16,7 +16,7 @@ from torch import Tensor
 from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Rollout, Version
-from jackpot.models.quantization.convert import Conversion
+from jackpot.models.quantization.convert import Codes, Conversion
 from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
@@ -41,7 +41,7 @@ class Capabilities:
     # it computes with other numbers, or accepts drafts with lam below 1
     flow: str | None = None  # number formats of linear layers and cache, where training with `precision:
     # fp8` and the same ones computes bit for bit the same on a CPU, but for rounding in the output layer
-    codes: Sequence[str] = ()  # names of the weights that the trainer sends as FP8 codes and scales (`quantize_named`)
+    codes: Codes | None = None  # weights that the trainer sends as codes and scales; None: it sends all as numbers
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on: "cpu", "cuda"
 
@@ -87,8 +87,8 @@ class Engine(ABC):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights and return the `weights_digest`, in `capabilities.dtype`, of the weights received.
 
-        A weight of `capabilities.codes` may come as two tensors, codes and scales, and is then held as it came: the
-        digest covers both.
+        All weights of `capabilities.codes` may come as two tensors, codes and scales. Then every tensor comes in the
+        dtype in which it is held, and the digest takes each in its own.
 
         An engine that stores weights in another form (fused, quantized) computes the digest of the tensors from which
         that form was made. The trainer compares the digest with that of the weights it sent. Tokens generated later

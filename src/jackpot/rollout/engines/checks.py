@@ -7,8 +7,8 @@ from torch import Size, Tensor
 
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
-from jackpot.models.quantization.convert import FP8_SCALES
-from jackpot.models.quantization.quantizer import BLOCK, E4M3
+from jackpot.models.quantization.convert import Codes
+from jackpot.models.quantization.quantizer import LARGEST
 from jackpot.rollout.engines.base import Capabilities, Request
 
 
@@ -50,20 +50,22 @@ def check_scores(rollouts: Sequence[Rollout], temperature: float, capabilities: 
             )
 
 
-def check_weights(sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size], codes: Sequence[str] = ()) -> None:
+def check_weights(sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size], codes: Codes | None = None) -> None:
     """Raise EngineError unless every parameter is sent exactly once and in its shape.
 
     Args:
-        codes: names of parameters that may be sent as FP8 codes instead, each with its scales beside it.
+        codes: parameters that may be sent as codes instead, all of them, each with its scales beside it.
     """
-    as_codes = {name for name, tensor in sent if tensor.dtype == E4M3}
-    if wrong := sorted(as_codes - set(codes)):
+    as_codes = {name: tensor.dtype for name, tensor in sent if tensor.dtype in LARGEST}
+    taken = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
+    if as_codes and as_codes != taken:
+        wrong = sorted(name for name in as_codes | taken if as_codes.get(name) != taken.get(name))
         raise EngineError(
-            f"{len(wrong)} weights were sent as FP8 codes that this engine does not take, such as {wrong[0]}; send "
-            f"them as numbers"
+            f"{len(wrong)} weights were sent as codes that this engine does not take, or not as the codes that it "
+            f"takes, such as {wrong[0]}; send those of capabilities.codes, or all weights as numbers"
         )
-    blocks = {name: [-(-size // BLOCK) for size in shapes[name]] for name in as_codes}
-    shapes = {**shapes, **{name + FP8_SCALES: Size(sizes) for name, sizes in blocks.items()}}
+    if as_codes:
+        shapes = {**shapes, **codes.shapes(shapes)}
     names = Counter(name for name, _ in sent)
     problems = {
         "missing": sorted(shapes.keys() - names.keys()),

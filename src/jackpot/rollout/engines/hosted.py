@@ -23,6 +23,7 @@ from jackpot.config.run import Sampling
 from jackpot.core.errors import EngineError, JackpotError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
+from jackpot.models.quantization.convert import Codes
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import check_scores, check_weights
@@ -76,6 +77,7 @@ class EngineHost:
 def _described(engine: Engine) -> dict[str, Any]:
     capabilities = engine.capabilities
     names = {"dtype": str(capabilities.dtype).removeprefix("torch.")}
+    names |= {"codes": capabilities.codes and tuple(capabilities.codes)}
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__} | names
     return {"capabilities": facts, "events": engine.take_events()}
 
@@ -249,7 +251,7 @@ class EnginePool:
         self._numbers = count()
         self._shapes = {name: {key: one.shape for key, one in named} for name, (named, _) in weights.items()}
         self._dtypes = {name: dtype for name, (_, dtype) in weights.items()}
-        newest = {name: self._shared(name, named, version) for name, (named, _) in weights.items()}
+        newest = {name: self._shared(name, named, version, dtype) for name, (named, dtype) in weights.items()}
         self.pool = Pool(limits, newest, thread_name="the engines' thread")
         try:
             self.pool.call(self._start([HostPeer(name, link) for name, link in links.items()]))
@@ -277,7 +279,7 @@ class EnginePool:
         return dict(self._engines)
 
     def replace(
-        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: Sequence[str] = ()
+        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: Codes | None = None
     ) -> str:
         """Replace the newest weights of one engine; return the digest of what hosts hold.
 
@@ -285,7 +287,8 @@ class EnginePool:
             codes: as in `Capabilities`.
         """
         check_weights(sent, self._shapes[name], codes)
-        weights = self._shared(name, sent, version)
+        as_codes = codes is not None and codes.are_in(sent)
+        weights = self._shared(name, sent, version, None if as_codes else self._dtypes[name])
         self.pool.update({**self.pool.newest, name: weights})
         return weights.digest
 
@@ -295,9 +298,11 @@ class EnginePool:
         if not self._open:
             self.pool.close()
 
-    def _shared(self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version) -> SentWeights:
+    def _shared(
+        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
+    ) -> SentWeights:
         try:
-            memory = SharedWeights(sent, self._dtypes[name])
+            memory = SharedWeights(sent, dtype)
         except OSError as error:
             raise EngineError(
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "
@@ -403,4 +408,5 @@ def _parsed(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[list[Roll
 
 
 def _capabilities(given: dict[str, Any]) -> Capabilities:
-    return Capabilities(**given | {"dtype": getattr(torch, given["dtype"])})
+    codes = given["codes"] and Codes(tuple(given["codes"][0]), given["codes"][1])
+    return Capabilities(**given | {"dtype": getattr(torch, given["dtype"]), "codes": codes})

@@ -38,17 +38,14 @@ class SharedWeights:
         """Copy tensors of any device.
 
         Args:
-            dtype: that they are cast to, but for FP8 codes; None: each keeps its own.
+            dtype: that they are cast to; None: each keeps its own.
 
         Raises:
             OSError: there is no room.
         """
         tensors = dict(named_tensors)
         head, end = {"__metadata__": {"format": "pt"}}, 0
-        kinds = {
-            name: dtype if dtype and tensor.dtype != torch.float8_e4m3fn else tensor.dtype
-            for name, tensor in tensors.items()
-        }
+        kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             kind = kinds[name]
             begin, end = end, end + tensor.numel() * kind.itemsize

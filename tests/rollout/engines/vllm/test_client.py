@@ -511,6 +511,13 @@ def test_a_server_that_keeps_what_it_was_started_with_is_an_error(make, server):
 @pytest.mark.parametrize("kept", ["model.norm.weight", "model.embed_tokens.weight"])
 def test_one_old_tensor_is_enough_to_be_noticed(make, server, kept):
     engine = make(server)
+    keep(server, kept)
+    with pytest.raises(EngineError, match=f"stale.*{kept}"):
+        engine.update_weights(weights(3.0), NEW)
+
+
+def keep(server: ScriptedServer, kept: str) -> None:
+    """From now on one tensor stays as it is."""
 
     def load(folder: str) -> None:
         before = server.weights[kept]
@@ -518,8 +525,19 @@ def test_one_old_tensor_is_enough_to_be_noticed(make, server, kept):
         server.weights[kept] = before
 
     server.load = load
-    with pytest.raises(EngineError, match=f"stale.*{kept}"):
+
+
+def test_an_old_tensor_is_noticed_after_an_update_whose_end_failed(make, server, other):
+    """A server that could not be resumed holds the weights that were checked all the same."""
+    engine = make(server, other)
+    other.script["/resume"] = always(failure(503))
+    engine.update_weights(weights(2.0), NEW)
+    keep(other, "model.norm.weight")
+    with pytest.raises(EngineError, match=r"stale.*model\.norm\.weight"):
         engine.update_weights(weights(3.0), NEW)
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            engine.generate(requests(1))
 
 
 @pytest.mark.parametrize("path", ["reload_weights", "/reset_prefix_cache", "/update_weight_version", "/weight_checker"])

@@ -11,7 +11,8 @@ from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
-from jackpot.rollout.engines.vllm.protocol import join_log_probs, logprob_requests, make_rollout, to_sampling_params
+from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_requests, make_rollout
+from jackpot.rollout.engines.vllm.protocol import log_prob_params, to_sampling_params
 
 
 def sampling_params(**sampling) -> dict:
@@ -78,7 +79,7 @@ def test_a_score_at_temperature_one_is_one_request_and_fits_a_full_context():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
     [request] = logprob_requests(rollout, 1.0)
     assert request.prompt == (*rollout.prompt.token_ids, 5, 6) and request.token == 7
-    assert request.sampling_params["prompt_logprobs"] == 0 and request.sampling_params["logprob_token_ids"] == [7]
+    assert log_prob_params(request)["prompt_logprobs"] == 0 and log_prob_params(request)["logprob_token_ids"] == [7]
     assert join_log_probs([[-0.5, -1.0, -2.0]]).tolist() == [-0.5, -1.0, -2.0]
 
 
@@ -87,8 +88,8 @@ def test_a_score_at_another_temperature_asks_for_every_token():
     requests = list(logprob_requests(rollout, 0.7))
     assert [request.prompt[3:] for request in requests] == [(), (5,), (5, 6)]
     assert [request.token for request in requests] == [5, 6, 7]
-    assert all(request.sampling_params["temperature"] == 0.7 for request in requests)
-    assert not any("prompt_logprobs" in request.sampling_params for request in requests)
+    assert all(log_prob_params(request)["temperature"] == 0.7 for request in requests)
+    assert not any("prompt_logprobs" in log_prob_params(request) for request in requests)
     assert join_log_probs([[-0.5], [-1.0], [-2.0]]).tolist() == [-0.5, -1.0, -2.0]
 
 

@@ -17,6 +17,7 @@ from helpers.engines.reference import Reference, tiny_model, tiny_request
 from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.types import Rollout, Version
+from jackpot.models.quantization.convert import quantize_named
 from jackpot.rollout.engines.vllm.engine import VLLMEngine
 from rollout.engines.test_quantized import QuantizedConformance
 from rollout.engines.vllm.test_engine import make
@@ -52,10 +53,13 @@ def test_numbers_are_those_of_the_definition_and_after_an_update_those_of_a_fres
     assert engine.capabilities.quantized
     new = tiny_model(seed=1)
     try:
-        for place, weights in ((folder, None), (new_folder, new), (new_folder, new)):
+        for place, weights, as_codes in ((folder, None, False), (new_folder, new, False), (new_folder, new, True)):
             if weights:
-                digest = engine.update_weights(weights.named_parameters(), NEW)
-                assert digest == weights_digest(weights.named_parameters(), torch.float32)
+                named, codes, dtype = list(weights.named_parameters()), engine.capabilities.codes, torch.float32
+                assert (codes is not None) == (quantization == "int8_w8a8")
+                if codes and as_codes:
+                    named, dtype = list(quantize_named(named, codes.names, codes.scheme)), None
+                assert engine.update_weights(named, NEW) == weights_digest(named, dtype)
             rollouts = engine.generate(requests)
             rounded = QuantizedReference(place, quantization, kv_cache_dtype and "fp8 cut")
             for log_probs in ([one.rollout_log_probs for one in rollouts], engine.score(rollouts, 1.0)):

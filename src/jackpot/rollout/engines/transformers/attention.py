@@ -21,6 +21,7 @@ from jackpot.core.errors import EngineError
 from jackpot.models.forward import backbone
 from jackpot.models.quantization.attention import Attention, in_float64
 from jackpot.models.quantization.linear import round_to_fp8
+from jackpot.models.quantization.quantizer import SCHEMES
 
 GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"  # values of `config._attn_implementation`
 GROUPED_FP8, EAGER_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8", "jackpot_exact_fp8"
@@ -102,12 +103,13 @@ AttentionMaskInterface.register(EAGER_FP8, eager_mask)
 
 
 def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
-    """Set the attention of a model as an engine's settings say; on a CPU that of an FP8 engine is exact.
+    """Set the attention of a model as an engine's settings say; on a CPU it is exact where activations are quantized.
 
     Raises:
         EngineError: as `set_attention`.
     """
-    exact = settings.quantization == "fp8" and settings.draft is None and model.device.type == "cpu"
+    is_coded = settings.quantization is not None and SCHEMES[settings.quantization].activations is not None
+    exact = is_coded and settings.draft is None and model.device.type == "cpu"
     set_attention(model, settings.attn_implementation, settings.kv_cache_dtype == "fp8", exact)
 
 

@@ -11,9 +11,9 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import widen_head
-from jackpot.models.quantization.convert import FP8_SCALES, quantize_linears
+from jackpot.models.quantization.convert import Codes, quantize_linears, scales_suffix
 from jackpot.models.quantization.linear import QuantizedLinear
-from jackpot.models.quantization.quantizer import E4M3, SCHEMES
+from jackpot.models.quantization.quantizer import SCHEMES
 from jackpot.rollout.engines.base import quantized_event
 from jackpot.rollout.engines.checks import check_weights
 
@@ -40,6 +40,8 @@ class ModelWeights:
         self.events: list[dict[str, Any]] = []  # the event that reports the quantization, if there is one
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._quantized: dict[str, QuantizedLinear] = {}  # layer by the name of its weight
+        self._buffers: dict[str, Tensor] = {}  # codes and scales by the names under which they are sent
+        self.codes: Codes | None = None  # weights taken as codes too
         if quantization is not None:
             try:
                 conversion = quantize_linears(model, SCHEMES[quantization])
@@ -48,33 +50,34 @@ class ModelWeights:
             sizes = {name: shape.numel() for name, shape in self._shapes.items()}
             self.events.append(quantized_event(quantization, conversion, sizes))
             self._quantized = {name: model.get_submodule(name.removesuffix(".weight")) for name in conversion.converted}
-        self.codes = tuple(self._quantized) if quantization == "fp8" else ()  # names of weights taken as codes too
+            self.codes = Codes(conversion.converted, quantization)
+            suffix = scales_suffix(self.codes.scheme)
+            self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
+            self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}
         self._parameters = dict(model.named_parameters())
 
     @torch.no_grad()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Replace all weights; return the digest, in `dtype`, of the weights as loaded, before quantization.
+        """Replace all weights; return the digest of the weights as loaded.
 
         All tensors are held until all are checked, so an error leaves the old weights. Each is cast to `dtype` first,
-        but for codes of `codes`: these and their scales are held as they came, and the digest is of what is held.
+        and the digest is that before quantization. Codes and scales are held as they came, and the digest is of these.
 
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
         sent = list(named_tensors)
         check_weights(sent, self._shapes, self.codes)
-        digest = WeightsDigest(self.dtype)
+        as_codes = self.codes is not None and self.codes.are_in(sent)
+        places = self._parameters | self._buffers if as_codes else self._parameters
+        digest = WeightsDigest(None if as_codes else self.dtype)
         for name, tensor in sent:
-            layer = self._quantized.get(name.removesuffix(FP8_SCALES))
-            if layer and (tensor.dtype == E4M3 or name not in self._quantized):
-                held = layer.codes if name in self._quantized else layer.scales
-                held.copy_(tensor)
-                digest.add(name, held)
-            elif layer:
+            if name in places:
+                places[name].copy_(tensor)
+                digest.add(name, places[name])
+            else:
+                layer = self._quantized[name]
                 source = tensor.to(layer.codes.device, self.dtype)
                 layer.take(source)
                 digest.add(name, source)
-            else:
-                self._parameters[name].copy_(tensor)
-                digest.add(name, self._parameters[name])
         return digest.hexdigest()

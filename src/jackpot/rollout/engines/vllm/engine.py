@@ -37,6 +37,7 @@ from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
 from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
+from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_requests, make_rollout
 from jackpot.rollout.engines.vllm.drafts import (
     count_drafts,
     draft_arguments,
@@ -44,13 +45,7 @@ from jackpot.rollout.engines.vllm.drafts import (
     repair_sampling,
     reserved_tokens,
 )
-from jackpot.rollout.engines.vllm.protocol import (
-    check_temperature,
-    join_log_probs,
-    logprob_requests,
-    make_rollout,
-    to_sampling_params,
-)
+from jackpot.rollout.engines.vllm.protocol import check_temperature, log_prob_params, to_sampling_params
 from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
 _LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from this process
@@ -148,6 +143,8 @@ class VLLMEngine(ThreadEngine):
         self._check_open()
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
+        for rollout in rollouts:
+            check_temperature(temperature, f"the score of {rollout.uid}")
         by_rollout = [list(logprob_requests(rollout, temperature)) for rollout in rollouts]
         requests = [request for of_rollout in by_rollout for request in of_rollout]
         futures: list[Future] = [Future() for _ in requests]
@@ -155,7 +152,7 @@ class VLLMEngine(ThreadEngine):
         def add_all() -> None:
             for request, future in zip(requests, futures, strict=True):
                 handler = _log_prob_handler(request.num_prompt_log_probs, future)
-                self._add(request.prompt, request.sampling_params, handler)
+                self._add(request.prompt, log_prob_params(request), handler)
 
         self._post(add_all)
         results = iter([self._wait(future) for future in futures])
@@ -164,15 +161,15 @@ class VLLMEngine(ThreadEngine):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says.
 
-        vLLM holds some weights fused or packed, so the digest is computed from the tensors that it is given. An engine
-        for which this one's model drafts gets them too.
+        vLLM holds some weights fused or packed, so the digest is computed from the tensors that it is given: codes and
+        scales where these are sent. An engine for which this one's model drafts gets them too.
         """
         followers = [engine for engine in self._followers if not engine._is_closed]
         for engine in (self, *followers):
             engine._check_open()
             engine._in_flight.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
-        check_weights(sent, self._shapes)
+        check_weights(sent, self._shapes, self.capabilities.codes)
         digest = self._call(lambda: self._replace_weights(sent))
         for engine in followers:
             engine._update_draft(sent)
@@ -276,6 +273,7 @@ class VLLMEngine(ThreadEngine):
             num_top_log_probs=model.get_vocab_size(),
             max_model_len=model.max_model_len - (reserved_tokens(self._draft) if self._draft else 0),
             quantized=is_quantized(settings) or bool(model.quantization),
+            codes=self._weight_format.codes,
             dtype=self._dtype,
             device=self._device.type,
         )
@@ -318,11 +316,16 @@ class VLLMEngine(ThreadEngine):
         return handle
 
     def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Have vLLM load new weights; return the digest of the tensors, before quantization, that it has taken."""
+        """Have vLLM load new weights; return the digest of the tensors that it has taken: those that are sent, codes
+        and scales too, before any quantization."""
         if self._is_asleep:
             self._llm.wake_up(["weights"])
-        digest = WeightsDigest(self._dtype)
-        converted = self._weight_format.convert(digest.watch(self._cast(sent)))
+        if (codes := self._weight_format.codes) and codes.are_in(sent):
+            digest = WeightsDigest(None)
+            converted = digest.watch(sent)
+        else:
+            digest = WeightsDigest(self._dtype)
+            converted = self._weight_format.convert(digest.watch(self._cast(sent)))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
         self._llm.apply_model(_pack_tied_head)
         if self._is_asleep:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from jackpot.core.errors import EngineError
+from jackpot.rollout.engines.servers.weight_sync import other_norms, without_rank
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FP8_NAMES = ("fp8", "fp8_e4m3")
@@ -86,11 +87,6 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
     )
 
 
-def without_rank(key: str) -> str:
-    """Return a parameter's name without the rank that precedes it in `ServerClient.checksums`."""
-    return key.rpartition(":")[2]
-
-
 def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool) -> dict[str, int]:
     """Return the sizes in PyTorch's print of the modules of the first rank.
 
@@ -142,8 +138,7 @@ def _check_model(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
         for name, size in expected.sizes.items()
         if info.sizes.get(name, size) != size
     ]
-    # Fused and packed weights have names of vLLM's own; norms keep the model's names on every device.
-    differences += sorted(name for name in info.parameters - expected.parameters if "norm" in name)[:3]
+    differences += other_norms(info.parameters, expected.parameters)
     if differences:
         raise EngineError(
             f"{url} serves another model: {'; '.join(differences)}. Start it with the run's rollout model"

@@ -4,9 +4,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,17 +17,37 @@ from torch import Tensor
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.shared_weights import SharedWeights
-from jackpot.rollout.engines.vllm.server_info import without_rank
-from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
 _PACKED = hashlib.sha256().hexdigest()  # checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter
+
+
+class Format(Protocol):
+    """The form of the weights in the files, such as vLLM's `WeightFormat`."""
+
+    quantized_names: frozenset[str]  # names of the weights that are written as codes
+    events: tuple[dict[str, Any], ...]  # events that report the form
+
+    def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return the tensors of the file for weights in the engine's dtype."""
+        raise NotImplementedError
+
+
+class Plain(Format):
+    """Weights as they are."""
+
+    quantized_names = frozenset()
+    events = ()
+
+    def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return the tensors themselves."""
+        return named_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedWeights:
     """One set of weights in a file."""
 
-    version: str  # name of the weights, as servers report it (`ServerClient.weight_version`)
+    version: str  # name of the weights, as servers report it (`HTTPClient.weight_version`)
     folder: Path  # folder of the file
     digest: str  # `weights_digest` of the weights before quantization, under the names that were sent
     checksums: Mapping[str, str]  # SHA-256 of the bytes of every tensor of the file, by name
@@ -36,7 +57,7 @@ class WeightsFolder:
     """Writes an engine's weights for its servers, into a folder of its own below one that all servers see."""
 
     def __init__(
-        self, root: str | None, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: WeightFormat
+        self, root: str | None, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: Format
     ) -> None:
         """Name the folder, which the first `save` makes.
 
@@ -46,7 +67,7 @@ class WeightsFolder:
             dtype: dtype of the weights in the files.
             aliases: further names of tied parameters, with the name under which each is sent. They are written too,
                 because a server whose model is not tied needs them.
-            weight_format: format of the weights in the files.
+            weight_format: form of the weights in the files.
         """
         self._memory: dict[Path, SharedWeights] | None = {} if root is None else None  # by folder
         self._folder = Path(tempfile.gettempdir() if root is None else root).expanduser().resolve() / name
@@ -112,8 +133,26 @@ class WeightsFolder:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes, as vLLM's /weight_checker computes it."""
+    """Return the SHA-256 of a tensor's bytes, as the servers compute it."""
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _is_start(reported: str, checksum: str) -> bool:
+    """Return whether a server reports this SHA-256, or the first 8 bytes of it."""
+    return len(reported) >= 16 and checksum.startswith(reported)
+
+
+def without_rank(key: str) -> str:
+    """Return a parameter's name without the rank that precedes it in a server's checksums."""
+    return key.rpartition(":")[2]
+
+
+def other_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
+    """Return up to 3 norms that a server reports and the model does not have: a sign that it serves another model.
+
+    Norms keep the model's names; fused and packed weights have names of the server's own.
+    """
+    return sorted(name for name in reported if "norm" in name and name not in parameters)[:3]
 
 
 def check_loaded(
@@ -121,6 +160,7 @@ def check_loaded(
     new: SavedWeights,
     after: Mapping[str, str],
     verified: tuple[SavedWeights, Mapping[str, str]] | None,
+    comparable: bool = True,
 ) -> None:
     """Raise EngineError for a server that reports a successful update and still holds old weights.
 
@@ -131,21 +171,25 @@ def check_loaded(
     Args:
         after: the server's checksums after the update, by rank and name.
         verified: the last weights that this function accepted since the server's start, and its checksums then.
+        comparable: False where the server's checksums are another function's than the file's, so that only a change
+            can be seen.
     """
     known = {
         key: new.checksums[without_rank(key)]
         for key, checksum in after.items()
         if without_rank(key) in new.checksums and checksum != _PACKED
     }
+    equal = {key: comparable and _is_start(after[key], checksum) for key, checksum in known.items()}
     old, before = verified or (None, {})
     stale = [
         key
         for key, checksum in known.items()
         if old is not None
-        and checksum != after[key] == before.get(key)
+        and not equal[key]
+        and after[key] == before.get(key)
         and checksum != old.checksums.get(without_rank(key))
     ]
-    if stale or not any(after[key] == checksum for key, checksum in known.items()):
+    if stale or not known or (comparable and not any(equal.values())):
         named = ", ".join(sorted(stale)[:3]) or ("all of them" if known else "none has a name of the model's, so all")
         raise EngineError(
             f"{url} was given the weights {new.version} and holds stale ones: {named} differ from "

@@ -1,0 +1,202 @@
+"""Servers that the user has started, in other processes or on other machines: a pool of `Replica`s.
+
+The caller's thread hands over prompts and new weights. It waits for rollouts in `collect`, for log-probs in `score` and
+for the servers in `update_weights`. Everything else is done by the pool (`engines/pool.py`), one job a prompt.
+"""
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.config.engines import ServerEngineConfig, is_quantized
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Rollout, Version
+from jackpot.models.load import DTYPES
+from jackpot.rollout.engines.background import BackgroundEngine
+from jackpot.rollout.engines.base import Capabilities, Request
+from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.pool import Pool, PoolLimits
+from jackpot.rollout.engines.servers.http import HTTPClient, open_session
+from jackpot.rollout.engines.servers.protocol import LogProbRequest, join_log_probs, logprob_requests
+from jackpot.rollout.engines.servers.replica import Job, Replica
+from jackpot.rollout.engines.servers.weight_sync import Format, Plain, SavedWeights, WeightsFolder
+
+
+class ServerEngine(BackgroundEngine):
+    """Decodes with servers that the user has started, all with the same model. A subclass knows their protocol."""
+
+    client_class: ClassVar[type[HTTPClient]]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: ServerEngineConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        version: Version,
+    ) -> None:
+        """Send the weights of a model to the servers, and wait until all servers in reach hold them.
+
+        Args:
+            model: model whose weights the servers are sent first; it is not kept.
+            eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`.
+
+        Raises:
+            EngineError: no server can be reached, or one serves something else; the text says what to do.
+        """
+        super().__init__(version)
+        self._settings, self._eos_token_ids = settings, tuple(eos_token_ids)
+        self._dtype, self._vocab_size = DTYPES[settings.dtype], model.get_input_embeddings().weight.shape[0]
+        named = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in named.items()}
+        # With tied parameters under each of their names: name -> name under which it is sent.
+        all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self._shapes = {name: parameter.shape for name, parameter in named.items()}
+        weight_format = self._expect(model, frozenset(all_names))
+        self._replicas: list[Replica] = []
+        self._id = f"jackpot-{secrets.token_hex(6)}"  # name of this engine, unlike any other's
+        aliases = {alias: name for alias, name in all_names.items() if alias != name}
+        self._files = WeightsFolder(settings.weights_folder, self._id, self._dtype, aliases, weight_format)
+        self._weight_numbers = count()
+        limits = PoolLimits(
+            patience=settings.connect_timeout,
+            patience_setting="engine.connect_timeout",
+            unreachable="Are they running, and is engine.urls right?",
+            attempts=settings.max_retries,
+            attempts_setting="engine.max_retries",
+            failing="look at the servers' logs",
+        )
+        self._pool = Pool(limits, self._save(list(named.items())), thread_name="the servers' thread")
+        self._pool.on_failure.append(self._fail)
+        for event in weight_format.events:
+            self._pool.log_event(event)
+        try:
+            self._pool.call(self._start())
+        except BaseException:
+            self.close()
+            raise
+
+    # What differs between servers
+
+    def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
+        """Keep what servers of this model must report, and return the form of the weights that they get.
+
+        Args:
+            parameters: names of the model's parameters, tied ones under each of their names.
+        """
+        self._parameters = parameters
+        return Plain()
+
+    @abstractmethod
+    def _replica(self, url: str, client: Any) -> Replica:
+        """Return what tracks the server at `url`, which `client` calls."""
+
+    @abstractmethod
+    def _job(self, request: Request) -> Job:
+        """Return the job that gives the rollout of a request."""
+
+    @abstractmethod
+    def _score_job(self, request: LogProbRequest, uid: str) -> Job:
+        """Return the job that gives the log-probs of a request, for the rollout `uid`: a list of numbers."""
+
+    @abstractmethod
+    def _check_temperature(self, temperature: float, what: str) -> None:
+        """Raise EngineError for a temperature that the servers cannot sample with; `what` has it."""
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return and forget the events since the last call.
+
+        They are `server_lost`, `server_back` and `server_restarted`, each with the `server` (docs/vllm.md), and once
+        `quantized`, where the settings quantize.
+        """
+        return self._pool.take_events()
+
+    def _check(self, request: Request) -> None:
+        check_request(request, self.capabilities)
+        self._check_temperature(request.sampling.temperature, request.uid)
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        self._pool.begin(
+            [(request.uid, self._job(request), lambda rollout: self._complete([rollout])) for request in requests]
+        )
+
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one server request."""
+        self._check_open()
+        check_scores(rollouts, temperature, self.capabilities)
+        for rollout in rollouts:
+            self._check_temperature(temperature, f"the score of {rollout.uid}")
+        by_rollout = [list(logprob_requests(rollout, temperature)) for rollout in rollouts]
+        jobs = [
+            (rollout.uid, self._score_job(one, rollout.uid))
+            for rollout, requests in zip(rollouts, by_rollout, strict=True)
+            for one in requests
+        ]
+        results = iter(self._pool.results(jobs))
+        return [join_log_probs([next(results) for _ in requests]) for requests in by_rollout]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        """Replace all weights as `Engine.update_weights` says; return the digest of the file that the servers read.
+
+        The call returns once at least one server and all others in reach hold the new weights. A server out of reach
+        gets them before its next request.
+        """
+        self._check_open()
+        self._in_flight.check_empty()
+        sent = [(name, tensor.detach()) for name, tensor in named_tensors]
+        check_weights(sent, self._shapes)
+        saved = self._save(sent)
+        self._pool.update(saved)
+        self._version = version
+        self._files.keep_only([saved, *(one.loading for one in self._replicas if one.loading is not None)])
+        return saved.digest
+
+    def _save(self, sent: Sequence[tuple[str, Tensor]]) -> SavedWeights:
+        return self._files.save(sent, f"{self._id}-{next(self._weight_numbers)}")
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            try:
+                self._pool.close(*([self._session.close] if hasattr(self, "_session") else []))
+            finally:
+                self._files.remove()
+                self._in_flight.clear()
+
+    async def _start(self) -> None:
+        settings = self._settings
+        self._session = open_session(settings.urls, self.client_class.api_key_var)
+        for url in settings.urls:
+            client = self.client_class(url, self._session, timeout=settings.timeout)
+            self._replicas.append(self._replica(url, client))
+        await self._pool.join(*self._replicas)
+        await self._pool.until_synced()
+        self._capabilities = self._find_capabilities()
+        self._pool.check = self._check_limits
+
+    def _find_capabilities(self) -> Capabilities:
+        infos = [replica.info for replica in self._replicas if replica.info is not None]
+        return Capabilities(
+            vocab_size=self._vocab_size,
+            num_top_log_probs=min(info.num_top_log_probs for info in infos),
+            max_model_len=min(info.max_model_len for info in infos),
+            quantized=is_quantized(self._settings) or any(info.quantized for info in infos),
+            dtype=self._dtype,
+            device="cpu" if all(info.device == "cpu" for info in infos) else "cuda",
+        )
+
+    def _check_limits(self, replica: Replica) -> None:
+        """Raise EngineError for a server that comes later and has smaller limits than `capabilities`."""
+        for name in ("max_model_len", "num_top_log_probs"):
+            has, promised = getattr(replica.info, name), getattr(self._capabilities, name)
+            if has < promised:
+                raise EngineError(
+                    f"{replica.name} has {name} {has}, and the others {promised}; start it as the others are"
+                )
+        if replica.info.quantized and not self._capabilities.quantized:
+            raise EngineError(f"{replica.name} is quantized, and the others are not; start it as the others are")

@@ -1,0 +1,193 @@
+"""HTTP client of one inference server, whatever program it runs. aiohttp is imported when an engine is made.
+
+Every call ends in a result, in `PeerLost` (a retry, there or on another server, may help) or in an EngineError (only
+a change by the user can help).
+"""
+
+import asyncio
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+
+from jackpot.core.errors import EngineError
+from jackpot.core.package import install
+from jackpot.rollout.engines.pool import PeerLost
+
+Result = TypeVar("Result")
+_ANSWER_BYTES = 1 << 26  # most of an answer other than a completion: a model's modules, checksums
+_CHUNK_BYTES = 1 << 16  # read at once, so that an answer is never much larger in memory than it may be
+_MESSAGE_LENGTH = 500  # characters of a server's error that are shown
+_LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
+_CONNECT_SECONDS = 10.0
+_KEEP_SECONDS = 2.0  # for an idle connection; servers close one after 5, which must not look like a lost server
+_SHORT_SECONDS = 60.0  # for a call without generation; vLLM takes some seconds for the first about its configuration
+
+
+class ServerRefused(PeerLost):
+    """A server answered that it cannot serve the call, at least now."""
+
+
+def open_session(urls: Sequence[str], api_key_var: str) -> Any:
+    """Return the aiohttp session that all clients share; called on the event loop that uses it.
+
+    Args:
+        api_key_var: environment variable that holds the key of all servers.
+
+    Raises:
+        EngineError: aiohttp is not installed, the key has characters that cannot be sent, or there is none and a server
+            listens elsewhere than on this machine's loopback interface.
+    """
+    aiohttp = _import_aiohttp()
+    api_key = os.environ.get(api_key_var)
+    elsewhere = [url for url in urls if not _is_loopback(url)]
+    if elsewhere and not api_key:
+        raise EngineError(
+            f"{', '.join(elsewhere)}: not on this machine's loopback interface, so others may reach it, and there is "
+            f"no API key; start all servers with --api-key, and set {api_key_var} to the same key (docs/vllm.md)"
+        )
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise EngineError(
+            f"the API key in the environment variable {api_key_var} has a line break or another character that cannot "
+            f"be sent; set it without"
+        )
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
+        headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        auto_decompress=False,  # a small answer must not become a huge one
+    )
+
+
+def _is_loopback(url: str) -> bool:
+    """Return whether an address leads to this machine by its loopback interface."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+class HTTPClient(ABC):
+    """Calls the HTTP routes of one server. A subclass has a method for each."""
+
+    api_key_var: ClassVar[str]  # environment variable that holds the servers' key
+
+    def __init__(self, url: str, session: Any, *, timeout: float) -> None:
+        """Prepare calls of one server; nothing is sent yet.
+
+        Args:
+            timeout: longest time of a response or a weight update, seconds.
+        """
+        self._aiohttp = _import_aiohttp()
+        self._url, self._session = url.rstrip("/"), session
+        self._long, self._short = timeout, min(timeout, _SHORT_SECONDS)
+
+    @abstractmethod
+    async def weight_version(self) -> str:
+        """Return the name of the weights that the server holds; "default" after a start."""
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        parse: Callable[[Any], Result] | None = lambda body: body,
+        seconds: float | None = None,
+        most: int = _ANSWER_BYTES,
+        refused: str = "",
+        missing: str = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000",
+    ) -> Result:
+        """Send a request and return its parsed JSON.
+
+        Args:
+            parse: function of the response's JSON; None: the body is not parsed.
+            most: largest size of the response, bytes.
+            refused: advice where the server calls the request a bad one.
+            missing: advice where the route does not exist.
+        """
+        seconds = seconds or self._short
+        limits = self._aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with self._session.request(
+                method, self._url + path, json=body, timeout=limits, allow_redirects=False
+            ) as response:
+                status, data = response.status, await _read(response, path, most)
+        except TimeoutError:
+            raise PeerLost(f"{path} took longer than {seconds:g} seconds") from None
+        except (self._aiohttp.ClientError, OSError) as error:
+            raise PeerLost(f"{type(error).__name__}: {error}") from error
+        if status != 200:
+            self._raise_for_status(path, status, data, {400: refused, 404: missing, 405: missing})
+        if parse is None:
+            return None
+        return await asyncio.to_thread(_parse, path, data, parse) if len(data) > _LARGE else _parse(path, data, parse)
+
+    def _raise_for_status(self, path: str, status: int, data: bytes, advices: Mapping[int, str]) -> None:
+        reply = f"HTTP {status} to {path}: {_error_message(data)}"
+        if status == 429 or status >= 500:
+            raise ServerRefused(reply)
+        if status in (401, 403):
+            raise EngineError(
+                f"{self._url} refuses the API key ({reply}); put the key that it was started with into the environment "
+                f"variable {self.api_key_var}"
+            )
+        advice = advices.get(status, "")
+        if 300 <= status < 400:
+            advice = "redirects are not followed; put the address of the server itself into engine.urls"
+        raise EngineError(f"{self._url} answered {reply}" + (f"; {advice}" if advice else ""))
+
+
+async def _read(response: Any, path: str, most: int) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        PeerLost: it has more than `most` bytes, or is compressed, which no request asks for.
+    """
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise PeerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")
+    data = bytearray()
+    if (response.content_length or 0) <= most:
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > most:
+                break
+        else:
+            return bytes(data)
+    raise PeerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
+
+
+def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
+    try:
+        return parse(json.loads(data))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reply = data[:200].decode(errors="replace")
+        raise PeerLost(f"an answer to {path} that cannot be read ({type(error).__name__}: {error}): {reply}") from error
+
+
+def check_success(body: Any) -> None:
+    if body["success"] is not True:
+        raise ValueError("no success")
+
+
+def _error_message(data: bytes) -> str:
+    """Return the message in the body of an error, or the start of the body."""
+    try:
+        body = json.loads(data)
+        error = body["error"] if "error" in body else body["message"]
+        return str(error["message"] if isinstance(error, dict) else error)[:_MESSAGE_LENGTH]
+    except (ValueError, TypeError, LookupError):
+        return data[:200].decode(errors="replace")
+
+
+def _import_aiohttp() -> Any:
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise EngineError(
+            f"aiohttp cannot be imported: {error}. Install it with {install('vllm-server')}, or use engine=transformers"
+        ) from error
+    return aiohttp

@@ -1,0 +1,201 @@
+"""What requests and answers of all inference engines outside of this project share: rollouts, their checks, scoring.
+
+Shapes: `T` response tokens, `K` top log-probs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Finish, Rollout, Version
+from jackpot.rollout.engines.base import Request
+
+NEUTRAL: Mapping[str, float] = {  # every sampling parameter is sent, so that no default of a server applies
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # any other finish_reason: the response was aborted
+_LARGEST_MASS = 1.0 + 1e-3  # of the top log-probs of a token; more than rounding makes it
+_SAME = 1e-4  # by which a sampled token's log-prob may differ from its entry among the top ones
+
+
+class Advice(NamedTuple):
+    """What to start a server with, for errors about its answers."""
+
+    ends: str  # where a response ends elsewhere than was asked for
+    few: str  # where it returns too few top log-probs
+    log_probs: str  # where its log-probs are not those of a distribution
+
+
+def make_rollout(
+    request: Request,
+    token_ids: Sequence[int],
+    ids: np.ndarray,
+    log_probs: np.ndarray,
+    finish_reason: str,
+    version: Version,
+) -> Rollout:
+    """Return the rollout of a response.
+
+    Args:
+        ids, log_probs: [T, 1 + K], the sampled token and then the top tokens, most probable first.
+        finish_reason: the server's word for why the response ended.
+    """
+    length = len(token_ids)
+    values = torch.from_numpy(log_probs.astype(np.float32))
+    return Rollout(
+        uid=request.uid,
+        prompt=request.prompt,
+        finish=_FINISHES.get(finish_reason, "aborted"),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        rollout_log_probs=values[:, 0].clone(),
+        sampled_mask=torch.ones(length, dtype=torch.bool),
+        top_ids=torch.from_numpy(ids[:, 1:].astype(np.int64)),
+        top_log_probs=values[:, 1:].clone(),
+        versions=torch.tensor([version] * length, dtype=torch.int64).reshape(length, 2),
+    )
+
+
+def checked_rollout(
+    request: Request,
+    rows: Sequence[Sequence[tuple[int, float]]],
+    finish_reason: str,
+    *,
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+    vocab_size: int,
+    version: Version,
+    advice: Advice,
+) -> Rollout:
+    """Return the rollout of a server's response, after checks that it is what was asked for.
+
+    Args:
+        rows: for each token of the response, (token, log-prob) of itself and then of the top tokens (`log_prob_row`).
+
+    Raises:
+        EngineError: the server is set up in a way that changes what was asked for.
+    """
+    token_ids = [row[0][0] for row in rows]
+    _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, advice.ends)
+    shape = (len(rows), 1 + request.sampling.num_top_log_probs)
+    ids = np.array([[token for token, _ in row] for row in rows], dtype=np.int64).reshape(shape)
+    log_probs = np.array([[value for _, value in row] for row in rows], dtype=np.float64).reshape(shape)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise EngineError(
+            f"{request.uid} came back with token ids from {ids.min()} to {ids.max()}, and the model knows 0 to "
+            f"{vocab_size - 1}: the server has another vocabulary. Start it with the run's model"
+        )
+    if not (log_probs <= 1e-3).all() or not np.isfinite(log_probs[:, 0]).all():
+        raise EngineError(f"{request.uid} came back with numbers that are not log-probs, the largest {log_probs.max()}")
+    if (mass := float(np.exp(log_probs[:, 1:]).sum(axis=1).max())) > _LARGEST_MASS:
+        raise EngineError(
+            f"{request.uid} came back with top log-probs of a token whose probabilities sum to {mass:.6g}; "
+            f"{advice.log_probs}"
+        )
+    return make_rollout(request, token_ids, ids, log_probs, finish_reason, version)
+
+
+def check_log_probs(values: Sequence[float], uid: str) -> None:
+    """Raise EngineError for scores above 0 or NaN."""
+    if not all(value <= 1e-3 for value in values):
+        raise EngineError(f"the score of {uid} came back with numbers that are not log-probs, such as {max(values)}")
+
+
+def check_prompt(received: Sequence[int], prompt: Sequence[int], uid: str) -> None:
+    """Raise EngineError unless the server read the prompt that it was sent."""
+    if received != list(prompt):
+        raise EngineError(
+            f"the server read another prompt for {uid} than it was sent: {len(received)} tokens in place of "
+            f"{len(prompt)}. Is there something between it and the trainer that changes requests?"
+        )
+
+
+def _check_end(
+    finish_reason: str, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], uid: str, advice: str
+) -> None:
+    """Raise EngineError for a response that ended at no stop token and before its limit."""
+    if finish_reason not in ("stop", "length"):
+        raise ValueError(f"cut short, its finish_reason is {finish_reason!r}")
+    if (finish_reason == "length" and len(token_ids) != max_tokens) or not 0 < len(token_ids) <= max_tokens:
+        raise EngineError(f"the server ended {uid} after {len(token_ids)} tokens of {max_tokens}: {advice}")
+    if finish_reason == "stop" and token_ids[-1] not in stop_token_ids:
+        raise EngineError(f"the server ended {uid} at token {token_ids[-1]}, which is not a stop token: {advice}")
+
+
+def log_prob_row(
+    token: int, log_prob: float, top: Mapping[int, float], num_top: int, uid: str, advice: str
+) -> list[tuple[int, float]]:
+    """Return (token, log-prob) of the sampled token and then of the `num_top` top tokens, most probable first.
+
+    Args:
+        top: log-probs of the top tokens by id. The sampled token may be one more, where it is not among the top ones.
+        advice: what to start the server with where there are too few.
+    """
+    own = top.get(token, log_prob)
+    if len(top) > num_top:
+        top = {one: value for one, value in top.items() if one != token}
+    if len(top) != num_top:
+        raise EngineError(f"{uid} came back with {len(top)} top log-probs of a token in place of {num_top}; {advice}")
+    if abs(log_prob - own) > _SAME:
+        raise EngineError(
+            f"{uid} came back with two log-probs of the sampled token {token}: {log_prob:.6g}, and {own:.6g} among the "
+            f"top ones. Is there something between the server and the trainer that changes answers?"
+        )
+    return [(token, log_prob), *sorted(top.items(), key=lambda entry: -entry[1])]
+
+
+def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
+    """Return the most bytes that the JSON of a response can have, with room for other versions of the server.
+
+    Args:
+        num_prompt, num_response: numbers of tokens.
+        num_top: number of top log-probs of each token of the response.
+    """
+    return (1 << 20) + 1024 * num_prompt + (512 + 64 * (num_top + 2)) * num_response
+
+
+def checked_token_id(given: Any) -> int:
+    """Return a token id of a server's JSON; raise TypeError for anything else."""
+    if type(given) is not int:
+        raise TypeError(f"the token id {given!r} is no integer")
+    return given
+
+
+# Scoring. Servers have log-probs of a prompt's tokens at temperature 1 only; at others each token takes one request.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbRequest:
+    """Asks for the log-prob of `token` after `prompt`, and for those of the last tokens of the prompt."""
+
+    prompt: tuple[int, ...]  # token ids before `token`
+    token: int  # token id
+    num_prompt_log_probs: int  # number of last prompt tokens whose log-probs are asked for
+    temperature: float  # temperature of the distributions
+
+
+def logprob_requests(rollout: Rollout, temperature: float) -> Iterator[LogProbRequest]:
+    """Yield the requests that give the log-probs of a rollout's response tokens, in the order of the tokens."""
+    tokens = rollout.token_ids.tolist()
+    text = (*rollout.prompt.token_ids, *tokens)
+    prompt_length = len(rollout.prompt.token_ids)
+    positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
+    for position in positions:
+        yield LogProbRequest(
+            prompt=text[: prompt_length + position],
+            token=tokens[position],
+            num_prompt_log_probs=position if temperature == 1.0 else 0,
+            temperature=temperature,
+        )
+
+
+def join_log_probs(parts: Sequence[Sequence[float]]) -> Tensor:
+    """Return the results of one rollout's `logprob_requests` as one tensor, [T] float32."""
+    return torch.tensor([value for part in parts for value in part], dtype=torch.float32)

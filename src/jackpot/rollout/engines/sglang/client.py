@@ -1,0 +1,63 @@
+"""The HTTP routes of one SGLang server, as SGLang 0.5.23 has them. Not run against SGLang."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jackpot.rollout.engines.servers.http import HTTPClient, Result, check_success
+from jackpot.rollout.engines.servers.protocol import answer_bytes
+
+_VERSION = "this engine was made for SGLang 0.5.23 (docs/vllm.md)"
+
+
+class ServerClient(HTTPClient):
+    """Calls the HTTP routes of one SGLang server."""
+
+    api_key_var = "SGLANG_API_KEY"  # ours; SGLang takes its key from --api-key alone
+
+    async def weight_version(self) -> str:
+        return await self._call("GET", "/model_info", parse=lambda body: str(body["weight_version"]), missing=_VERSION)
+
+    async def server_info(self) -> dict[str, Any]:
+        """Return the settings that the server was started with, as SGLang resolved them, and its limits."""
+        return await self._call("GET", "/server_info", parse=dict, missing=_VERSION)
+
+    async def checksums(self) -> dict[str, str]:
+        """Return a checksum of every parameter and buffer, by rank and SGLang's name."""
+
+        def parse(body: Any) -> dict[str, str]:
+            check_success(body)
+            ranks = enumerate(body["ranks"])
+            return {f"{rank}:{name}": value for rank, info in ranks for name, value in dict(info["checksums"]).items()}
+
+        body = {"action": "checksum"}
+        return await self._call("POST", "/weights_checker", body, parse=parse, seconds=self._long, missing=_VERSION)
+
+    async def update_weights(self, folder: str, version: str) -> None:
+        """Replace the server's weights by those in `folder`, name them and drop its cached keys and values.
+
+        SGLang waits until it generates nothing, and lets nothing be generated meanwhile.
+
+        Raises:
+            EngineError: the server refuses. It has its old weights again.
+        """
+        body = {"model_path": folder, "load_format": "auto", "weight_version": version, "flush_cache": True}
+        refused = (
+            f"it cannot load the weights in {folder}. Every server must see engine.weights_folder under the same path "
+            f"as the trainer, and serve the same model. Where it is null, the server must run under the same user and "
+            f"in no container of its own"
+        )
+        await self._call(
+            "POST",
+            "/update_weights_from_disk",
+            body,
+            parse=check_success,
+            seconds=self._long,
+            refused=refused,
+            missing=_VERSION,
+        )
+
+    async def generate(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
+        """Return the response to one prompt, converted by `parse`, which may run on another thread."""
+        sampling = body["sampling_params"]
+        most = answer_bytes(len(body["input_ids"]), sampling["max_new_tokens"], body["top_logprobs_num"])
+        return await self._call("POST", "/generate", body, parse=parse, seconds=self._long, most=most, missing=_VERSION)

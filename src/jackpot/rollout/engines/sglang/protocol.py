@@ -1,0 +1,167 @@
+"""Translation between this project's requests and rollouts and SGLang's /generate, as SGLang 0.5.23 has it.
+
+Not run against SGLang. What its source says, and what follows from it:
+
+- Log-probs of a response are after temperature and before top-p and top-k, so filters are refused.
+- Log-probs of a prompt are at temperature 1. The id of the vocabulary's last token is reported as 0 beside them, so ids
+  are not compared there; the prompt that comes back is.
+- `ignore_eos` switches `stop_token_ids` off as well, so it is not sent as true.
+- A log-prob of minus infinity comes as the smallest float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jackpot.core.errors import EngineError
+from jackpot.core.prng import fold_in
+from jackpot.core.types import Rollout, Version
+from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.servers.protocol import (
+    NEUTRAL,
+    Advice,
+    LogProbRequest,
+    check_log_probs,
+    check_prompt,
+    checked_rollout,
+    checked_token_id,
+    log_prob_row,
+)
+
+MIN_TEMPERATURE = 1e-6  # below, SGLang takes the most probable token
+_MINUS_INFINITY = -1e30
+_SETTINGS = "Start it without --preferred-sampling-params, and from the folder of the run's rollout model"
+_ADVICE = Advice(
+    ends=f"a setting of its own, or an end-of-sequence token that the run does not have. {_SETTINGS}",
+    few="is there something between the server and the trainer that changes answers?",
+    log_probs="start the server without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
+)
+
+
+def check_sampling(request: Request) -> None:
+    """Raise EngineError for filters, because SGLang's log-probs are those before them."""
+    sampling = request.sampling
+    if sampling.truncated:
+        raise EngineError(
+            f"{request.uid} has top_p {sampling.top_p:g} and top_k {sampling.top_k}, and SGLang's log-probs are those "
+            f"before these filters, which are not those of what it samples from. Use top_p 1 and top_k 0, or "
+            f"engine=vllm_server"
+        )
+
+
+def check_temperature(temperature: float, what: str) -> None:
+    """Raise EngineError for a temperature at which SGLang does not sample; `what` is the error's subject."""
+    if temperature < MIN_TEMPERATURE:
+        raise EngineError(
+            f"{what} has temperature {temperature:g}; SGLang samples with {MIN_TEMPERATURE:g} and more. Use such a "
+            f"temperature, or engine=transformers"
+        )
+
+
+def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len: int) -> dict[str, Any]:
+    """Return the body of the call that generates the response to a request."""
+    sampling, prompt = request.sampling, request.prompt.token_ids
+    return _body(
+        prompt,
+        temperature=sampling.temperature,
+        max_new_tokens=min(sampling.max_new_tokens, max_model_len - len(prompt)),
+        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        sampling_seed=fold_in("sglang", request.seed) >> 1,  # signed 64 bits
+    ) | {"top_logprobs_num": sampling.num_top_log_probs}
+
+
+def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
+    """Return the body of the call for a `LogProbRequest`. SGLang's list begins with a token that has no log-prob."""
+    body = _body(
+        request.prompt, temperature=request.temperature, max_new_tokens=1, stop_token_ids=[], sampling_seed=0
+    ) | {"token_ids_logprob": [request.token]}
+    if count := request.num_prompt_log_probs:
+        body["logprob_start_len"] = len(request.prompt) - count - 1
+    return body
+
+
+def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {
+            **NEUTRAL,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_new_tokens": 0,
+            "n": 1,
+            "ignore_eos": False,
+            "no_stop_trim": True,
+            **sampling,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "return_text_in_logprobs": False,
+        "return_prompt_token_ids": True,
+        "stream": False,
+    }
+
+
+def parse_answer(
+    answer: Any, *, request: Request, body: Mapping[str, Any], vocab_size: int, version: Version
+) -> Rollout:
+    """Return the rollout in a server's answer.
+
+    Args:
+        answer: JSON of the response to `body`, that of `generate_body`.
+
+    Raises:
+        EngineError: the server is set up in a way that changes what was asked for.
+        LookupError, TypeError, ValueError: the answer has another form, or was cut short.
+    """
+    num_top, uid = request.sampling.num_top_log_probs, request.uid
+    check_prompt(answer["prompt_token_ids"], request.prompt.token_ids, uid)
+    meta, sampling = answer["meta_info"], body["sampling_params"]
+    sampled = [_entry(one) for one in meta["output_token_logprobs"]]
+    tops = meta["output_top_logprobs"] if num_top else [[]] * len(sampled)
+    rows = [
+        log_prob_row(token, value, dict(_entry(one) for one in top), num_top, uid, _ADVICE.few)
+        for (token, value), top in zip(sampled, tops, strict=True)
+    ]
+    return checked_rollout(
+        request,
+        rows,
+        meta["finish_reason"]["type"],
+        max_tokens=sampling["max_new_tokens"],
+        stop_token_ids=sampling["stop_token_ids"],
+        vocab_size=vocab_size,
+        version=version,
+        advice=_ADVICE,
+    )
+
+
+def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[float]:
+    """Return the log-probs that a `LogProbRequest` asked for: those of the last prompt tokens, then that of its token.
+
+    Args:
+        answer: JSON of the response to `log_prob_body(request)`.
+        uid: name of the rollout, for errors.
+    """
+    check_prompt(answer["prompt_token_ids"], request.prompt, uid)
+    meta, count = answer["meta_info"], request.num_prompt_log_probs
+    if meta["finish_reason"]["type"] not in ("stop", "length"):
+        raise ValueError(f"cut short, its finish_reason is {meta['finish_reason']!r}")
+    values = []
+    if count:
+        _, *entries = meta["input_token_logprobs"]
+        if len(entries) != count:
+            raise ValueError(f"{len(entries)} log-probs of the prompt in place of {count}")
+        values = [_entry(one)[1] for one in entries]
+    [of_token] = [dict(_entry(one) for one in ids) for ids in meta["output_token_ids_logprobs"]]
+    values.append(of_token[request.token])
+    check_log_probs(values, uid)
+    return values
+
+
+def _entry(given: Any) -> tuple[int, float]:
+    """Return (token, log-prob) of one entry of SGLang's lists, [log-prob, token, text]."""
+    log_prob, token = given[0], checked_token_id(given[1])
+    if type(log_prob) not in (int, float):
+        raise TypeError(f"the log-prob {log_prob!r} is no number")
+    return token, -np.inf if log_prob <= _MINUS_INFINITY else float(log_prob)

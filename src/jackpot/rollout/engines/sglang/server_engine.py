@@ -1,0 +1,161 @@
+"""The engine of SGLang servers, and what it checks of each. Not run against SGLang.
+
+SGLang reports no sizes of its model, so a server of another one is found when it loads the weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from jackpot.config.engines import SGLangServerEngineConfig
+from jackpot.core.errors import EngineError
+from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.servers.engine import ServerEngine
+from jackpot.rollout.engines.servers.protocol import LogProbRequest
+from jackpot.rollout.engines.servers.replica import Job, Replica
+from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded, other_norms, without_rank
+from jackpot.rollout.engines.sglang.client import ServerClient
+from jackpot.rollout.engines.sglang.protocol import (
+    check_sampling,
+    check_temperature,
+    generate_body,
+    log_prob_body,
+    parse_answer,
+    parse_log_probs,
+)
+
+_DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}
+_PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerInfo:
+    """Facts that one SGLang server reports."""
+
+    device: str  # kind of device, such as cpu or cuda
+    max_model_len: int  # largest length of a prompt and its response together, tokens
+    num_top_log_probs: int  # largest number of top log-probs of a token
+    quantized: bool = False  # never: such a server is refused
+
+
+class SGLangReplica(Replica):
+    """Tracks one SGLang server."""
+
+    made_for = "SGLang 0.5.23"
+    _client: ServerClient
+    info: ServerInfo | None
+
+    def __init__(
+        self,
+        url: str,
+        client: ServerClient,
+        version_prefix: str,
+        settings: SGLangServerEngineConfig,
+        *,
+        dtype: torch.dtype,
+        vocab_size: int,
+        parameters: frozenset[str],
+    ) -> None:
+        """Track a server, as `Replica` says.
+
+        Args:
+            dtype: dtype of the weights.
+            vocab_size: number of token ids of the model.
+            parameters: names of the model's parameters.
+        """
+        super().__init__(url, client, version_prefix, settings.max_num_seqs)
+        self._dtype, self._vocab_size, self._parameters = dtype, vocab_size, parameters
+        self._head_is_fp32 = settings.head_dtype == "fp32"
+
+    async def _read_facts(self) -> ServerInfo:
+        settings = await self._client.server_info()
+        checksums = await self._client.checksums()
+        with self._reading_facts():
+            wrong = self._what_is_wrong(settings)
+            info = ServerInfo(
+                device=str(settings["device"]),
+                # A prompt may have one token less than this. A response could end four tokens later.
+                max_model_len=int(settings["max_req_input_len"]),
+                num_top_log_probs=self._vocab_size,
+            )
+        if wrong:
+            raise EngineError(f"{self.name} {wrong}")
+        if others := other_norms(map(without_rank, checksums), self._parameters):
+            raise EngineError(
+                f"{self.name} serves another model: {'; '.join(others)}. Start it with the run's rollout model"
+            )
+        return info
+
+    def _what_is_wrong(self, settings: Mapping[str, Any]) -> str | None:
+        """Return why a server with these settings is refused, and how to start it; None where it is not."""
+        dtypes, head_is_fp32 = _DTYPES[self._dtype], bool(settings["enable_fp32_lm_head"])
+        if str(settings["dtype"]).removeprefix("torch.") not in dtypes:
+            return f"computes in {settings['dtype']}; start it with --dtype {dtypes[0]}, as engine.dtype says"
+        if not settings["enable_deterministic_inference"]:
+            return (
+                "draws tokens from a generator of its own, not from the seed of a response; start it with "
+                "--enable-deterministic-inference"
+            )
+        if settings["preferred_sampling_params"]:
+            return "has --preferred-sampling-params, which would change what is asked for; start it without"
+        if settings["speculative_algorithm"]:
+            return "drafts tokens with a model that gets no new weights; start it without --speculative-algorithm"
+        if settings["quantization"] or settings["kv_cache_dtype"] not in _PLAIN_CACHES:
+            return "is quantized, which is not built for SGLang; start it without --quantization and --kv-cache-dtype"
+        if head_is_fp32 != self._head_is_fp32:
+            what, how = ("fp32", "without") if head_is_fp32 else ("its dtype", "with")
+            return (
+                f"computes the output layer in {what}, and engine.head_dtype says otherwise; start it {how} "
+                f"--enable-fp32-lm-head"
+            )
+        return None
+
+    async def _load(self, weights: SavedWeights) -> None:
+        await self._client.update_weights(str(weights.folder), weights.version)
+        checksums = await self._client.checksums()
+        # On a GPU they are of a function of SGLang's own.
+        check_loaded(self.name, weights, checksums, self._verified, comparable=self.info.device == "cpu")
+        await self._check_version(weights)
+        self._verified = (weights, checksums)
+
+    async def _ask(self, job: Job) -> Any:
+        return await self._client.generate(job.body, job.parse)
+
+
+class SGLangServerEngine(ServerEngine):
+    """Decodes with SGLang servers that the user has started, all with the same model."""
+
+    client_class = ServerClient
+    _settings: SGLangServerEngineConfig
+
+    def _replica(self, url: str, client: ServerClient) -> SGLangReplica:
+        return SGLangReplica(
+            url,
+            client,
+            self._id,
+            self._settings,
+            dtype=self._dtype,
+            vocab_size=self._vocab_size,
+            parameters=self._parameters,
+        )
+
+    def _check(self, request: Request) -> None:
+        super()._check(request)
+        check_sampling(request)
+
+    def _check_temperature(self, temperature: float, what: str) -> None:
+        check_temperature(temperature, what)
+
+    def _job(self, request: Request) -> Job:
+        capabilities = self.capabilities
+        body = generate_body(request, self._eos_token_ids, capabilities.max_model_len)
+        parse = partial(
+            parse_answer, request=request, body=body, vocab_size=capabilities.vocab_size, version=self._version
+        )
+        return Job(body, parse)
+
+    def _score_job(self, request: LogProbRequest, uid: str) -> Job:
+        return Job(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))

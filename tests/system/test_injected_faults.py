@@ -1,0 +1,195 @@
+"""A run of two ranks and two engine processes, in which faults hit a random process again and again, ends as one
+without faults: SIGKILL, SIGSTOP for longer than the time-out, a closed connection.
+
+`make soak-distributed` trains 1,000 iterations with a fault every 25 on average, and looks at the memory of the
+processes; `make test-all` trains a few iterations.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+from helpers.engines.hosts import fork_engines
+from helpers.led import run_ranks
+from helpers.runs import assert_equal, metrics, read_lines, saved
+from helpers.soak import SMALL
+from jackpot.config.recipes import resolve
+from jackpot.config.run import Config
+from jackpot.rollout.engines.process import ProcessLink
+from jackpot.training.run.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+ITERATIONS = int(os.environ.get("JACKPOT_FAULT_ITERATIONS", "10"))
+EVERY = int(os.environ.get("JACKPOT_FAULT_EVERY", "3"))  # iterations between two faults, on average
+SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
+TIMEOUT = float(os.environ.get("JACKPOT_FAULT_TIMEOUT", "20"))  # seconds, placement.timeout
+VICTIMS = ("rank 0", "rank 1", "engine 0", "engine 1")
+KINDS = ("SIGKILL", "SIGSTOP", "closed connection")
+WARM_UP = 200  # iterations of a process that the slope of its memory leaves out
+MOST_GROWTH = 10.0  # kB an iteration
+
+
+class Fault(NamedTuple):
+    """What happens once the line of an iteration is written for the first time."""
+
+    kind: str
+    victim: str
+    delay: float  # seconds after the line
+
+
+def plan(victims: Sequence[str]) -> dict[int, Fault]:
+    """Return the faults by iteration."""
+    moments = random.Random(SEED)
+    return {
+        iteration: Fault(moments.choice(KINDS), moments.choice(victims), moments.uniform(0.0, 1.0))
+        for iteration in range(1, ITERATIONS)
+        if moments.random() < 1.0 / EVERY
+    }
+
+
+def config() -> Config:
+    settings = ("batch.micro_batch_tokens=64", "placement.engines=2", f"placement.timeout={TIMEOUT}")
+    return resolve("regimes", "ahead", [*SMALL, f"iterations={ITERATIONS}", *settings])
+
+
+class Watch:
+    """Listens in rank 0: notes the memory of all processes, and causes the planned faults."""
+
+    def __init__(self, folder: Path, links: list[ProcessLink], faults: dict[int, Fault]) -> None:
+        self.folder, self.links, self.faults = folder, links, faults
+        self.happened = folder.with_name(f"{folder.name}-faults.jsonl")
+        self.points = folder.with_name(f"{folder.name}-memory.jsonl")
+
+    def __call__(self, line: dict) -> None:
+        iteration = line["iteration"]
+        _append(self.points, {"iteration": iteration, "memory": self._memory()})
+        if iteration in self.faults and iteration not in {one["iteration"] for one in _read(self.happened)}:
+            fault = self.faults[iteration]
+            _append(self.happened, {"iteration": iteration, **fault._asdict()})
+            threading.Timer(fault.delay, self._cause, [fault]).start()
+
+    def _memory(self) -> list[tuple[int, int]]:
+        """Return the id and the resident memory, in kB, of each process that there is."""
+        found = []
+        for pid in filter(None, map(self._pid, VICTIMS)):
+            with suppress(psutil.NoSuchProcess):
+                found.append((pid, psutil.Process(pid).memory_info().rss // 1024))
+        return found
+
+    def _pid(self, victim: str) -> int | None:
+        """Return the id of a process, None while an engine is being replaced."""
+        kind, number = victim.split()
+        if kind == "rank":
+            return json.loads((self.folder / "ranks" / f"{number}.json").read_text())["pid"]
+        child = self.links[int(number)].child
+        return child and child.pid
+
+    def _cause(self, fault: Fault) -> None:
+        kind, number = fault.victim.split()
+        while not (pid := self._pid(fault.victim)):
+            time.sleep(0.01)
+        if fault.kind == "SIGKILL":
+            os.kill(pid, signal.SIGKILL)
+        elif fault.kind == "SIGSTOP":  # from outside: rank 0 could not wake itself
+            script = f"kill -STOP {pid}; sleep {1.5 * TIMEOUT}; kill -CONT {pid}"
+            subprocess.Popen(["sh", "-c", script], start_new_session=True, stderr=subprocess.DEVNULL)
+        elif kind == "engine":
+            self.links[int(number)]._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        else:
+            _close_all_connections()
+
+
+def _close_all_connections() -> None:
+    """Shut down every TCP connection of this rank, of which the other rank has the other end."""
+    for one in psutil.Process().net_connections("tcp"):
+        if one.status == psutil.CONN_ESTABLISHED:
+            with socket.socket(fileno=os.dup(one.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _append(path: Path, value: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def _read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def grown(points: Iterable[dict]) -> dict[int, float]:
+    """Return the slope of the memory, in kB an iteration, of each process that lived for 400 iterations and more."""
+    lives: dict[int, list[tuple[int, int]]] = {}
+    for point in points:
+        for pid, memory in point["memory"]:
+            lives.setdefault(pid, []).append((point["iteration"], memory))
+    return {
+        pid: float(np.polyfit(*np.array(life[WARM_UP:], float).T, deg=1)[0])
+        for pid, life in lives.items()
+        if len(life) >= 2 * WARM_UP
+    }
+
+
+@pytest.fixture(scope="module")
+def links() -> Iterator[list[ProcessLink]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield fork_engines(patch)
+
+
+@pytest.fixture(scope="module")
+def whole(links: list[ProcessLink], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without faults."""
+    print(f"JACKPOT_SOAK_SEED={SEED}")
+    folder = tmp_path_factory.mktemp("faults") / "whole"
+    watch = Watch(folder, links, {})
+    assert run_ranks(2, config(), folder, watch).codes == [0, 0]
+    check_memory(watch)
+    return folder
+
+
+def check_memory(watch: Watch) -> None:
+    points = _read(watch.points)
+    slopes, most = grown(points), max(memory for one in points for _, memory in one["memory"])
+    print("kB an iteration:", [round(slope, 1) for slope in slopes.values()], f"most: {most / 1024:.0f} MiB")
+    assert all(slope < MOST_GROWTH for slope in slopes.values())
+
+
+@pytest.mark.parametrize("victims", [VICTIMS[2:], VICTIMS], ids=["engines", "ranks and engines"])
+def test_faults_of_random_processes_change_nothing(victims: Sequence[str], links, whole: Path, tmp_path: Path) -> None:
+    """Where only engines are hit, the ranks live through all of it."""
+    faults, folder = plan(victims), tmp_path / "disturbed"
+    watch, starts = Watch(folder, links, faults), 0
+    while True:
+        starts += 1
+        ended = run_ranks(2, config(), folder, watch, patience=3 * TIMEOUT)
+        if ended.codes == [0, 0]:
+            break
+        assert starts <= 2 * len(faults) + 1, f"a group ended by itself: {ended}"
+        for code, printed in zip(ended.codes, ended.printed, strict=True):
+            if code not in (-signal.SIGKILL, 0):  # an error says where it was
+                assert code == 2 and "lost another rank in" in printed, ended
+    happened = _read(watch.happened)
+    events = Counter(line["event"] for line in RunFolder(folder).read("events.jsonl"))
+    assert len(happened) == len(faults)
+    assert starts > 1 or events["peer_lost"] or len(faults) < 3  # the last ones may come when all is done
+    kinds = Counter(f"{one['kind']} of {one['victim'].split()[0]}s" for one in happened)
+    print(f"{len(faults)} faults: {dict(kinds)}; {starts} starts, {events['peer_lost']} times an engine was lost")
+    check_memory(watch)
+    assert [line["iteration"] for line in read_lines(folder)] == list(range(ITERATIONS + 1))
+    assert metrics(folder) == metrics(whole)
+    (ours, mine), (theirs, other) = map(saved, (whole, folder))
+    assert ours == theirs
+    assert_equal(mine, other)
