@@ -4,7 +4,7 @@ An engine generates rollouts token by token; the learner's model reads them. A r
 apart: |p_engine - p_learner| of the sampled tokens, and the share of tokens whose hidden states, before the output
 layer, are equal bit for bit where the engine's model reads them too. Zeros have a control beside them that is not.
 
-    python benchmarks/fp8_flow.py        # the tables of docs/precision.md, about 10 CPU seconds
+    python benchmarks/fp8_flow.py        # the tables of docs/precision.md, about 60 CPU seconds
 """
 
 import argparse
@@ -22,12 +22,12 @@ from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden
-from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
+from jackpot.models.load import DTYPES, eos_token_ids, load_model, load_tokenizer
 from jackpot.models.lora import add_adapter, merged_weights
 from jackpot.models.quantization.attention import attend_as_engine
 from jackpot.models.quantization.convert import quantize_named, replace_linears
 from jackpot.models.quantization.quantizer import FP8_BLOCKS, FP8_TOKEN_BLOCKS, SCHEMES, quantize
-from jackpot.models.quantization.training import Fp8Linear, LastRows, train_in_fp8
+from jackpot.models.quantization.training import CodedLinear, LastRows, train_in_codes
 from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.rollout.engines.base import Request
@@ -38,10 +38,18 @@ from jackpot.training.optimizer import ModelOptimizer
 
 MODEL = "starter:policy"
 PROMPTS, GROUP = 16, 4
+FLOWS: dict[str, dict[str, Any]] = {  # settings of the engine
+    "FP8": {"quantization": "fp8"},
+    "FP8 and FP8 cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "FP8 in bf16": {"quantization": "fp8", "dtype": "bf16"},
+    "INT8 blocks": {"quantization": "int8_blocks"},
+    "INT8 (w8a8), FP8 cache, bf16": {"quantization": "int8_w8a8", "kv_cache_dtype": "fp8", "dtype": "bf16"},
+}
+STEPS = (1, 30, 300)
 BUDGET = 100_000  # tokens of a micro-batch that holds all rollouts
 
 
-class StaleLinear(Fp8Linear):
+class StaleLinear(CodedLinear):
     """The control: a layer with a cache of its weight's numbers that is renewed where `_version` moves."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -56,6 +64,8 @@ class StaleLinear(Fp8Linear):
 
 def engine_of(model: nn.Module, settings: dict[str, Any]) -> TransformersEngine:
     own = copy.deepcopy(model)
+    for weight in own.parameters():  # not rotary frequencies
+        weight.data = weight.data.to(DTYPES[settings.get("dtype", "fp32")])
     return TransformersEngine(
         own, TransformersEngineConfig(**settings), eos_token_ids=eos_token_ids(own), version=Version(0, 0)
     )
@@ -97,25 +107,27 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
     return f"{int(same.sum())} of {len(same)}"
 
 
-def learner_of(model: nn.Module, kv: bool = False, exact: bool = True, checkpoints: bool = False) -> nn.Module:
-    twin = copy.deepcopy(model).eval()
-    train_in_fp8(twin, "dequantized", kv, exact)
+def learner_of(
+    model: nn.Module, settings: dict[str, Any] = FLOWS["FP8"], exact: bool = True, checkpoints: bool = False
+) -> nn.Module:
+    twin, dtype = copy.deepcopy(model).eval(), DTYPES[settings.get("dtype", "fp32")]
+    train_in_codes(twin, SCHEMES[settings["quantization"]], "dequantized", "kv_cache_dtype" in settings, exact, dtype)
     if checkpoints:
         checkpoint_activations(twin)
     return twin
 
 
-def stale_of(model: nn.Module) -> nn.Module:
+def stale_of(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     twin, rows = copy.deepcopy(model).eval(), LastRows(FP8_TOKEN_BLOCKS)
-    attend_as_engine(twin, fp8_cache=False, exact=True)
-    replace_linears(twin, lambda layer: StaleLinear(layer, "dequantized", rows))
+    attend_as_engine(twin, fp8_cache="kv_cache_dtype" in settings, exact=True)
+    replace_linears(twin, lambda layer: StaleLinear(layer, SCHEMES["fp8"], "dequantized", rows))
     return twin
 
 
 def stepped(model: nn.Module, rollouts: Sequence[Rollout], steps: int) -> nn.Module:
     """Take optimizer steps on the rollouts' log-probs, as a run takes them, with a fused AdamW."""
     optimizer = ModelOptimizer(model.parameters(), OptimizerConfig(learning_rate=1e-4), steps)
-    batches = plain_batches(rollouts[:16], BUDGET, 0)
+    batches = plain_batches(rollouts[:8], BUDGET, 0)
     for _ in range(steps):
         for batch in batches:
             head = Head(hidden=response_hidden(model, batch), weight=output_layer(model).weight)
@@ -128,41 +140,57 @@ def stepped(model: nn.Module, rollouts: Sequence[Rollout], steps: int) -> nn.Mod
 
 def parity() -> None:
     model = load_model(MODEL, torch.float32)
-    print("| row | engine | learner | mean | largest | equal states |\n|---|---|---|---|---|---|")
-    for name, kv in (("FP8", False), ("FP8 and FP8 cache", True)):
-        settings = {"quantization": "fp8", "kv_cache_dtype": "fp8" if kv else None}
-        with closing(engine_of(model, settings)) as engine:
-            rollouts = rollouts_of(engine)
-        learner = learner_of(model, kv)
-        whole, scores = read(learner, rollouts, BUDGET)
-        print(f"| | {name} | the same | {gap(rollouts, scores)} | |")
-        cuts = {
-            "the same, micro-batches of 5 rollouts": (read(learner, rollouts, 120)),
-            "the same, one rollout at a time": tuple(
-                {uid: row for one in rollouts for uid, row in read(learner, [one], BUDGET)[part].items()}
-                for part in (0, 1)
-            ),
-            "the same, padded, prompts shared by a cache": read(learner, rollouts, BUDGET, pads=True),
-            "the same, activations checkpointed": read(learner_of(model, kv, checkpoints=True), rollouts, BUDGET),
-        }
-        for what, (states, found) in cuts.items():
-            print(f"| | {name} | {what} | {gap(rollouts, found)} | {equal(states, whole)} |")
-        controls = {
-            "control: attention in float32": learner_of(model, kv, exact=False),
-            "control: cache the other way": learner_of(model, not kv),
-            "control: FP32": copy.deepcopy(model).eval(),
-        }
-        for what, control in controls.items():
-            states, found = read(control, rollouts, BUDGET)
-            print(f"| | {name} | {what} | {gap(rollouts, found)} | {equal(states, whole)} |")
-    with closing(engine_of(model, {"quantization": "fp8"})) as engine:
+    print("| engine | learner | mean | largest | equal states |\n|---|---|---|---|---|")
+    for name, settings in FLOWS.items():
+        with torch.autocast("cpu", torch.bfloat16, enabled="dtype" in settings):  # of the output layer
+            one_flow(model, name, settings)
+    for name in ("FP8", "FP8 and FP8 cache"):
+        after_steps(model, name, FLOWS[name])
+
+
+def one_flow(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
+    with closing(engine_of(model, settings)) as engine:
         rollouts = rollouts_of(engine)
-        for steps in (1, 30):
-            for what, make in (("the same", learner_of), ("control: codes kept by `_version`", stale_of)):
-                learner = stepped(make(model), rollouts, steps)
+    learner = learner_of(model, settings)
+    whole, scores = read(learner, rollouts, BUDGET)
+    print(f"| {name} | the same, all rollouts at once | {gap(rollouts, scores)} | |")
+    for rows in (1, 5, 16):
+        parts = [read(learner, rollouts[first : first + rows], BUDGET) for first in range(0, len(rollouts), rows)]
+        states, found = ({uid: row for part in parts for uid, row in part[place].items()} for place in (0, 1))
+        print(f"| {name} | the same, {rows} rollouts at a time | {gap(rollouts, found)} | {equal(states, whole)} |")
+    others = {
+        "the same, micro-batches of 120 tokens": (learner, 120, False),
+        "the same, padded, prompts shared by a cache": (learner, BUDGET, True),
+        "the same, activations checkpointed": (learner_of(model, settings, checkpoints=True), BUDGET, False),
+        "control: attention in float32": (learner_of(model, settings, exact=False), BUDGET, False),
+        "control: cache the other way": (learner_of(model, _other_cache(settings)), BUDGET, False),
+        "control: no quantization": (copy.deepcopy(model).eval(), BUDGET, False),
+    }
+    if "dtype" in settings:
+        in_fp32 = {key: value for key, value in settings.items() if key != "dtype"}
+        others["control: autocast"] = (learner_of(model, in_fp32), BUDGET, False)
+    for what, (reader, budget, pads) in others.items():
+        states, found = read(reader, rollouts, budget, pads)
+        print(f"| {name} | {what} | {gap(rollouts, found)} | {equal(states, whole)} |")
+
+
+def _other_cache(settings: dict[str, Any]) -> dict[str, Any]:
+    if "kv_cache_dtype" in settings:
+        return {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
+    return settings | {"kv_cache_dtype": "fp8"}
+
+
+def after_steps(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
+    """Gaps on what the engine generates after each number of steps in STEPS, whose weights it has taken."""
+    with closing(engine_of(model, settings)) as engine:
+        rollouts = rollouts_of(engine)
+        for steps in STEPS:
+            controls = {"control: codes kept until `_version` moves": stale_of} if steps < STEPS[-1] else {}
+            for what, make in ({"the same": learner_of} | controls).items():
+                learner = stepped(make(model, settings), rollouts, steps)
                 engine.update_weights(learner.named_parameters(), Version(steps, steps))
                 fresh = rollouts_of(engine)
-                print(f"| | FP8, after {steps} steps | {what} | {gap(fresh, read(learner, fresh, BUDGET)[1])} | |")
+                print(f"| {name}, after {steps} steps | {what} | {gap(fresh, read(learner, fresh, BUDGET)[1])} | |")
 
 
 def shipped() -> None:
@@ -183,7 +211,7 @@ def shipped() -> None:
         for how in ("codes", "weights"):
             named = weights.items()
             if how == "codes":
-                named = quantize_named(named, engine.capabilities.codes, SCHEMES["fp8"])
+                named = quantize_named(named, engine.capabilities.codes.names, SCHEMES["fp8"])
             engine.update_weights(named, Version(1, 1))
             found[how] = rollouts_of(engine)
         same = all(
@@ -192,8 +220,8 @@ def shipped() -> None:
         )
         which = f"FP8, codes or weights sent: rollouts {'equal' if same else 'DIFFER'}"
         own = gap(found["codes"], read(adapted, found["codes"], BUDGET)[1])
-        print(f"| | {which} | an adapter merged first | {own} | |")
-        print("| | FP8 | control: adapter beside the codes of the frozen weight | ", end="")
+        print(f"| {which} | an adapter merged first | {own} | |")
+        print("| FP8 | control: adapter beside the codes of the frozen weight | ", end="")
         print(f"{gap(found['codes'], read(beside, found['codes'], BUDGET)[1])} | |")
     half = quantize(weights["model.layers.0.mlp.down_proj.weight"].bfloat16(), FP8_BLOCKS)
     full = quantize(weights["model.layers.0.mlp.down_proj.weight"], FP8_BLOCKS)
@@ -221,13 +249,13 @@ def gradients() -> None:
     for backward in ("dequantized", "fp8"):
         torch.manual_seed(0)
         layer, inputs, grad = nn.Linear(1024, 512, bias=False), torch.randn(512, 1024), torch.randn(512, 512)
-        own = Fp8Linear(layer, backward, LastRows(FP8_TOKEN_BLOCKS))
+        own = CodedLinear(layer, SCHEMES["fp8"], backward, LastRows(FP8_TOKEN_BLOCKS))
         own(inputs.requires_grad_()).backward(grad)
         wanted = grad.double() @ layer.weight.detach().double(), grad.double().T @ inputs.detach().double()
         errors = [
             float((a - b).norm() / b.norm()) for a, b in zip((inputs.grad, layer.weight.grad), wanted, strict=True)
         ]
-        found = of_model(lambda twin, backward=backward: train_in_fp8(twin, backward, False, True))
+        found = of_model(lambda twin, backward=backward: train_in_codes(twin, SCHEMES["fp8"], backward, False, True))
         whole = torch.cosine_similarity(torch.cat(found), torch.cat(truth), dim=0)
         worst = min(float(torch.cosine_similarity(a, b, dim=0)) for a, b in zip(found, truth, strict=True))
         print(f"| `{backward}` | {errors[0]:.3f} | {errors[1]:.3f} | {whole:.4f} | {worst:.4f} |")
@@ -254,7 +282,7 @@ def memory() -> None:
                 inputs = torch.randn(tokens, layers[group[0]].in_features, requires_grad=True)
                 for layer in (layers[name] for name in group):
                     with torch.autocast("cpu", torch.bfloat16, enabled=what == "bf16"):
-                        (Fp8Linear(layer, "dequantized", rows) if what == "fp8" else layer)(inputs)
+                        (CodedLinear(layer, SCHEMES["fp8"], "dequantized", rows) if what == "fp8" else layer)(inputs)
         size = sum(one.untyped_storage().nbytes() for one in kept.values() if len(one) == tokens)  # not of weights
         print(f"| `{what}` | {size / tokens:.0f} |")
 

@@ -73,7 +73,7 @@ def test_a_learner_that_one_rank_shards_takes_the_steps_of_one_that_holds_its_mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["check", "head", "step", "attention", "decode", "sync", "fsdp"])
+@pytest.mark.parametrize("part", ["check", "head", "step", "attention", "decode", "sync", "fsdp", "fp8"])
 def test_every_part_runs_with_tiny_shapes(gpu, part, tmp_path):
     path = tmp_path / "gpu.jsonl"
     assert gpu.main([part, "--tiny", "--results", str(path), "--commit", "abc"]) == 0

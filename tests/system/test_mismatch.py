@@ -34,6 +34,7 @@ def test_two_sides_with_short_responses_beside(tmp_path: Path) -> None:
         "dtype=fp32, attn_implementation=eager",
         "--short",
         "2",
+        "--all",
     )
     done = jackpot("mismatch", "starter:policy", *SMALL, *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -56,6 +57,7 @@ def test_two_sides_with_short_responses_beside(tmp_path: Path) -> None:
     ):
         assert text in printed, text
     assert numbers(folder)["settings"]["samplers"][0]["engine"]["quantization"] == "int8_w8a8"
+    assert all(one["layers"] for one in numbers(folder)["pairs"])
 
 
 def test_several_sides_in_one_table_and_json_alone_on_the_output(tmp_path: Path) -> None:

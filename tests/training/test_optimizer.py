@@ -170,3 +170,18 @@ def test_moments_of_another_model_are_refused(change: str, why: str):
         moments["0.exp_avg_sq"] = moment.new_zeros(1)
     with pytest.raises(CheckpointError, match=f"the moments of parameter 0 do not fit the model: .*{re.escape(why)}"):
         optimizer.load_state_dict(optimizer.state_dict(), moments)
+
+
+def test_bf16_weights_are_rounded_after_every_step_and_lose_small_ones():
+    start, found = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().float(), {}
+    for rate in (1e-6, 1e-2):
+        for dtype in (None, "bf16"):
+            weight = nn.Parameter(start.clone())
+            optimizer = ModelOptimizer([weight], OptimizerConfig(learning_rate=rate, weights_dtype=dtype), 10)
+            weight.grad = start.sign()
+            optimizer.step()
+            found[rate, dtype] = weight.detach()
+    assert torch.equal(found[1e-6, "bf16"][start.abs() > 0.01], start[start.abs() > 0.01])
+    assert not torch.equal(found[1e-6, None], start)
+    assert torch.equal(found[1e-2, "bf16"], found[1e-2, None].bfloat16().float())
+    assert not torch.equal(found[1e-2, None], found[1e-2, "bf16"])

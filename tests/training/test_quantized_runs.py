@@ -18,6 +18,8 @@ from jackpot.launch.checks import engine_is_exact
 from jackpot.launch.engines import make_engine
 from jackpot.models.quantization.quantizer import E4M3
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.engines.transformers.weights import ModelWeights
+from jackpot.training.gaps import CPU_FP32, LARGEST_GAPS
 from jackpot.training.guards import check_gap
 
 ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "evaluation.engine=transformers")
@@ -45,36 +47,56 @@ def test_the_policy_trains_on_what_its_quantized_copy_wrote_and_sees_the_gap(set
     quantized = [event["to"] for event in told if event["event"] == "quantized"]
     assert quantized == [config.engine.quantization] * (config.engine.quantization is not None)
     assert "stopped" not in {event["event"] for event in told}
+    (differing,) = [event["layers"] for event in told if event["event"] == "computed_differently"]
+    assert differing and all(engine != training for _, engine, training in differing)
+    assert config.kl_metric == "mismatch/kl_k3" and lines[-1][config.kl_metric] > 0.0
 
 
 UNIFIED = ("precision=fp8", "engine.quantization=fp8")
+SGLANG = "engine={name: sglang_server, urls: [http://127.0.0.1:8000]}"
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         (*ALONE[:2], "engine.kv_cache_dtype=fp8", "fp8_backward=fp8"),
+        ("engine.dtype=bf16",),
+        pytest.param(("precision=int8", "engine.quantization=int8_blocks"), marks=pytest.mark.slow),
+        pytest.param(("precision=int8", "engine.quantization=int8_w8a8", "engine.dtype=bf16"), marks=pytest.mark.slow),
         pytest.param((), marks=pytest.mark.slow),
         pytest.param(("policy.lora={rank: 4, alpha: 8}",), marks=pytest.mark.slow),
         pytest.param(("batch.ahead=1", "batch.mini_batch_size=8"), marks=pytest.mark.slow),
         pytest.param(("activation_checkpointing=true", "batch.micro_batch_tokens=100"), marks=pytest.mark.slow),
         pytest.param(("objective.reference={kl_loss_coef: 0.1}",), marks=pytest.mark.slow),
+        pytest.param(("engine.dtype=bf16", "policy.lora={rank: 4, alpha: 8}"), marks=pytest.mark.slow),
+        pytest.param(("engine.dtype=bf16", "activation_checkpointing=true"), marks=pytest.mark.slow),
+        pytest.param((ALONE[0], "placement.engines=1"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
-def test_training_in_the_fp8_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
+def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
     config = small_config(*UNIFIED, *settings, "iterations=2", "evaluation.every=2")
     run(config, tmp_path)
     told = events(tmp_path)
     lines = [line for line in metrics(tmp_path) if line.get("mismatch/engine_gap") is not None]
-    training = [event for event in told if event["event"] == "fp8_training"]
+    training = [event for event in told if event["event"] == f"{config.precision}_training"]
     assert [(event["product"], event["backward"]) for event in training] == [("exact", config.fp8_backward)]
+    assert "computed_differently" not in {event["event"] for event in told}
     checks = [event for event in told if event["event"] == "engine_check"]
-    assert checks and all(event["mean_gap"] < 1e-6 < 1e-5 == event["allowed"] for event in checks)
+    allowed = LARGEST_GAPS[CPU_FP32 if config.engine.dtype == "fp32" else "bf16"]
+    assert checks and all(event["mean_gap"] < 1e-6 < allowed == event["allowed"] for event in checks)
     assert all(line["mismatch/engine_gap"] < 1e-6 and line["mismatch/engine_gap_max"] < 1e-5 for line in lines)
+    assert {line["mismatch/codes_differ"] for line in lines} <= {0, None}  # None: no weights were due
     moved = [line["policy/grad_norm"] for line in lines]
     assert lines and all(norm > 0.0 for norm in moved)
-    assert rounding(MetricHistory([], told, config), [0.0]) == 1e-5
+    assert rounding(MetricHistory([], told, config), [0.0]) == allowed
+
+
+def test_an_evaluation_engine_with_the_same_codes_in_another_dtype_has_the_limit_of_quantized_ones(tmp_path):
+    """Keys and values are FP8 in both, and only the dtype of the rest differs."""
+    bf16 = ("engine.kv_cache_dtype=fp8", "evaluation.engine={dtype: bf16}", "iterations=1")
+    run(small_config(*ALONE[:2], *UNIFIED, *bf16), tmp_path)
+    assert 1e-5 < metrics(tmp_path)[-1]["eval/policy_engine_gap"] < LARGEST_GAPS["quantized"]
 
 
 def test_an_fp8_engine_gets_codes_and_scales_and_another_one_weights(tmp_path, monkeypatch):
@@ -90,6 +112,22 @@ def test_an_fp8_engine_gets_codes_and_scales_and_another_one_weights(tmp_path, m
     codes = [name for name, dtype in kinds[True].items() if dtype == E4M3]
     assert len(codes) > 20 and all(kinds[True][f"{name}_scale_inv"] == torch.float32 for name in codes)
     assert set(kinds[False].values()) == {torch.float32}
+    assert metrics(tmp_path)[-1]["mismatch/codes_differ"] == 0
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8_w8a8"])
+def test_one_code_or_scale_that_the_engine_holds_otherwise_stops_the_run(quantization, tmp_path, monkeypatch):
+    own = ModelWeights.load
+
+    def flip(weights, named_tensors):
+        named = [(name, tensor.clone()) for name, tensor in named_tensors]
+        last = max(number for number, (name, _) in enumerate(named) if "_scale" in name)
+        named[last][1].view(torch.uint8).view(-1)[0] ^= 1
+        return own(weights, named)
+
+    monkeypatch.setattr(ModelWeights, "load", flip)
+    with pytest.raises(EngineError, match=r"holds codes and scales of digest .* would be training on unknown weights"):
+        run(small_config(*ALONE[:2], f"engine.quantization={quantization}", "iterations=1"), tmp_path)
 
 
 @pytest.mark.slow
@@ -108,6 +146,12 @@ def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
         (("precision=fp8", "engine.quantization=int8_w8a8"), "engine.quantization is int8_w8a8"),
         ((*UNIFIED, "engine.attn_implementation=eager"), "leave engine.attn_implementation"),
         (("fp8_backward=fp8",), "set precision=fp8, or leave fp8_backward out"),
+        (("precision=int8", "engine.quantization=int8_w8a16"), "set engine.quantization=int8_blocks"),
+        (("precision=int8", "engine=vllm"), "set engine.quantization=int8_w8a8, or precision"),
+        (("precision=int8", SGLANG), "set engine=transformers engine.quantization=int8_blocks, or precision"),
+        (("precision=fp8", SGLANG), "set engine=transformers engine.quantization=fp8, or precision"),
+        (("engine={name: vllm, quantization: int8_blocks}",), "set engine.quantization=int8_w8a8, or use engine=trans"),
+        ((SGLANG, "engine.quantization=int8_blocks"), "leave them out, or use engine=transformers"),
     ],
 )
 def test_what_the_fp8_flow_does_not_have_is_refused_by_name(settings, why):
@@ -151,10 +195,11 @@ def test_a_gap_that_stops_other_runs_lets_one_with_a_quantized_engine_go_on_up_t
 
 
 def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
-    settings = ((), ("precision=bf16",), ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",))
+    vllm = ("precision=int8", "engine={name: vllm, quantization: int8_w8a8}")  # kernels of its own
+    settings = ((), ("precision=bf16",), UNIFIED, ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",), vllm)
     histories = [MetricHistory([], [], small_config(*one)) for one in settings]
-    assert [rounding(one, [0.0]) for one in histories] == [1e-3, 2e-2, None, None]
-    assert [quantizing(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2]
+    assert [rounding(one, [0.0]) for one in histories] == [1e-3, 2e-2, 1e-3, None, None, None]
+    assert [quantizing(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2, 2e-2, 2e-2]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -59,6 +59,7 @@ SLOW = {
     "bf16": Case((PREPASS, "precision=bf16")),
     "bf16, output layers in fp32": Case((PREPASS, "precision=bf16", "head_dtype=fp32")),
     "fp8": Case((PREPASS, "precision=fp8", "engine.quantization=fp8")),
+    "fp8 in bf16": Case((PREPASS, "precision=fp8", "engine.quantization=fp8", "engine.dtype=bf16")),
     "clipped gradients": Case((PREPASS, *CLIPPED)),
     "reference": Case((PREPASS, "objective.reference={kl_loss_coef: 0.1}")),
     "lora": Case((PREPASS, "policy.lora={rank: 4, alpha: 8}")),

@@ -34,6 +34,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from jackpot.core.errors import DataError, ModelError, unknown_name
+from jackpot.core.stages import stage
 from jackpot.models.forward import check_head
 from jackpot.models.published import is_from_table, published_config
 
@@ -72,6 +73,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
         ModelError: no such folder, no config.json, damaged, missing or unknown weights, weights that are not finite or
             huge, not a causal language model, or one whose logits are not its output layer's (`check_head`).
     """
+    stage(f"loading the model {path}")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, device)
     _check_fit(path, model, info)
     _check_finite(path, model)
@@ -90,7 +92,13 @@ def load_value_model(
     Raises:
         ModelError: as `load_model`, or an architecture without token classification.
     """
-    model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
+    stage(f"loading the critic {path}")
+    shown = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would advise to train the head, which is what a critic is for
+    try:
+        model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
+    finally:
+        transformers_logging.set_verbosity(shown)
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:

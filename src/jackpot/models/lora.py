@@ -29,7 +29,7 @@ from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
 from jackpot.models.load import in_float32
 from jackpot.models.parts import WHOLE, Dealer, Part, write_part
-from jackpot.models.quantization.training import Fp8Linear
+from jackpot.models.quantization.training import CodedLinear
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
 _BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
@@ -84,7 +84,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
     for layer in model.modules():
-        if _has_delta(layer) and isinstance(layer.base_layer, Fp8Linear):
+        if _has_delta(layer) and isinstance(layer.base_layer, CodedLinear):
             layer.forward = partial(_forward_merged, layer)
 
 

@@ -31,7 +31,8 @@ class Checkpointer:
         if state is not None:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
-            folder.failed.update(state["failed"])
+            for name, number in state["failed"].items():
+                folder.failed[name] += number  # this start may have counted one
             with folder.dispensable(self._saved, "removal of old checkpoints"):
                 self._checkpoints.remove_unfinished()
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.run import Config
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
+from jackpot.core.metrics import Sum, Sums
 from jackpot.core.types import Role
 from jackpot.models.cost import ForwardCost
 from jackpot.models.quantization.convert import quantize_named
-from jackpot.models.quantization.quantizer import SCHEMES
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
 from jackpot.training.learner import Learner
@@ -65,28 +65,30 @@ class RunComponents:
             passes["rollout_model"] = 3 if self.config.rollout_model.optimizer else 1
         return sum(number * self.costs[role].sequence(tokens) for role, number in passes.items())
 
-    def send_weights(self, engine: Engine, role: Role) -> None:
+    def send_weights(self, engine: Engine, role: Role) -> Sums:
         """Copy the learner's weights of one model into an engine and verify by digest that all of them arrived, as
-        codes and scales where the engine takes these.
+        codes and scales where the engine takes these. Return what is reported of that.
 
         Raises:
             EngineError: the engine holds other weights than the learner sent.
         """
-        dtype = engine.capabilities.dtype
-        digest = WeightsDigest(dtype)
+        dtype, codes = engine.capabilities.dtype, engine.capabilities.codes
+        digest = WeightsDigest(None if codes else dtype)
         weights = self.learner.weights(role, dtype)
-        if codes := engine.capabilities.codes:  # quantized here, once
+        if codes:  # quantized here, once
             numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
-            weights = quantize_named(numbers, codes, SCHEMES["fp8"])
+            weights = quantize_named(numbers, codes.names, codes.scheme)
         weights = digest.watch(weights)
         held = engine.update_weights(weights, self.learner.version)
         deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
         sent = digest.hexdigest()
         if held != sent:
+            what = "codes and scales of" if codes else "weights of"
             raise EngineError(
-                f"after the weight update at {self.learner.version} the engine holds digest {held[:12]}, the learner "
-                f"sent {sent[:12]}; training on its rollouts would be training on unknown weights"
+                f"after the weight update at {self.learner.version} the engine holds {what} digest {held[:12]}, the "
+                f"learner sent {sent[:12]}; training on its rollouts would be training on unknown weights"
             )
+        return {"mismatch/codes_differ": Sum.number(0)} if codes else {}
 
     def take_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events of tasks and engines since the last call; `engine` names the setting of an engine."""

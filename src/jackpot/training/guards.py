@@ -149,8 +149,9 @@ class EngineCheck:
 
     def _precisions(self, engine: Engine) -> list[str]:
         capabilities, config = engine.capabilities, self._config
-        if capabilities.flow is not None and capabilities.flow == config.numbers and config.compute_dtype == "fp32":
-            return precisions("fp32", "fp32", capabilities.device, config.sampling)
+        same = capabilities.flow == config.numbers and _NAMES[capabilities.dtype] == config.compute_dtype
+        if same and config.numbers is not None:
+            return precisions(config.compute_dtype, config.compute_dtype, capabilities.device, config.sampling)
         of_engine = "quantized" if capabilities.quantized else _NAMES[capabilities.dtype]
         of_training = "quantized" if config.numbers else config.precision
         return precisions(of_engine, of_training, capabilities.device, config.sampling)

@@ -106,10 +106,14 @@ class ModelOptimizer:
         return found
 
     def step(self, scale: float = 1.0) -> None:
-        """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients."""
+        """Take one AdamW step at `scale` times the scheduled learning rate, round the weights as `weights_dtype` says,
+        and drop the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = scale * self.learning_rate
         self._adamw.step()
+        if self._config.weights_dtype == "bf16":
+            for weight in locals_of(self._parameters):
+                weight.detach().copy_(weight.detach().bfloat16())
         self.steps += 1
         self.discard()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jackpot.core.clock import Clock
 from jackpot.core.errors import TrainingError
-from jackpot.core.metrics import Sums
+from jackpot.core.metrics import Sums, add_sums
 from jackpot.core.types import Role, Rollout, TokenBatch, TrainingSample, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import Sampler
@@ -116,11 +116,11 @@ class Trainer:
                 if writers:
                     self._sampler.finish()
                 with self._clock("sync"):
-                    for role, engine in writers.items():
-                        parts.send_weights(engine, role)
+                    sent = [parts.send_weights(engine, role) for role, engine in writers.items()]
                 with self._clock("save"):
                     self._save(number, samples, results)
                 sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
+                sums |= add_sums(*sent)
                 if self._finish_steps(number, results, sums):
                     self.rolls_back = not stop.requested
                     return False

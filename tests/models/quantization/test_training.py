@@ -14,6 +14,7 @@ from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
 from jackpot.core.errors import ModelError
 from jackpot.core.types import Version
 from jackpot.models.forward import checkpoint_activations, response_hidden
+from jackpot.models.load import DTYPES
 from jackpot.models.lora import add_adapter, merged_weights
 from jackpot.models.quantization.attention import Attention, with_trained_kv
 from jackpot.models.quantization.linear import QuantizedLinear, round_to_fp8
@@ -26,7 +27,7 @@ from jackpot.models.quantization.quantizer import (
     quantize,
     transposed,
 )
-from jackpot.models.quantization.training import Fp8Linear, LastRows, train_in_fp8
+from jackpot.models.quantization.training import CodedLinear, LastRows, train_in_codes
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training.batching import plain_batches
@@ -37,39 +38,42 @@ from models.quantization.test_quantizer import matrix
 SHAPES = [(37, 200, 300), (256, 192, 96), (1, 64, 200), (0, 64, 64)]  # M, N, K
 
 
-def layer_of(n: int, k: int, backward: str = "dequantized", bias: bool = True) -> Fp8Linear:
+CODED = ["fp8", "int8_blocks", "int8_w8a8"]
+
+
+def layer_of(n: int, k: int, backward: str = "dequantized", kind: str = "fp8") -> CodedLinear:
     torch.manual_seed(n)
-    return Fp8Linear(nn.Linear(k, n, bias), backward, LastRows(FP8_TOKEN_BLOCKS))
+    return CodedLinear(nn.Linear(k, n), SCHEMES[kind], backward, LastRows(SCHEMES[kind].activations))
 
 
-def of_engine(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> QuantizedLinear:
+def of_engine(layer: nn.Linear, dtype: torch.dtype = torch.float32, kind: str = "fp8") -> QuantizedLinear:
     """The layer that an engine makes of the weights as they are now."""
-    bias = None if layer.bias is None else layer.bias.detach().to(dtype)
-    return QuantizedLinear(layer.weight.detach().to(dtype), bias, SCHEMES["fp8"])
+    return QuantizedLinear(layer.weight.detach().to(dtype), layer.bias.detach().to(dtype), SCHEMES[kind])
 
 
+@pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_trained_layer_computes_what_the_engines_layer_does(shape):
+def test_a_trained_layer_computes_what_the_engines_layer_does(shape, kind):
     m, n, k = shape
-    layer, inputs = layer_of(n, k), matrix(m, k, 1)
-    assert torch.equal(layer(inputs), of_engine(layer)(inputs))
+    layer, inputs = layer_of(n, k, kind=kind), matrix(m, k, 1)
+    assert torch.equal(layer(inputs), of_engine(layer, kind=kind)(inputs))
     with torch.autocast("cpu", torch.bfloat16):
         found = layer(inputs)
-    assert torch.equal(found, of_engine(layer, torch.bfloat16)(inputs.bfloat16()))
+    assert torch.equal(found, of_engine(layer, torch.bfloat16, kind)(inputs.bfloat16()))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backward", ["dequantized", "fp8"])
-def test_gradients_are_those_of_the_definition_in_float64(shape, backward):
+@pytest.mark.parametrize(("backward", "kind"), [("fp8", "fp8"), *(("dequantized", kind) for kind in CODED)])
+def test_gradients_are_those_of_the_definition_in_float64(shape, backward, kind):
     m, n, k = shape
-    layer, inputs = layer_of(n, k, backward), matrix(m, k, 1).requires_grad_()
+    layer, inputs = layer_of(n, k, backward, kind), matrix(m, k, 1).requires_grad_()
     grad = matrix(m, n, 2) * 1e-3
     layer(inputs).backward(grad)
 
     def numbers(values: Tensor, grid: Grid) -> Tensor:
         return dequantize(quantize(values.detach(), grid), torch.float64)
 
-    x, w = numbers(inputs, FP8_TOKEN_BLOCKS), numbers(layer.weight, FP8_BLOCKS)
+    x, w = numbers(inputs, SCHEMES[kind].activations), numbers(layer.weight, SCHEMES[kind].weights)
     to_x, to_w, x_t = grad.double(), grad.T.double(), x.T
     if backward == "fp8":
         to_x, to_w, x_t = (numbers(one, FP8_TOKEN_BLOCKS) for one in (grad, grad.T, x.T.float()))
@@ -115,7 +119,7 @@ def test_no_step_and_no_swap_of_weights_leaves_stale_codes():
 
 def test_codes_are_all_that_is_kept_for_backward_and_one_copy_of_shared_inputs():
     rows, kept = LastRows(FP8_TOKEN_BLOCKS), []
-    layers = [Fp8Linear(nn.Linear(256, 128, bias=False), "dequantized", rows) for _ in range(3)]
+    layers = [CodedLinear(nn.Linear(256, 128, bias=False), SCHEMES["fp8"], "dequantized", rows) for _ in range(3)]
     inputs = matrix(64, 256, 1).requires_grad_()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -149,17 +153,30 @@ def test_a_transposed_matrix_has_the_same_numbers():
     )
 
 
-@pytest.fixture(scope="module", params=[None, "fp8"], ids=["plain cache", "FP8 cache"])
+FLOWS = {
+    "plain cache": ("fp8", None, "fp32"),
+    "FP8 cache": ("fp8", "fp8", "fp32"),
+    "bf16": ("fp8", None, "bf16"),
+    "INT8 blocks": ("int8_blocks", None, "fp32"),
+    "INT8 and FP8 cache in bf16": ("int8_w8a8", "fp8", "bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=FLOWS.values(), ids=FLOWS)
 def written(request):
     """A model in training, the rollouts of an engine with its weights, and the engine's own log-probs."""
+    kind, cache, dtype = request.param
     model = tiny_model(0).eval()
-    settings = TransformersEngineConfig(quantization="fp8", kv_cache_dtype=request.param)
+    settings = TransformersEngineConfig(quantization=kind, kv_cache_dtype=cache, dtype=dtype)
     sampling = Sampling(max_new_tokens=12, num_top_log_probs=0)
     requests = [Request(uid=f"{n}", prompt=tiny_prompt(4 + n // 3), seed=n, sampling=sampling) for n in range(12)]
     args = {"eos_token_ids": (1,), "version": Version(0, 0)}
-    with closing(TransformersEngine(copy.deepcopy(model), settings, **args)) as engine:
+    twin = copy.deepcopy(model)
+    for weight in twin.parameters():  # not buffers: rotary frequencies are float32 in every dtype
+        weight.data = weight.data.to(DTYPES[dtype])
+    with closing(TransformersEngine(twin, settings, **args)) as engine:
         rollouts = engine.generate(requests)
-    train_in_fp8(model, "dequantized", fp8_cache=request.param == "fp8", exact=True)
+    train_in_codes(model, SCHEMES[kind], "dequantized", fp8_cache=cache == "fp8", exact=True, dtype=DTYPES[dtype])
     return model, rollouts
 
 
@@ -183,22 +200,50 @@ def test_a_token_has_the_same_bits_in_any_micro_batch_shared_prompt_and_padding(
 
 def test_training_reads_what_the_engine_wrote_token_by_token(written):
     model, rollouts = written
+    assert largest_gap(model, rollouts) < 1e-6
+
+
+def largest_gap(model: nn.Module, rollouts: list) -> float:
+    found = []
     for rollout in rollouts:
         (states,) = hidden_of(model, [rollout], 10_000).values()
-        scores = (states @ model.lm_head.weight.T).double().log_softmax(-1).gather(1, rollout.token_ids[:, None])[:, 0]
-        assert (scores - rollout.rollout_log_probs).abs().max() < 1e-6
+        logits = states @ model.lm_head.weight.to(states.dtype).T
+        scores = logits.detach().double().log_softmax(-1).gather(1, rollout.token_ids[:, None])[:, 0]
+        found.append(float((scores - rollout.rollout_log_probs).abs().max()))
+    return max(found)
+
+
+@pytest.mark.parametrize("written", [FLOWS["bf16"]], indirect=True, ids=["bf16"])
+def test_in_bf16_autocast_would_leave_a_gap_and_weights_and_gradients_stay_float32(written):
+    model, rollouts = written
+    control = tiny_model(0).eval()
+    train_in_codes(control, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert largest_gap(control, rollouts) > 1e-4
+        assert largest_gap(model, rollouts) < 1e-6  # where the head alone is under autocast
+        gradients = []
+        for one in (model, control):
+            (batch,) = plain_batches(rollouts, 10_000, 0)
+            hidden = response_hidden(one, batch)
+            (hidden * matrix(*hidden.shape, seed=7)).sum().backward()
+            gradients.append({name: weight.grad for name, weight in one.named_parameters() if weight.grad is not None})
+            one.zero_grad()
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, found in gradients[0].items():
+        assert found.dtype == torch.float32 == model.get_parameter(name).dtype
+        assert torch.cosine_similarity(found.flatten(), gradients[1][name].flatten(), dim=0) > 0.98, name
 
 
 def test_an_adapter_is_merged_before_its_layer_is_quantized_and_gets_the_gradient_of_that():
     model, inputs = tiny_model(0).eval(), torch.arange(2, 14)[None]
-    train_in_fp8(model, "dequantized", fp8_cache=False, exact=True)
+    train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
     add_adapter(model, LoraConfig(rank=4, alpha=8), 0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data = 0.1 * matrix(*parameter.shape, seed=3)
     merged = tiny_model(0).eval()
     merged.load_state_dict(dict(merged_weights(model)), strict=False)
-    train_in_fp8(merged, "dequantized", fp8_cache=False, exact=True)
+    train_in_codes(merged, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
     outputs = [one(inputs, use_cache=False).logits for one in (model, merged)]
     assert torch.equal(*outputs)
     for output in outputs:
@@ -246,4 +291,4 @@ def test_a_model_without_linear_layers_is_refused():
                 if isinstance(module, nn.Linear):
                     setattr(parent, name, nn.Identity())
     with pytest.raises(ModelError, match=r"no linear layer to quantize in Qwen3ForCausalLM.*take precision"):
-        train_in_fp8(model, "dequantized", fp8_cache=False, exact=True)
+        train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)

@@ -13,9 +13,11 @@ from helpers.engines.reference import Reference, tiny_model, tiny_request
 from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
+from jackpot.core.messages import pack, unpack
 from jackpot.core.types import Version
-from jackpot.models.quantization.convert import quantize_named
+from jackpot.models.quantization.convert import quantize_named, scales_suffix
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES
+from jackpot.rollout.engines.hosted import _capabilities, _described
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from rollout.engines.transformers.test_decoding import make_engine, make_model
 from rollout.engines.transformers.test_engine import make
@@ -119,31 +121,34 @@ def test_weights_are_quantized_again_at_every_update(folder, new_folder, quantiz
         assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
 
 
-def test_codes_and_scales_are_held_as_they_came_and_make_the_digest(folder, new_folder):
-    updated, fresh, new = make(folder, quantization="fp8"), make(new_folder, quantization="fp8"), tiny_model(seed=1)
-    named = list(quantize_named(new.named_parameters(), updated.capabilities.codes, SCHEMES["fp8"]))
-    assert updated.update_weights(iter(named), NEW) == weights_digest(named, torch.float32)
+@pytest.mark.parametrize("quantization", SCHEMES)
+def test_codes_and_scales_are_held_as_they_came_and_make_the_digest(folder, new_folder, quantization):
+    updated, fresh = (make(one, quantization=quantization) for one in (folder, new_folder))
+    new, codes = tiny_model(seed=1), updated.capabilities.codes
+    named = list(quantize_named(new.named_parameters(), codes.names, codes.scheme))
+    assert updated.update_weights(iter(named), NEW) == weights_digest(named, None)
     requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(12)]
     for one, other in zip(updated.generate(requests), fresh.generate(requests), strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
     places = {name: place for place, (name, _) in enumerate(named)}
-    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight_scale_inv"):
+    name = "model.layers.1.mlp.down_proj.weight"
+    for one in (name, name + scales_suffix(codes.scheme)):
         changed = [(one, tensor.clone()) for one, tensor in named]
-        changed[places[name]][1].view(torch.uint8).view(-1)[3] ^= 1  # the last bit of a code, or a high one of a scale
-        assert updated.update_weights(changed, NEW) != weights_digest(named, torch.float32)
+        changed[places[one]][1].view(torch.uint8).view(-1)[0] ^= 1  # the last bit of a code or of a scale
+        assert updated.update_weights(changed, NEW) != weights_digest(named, None)
 
 
 def test_codes_that_do_not_fit_leave_the_old_weights(folder):
     engine, new = make(folder, quantization="fp8"), tiny_model(seed=1)
-    named = dict(quantize_named(new.named_parameters(), engine.capabilities.codes, SCHEMES["fp8"]))
+    named = dict(quantize_named(new.named_parameters(), engine.capabilities.codes.names, SCHEMES["fp8"]))
     request = [tiny_request("0")]
     before = engine.generate(request)[0].rollout_log_probs
     name = "model.layers.1.mlp.down_proj.weight"
     without = {one: tensor for one, tensor in named.items() if one != f"{name}_scale_inv"}
     alone = named | {name: new.get_parameter(name)}
     head = named | {"model.embed_tokens.weight": new.model.embed_tokens.weight.to(E4M3)}
-    for sent, why in ((without, "1 missing"), (alone, "1 unknown"), (head, "does not take, such as model.embed")):
+    for sent, why in ((without, "1 missing"), (alone, f"such as {name}"), (head, "such as model.embed")):
         with pytest.raises(EngineError, match=why):
             engine.update_weights(sent.items(), NEW)
     with pytest.raises(EngineError, match="does not take"):
@@ -188,7 +193,7 @@ def test_models_that_cannot_be_quantized_so_are_refused():
     def engine(name: str, attention: str, **settings: str) -> TransformersEngine:
         return make_engine(make_model(name, attention), **settings)
 
-    with pytest.raises(pydantic.ValidationError, match="'int8_w8a16', 'int8_w8a8' or 'fp8'"):
+    with pytest.raises(pydantic.ValidationError, match="'int8_w8a8', 'int8_blocks' or 'fp8'"):
         engine("qwen3", "sdpa", quantization="int4")
     with pytest.raises(pydantic.ValidationError, match="Input should be 'fp8'"):
         engine("qwen3", "sdpa", kv_cache_dtype="int8")
@@ -212,3 +217,9 @@ def test_an_fp8_cache_is_what_every_pass_sees(name, attention):
     for rollout, score, other in zip(rollouts, scores, without, strict=True):
         assert (rollout.rollout_log_probs - score).abs().mean() < 2e-3
         assert (rollout.rollout_log_probs - other).abs().mean() > 4e-3
+
+
+def test_another_process_says_of_its_engine_what_this_one_would(folder):
+    engine = make(folder, torch.bfloat16, quantization="int8_w8a8")
+    told = unpack(pack(_described(engine)))
+    assert _capabilities(told["capabilities"]) == engine.capabilities

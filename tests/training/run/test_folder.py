@@ -251,6 +251,20 @@ def test_the_first_and_the_newest_rollouts_are_kept_and_an_even_spread_between_t
     assert set(tmp_path.iterdir()) == own | {tmp_path / "iteration-001000.parquet"}
 
 
+def test_the_rollouts_of_the_best_checkpoint_are_kept_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best").symlink_to("step-57")
+    rollouts = tmp_path / "rollouts"
+    rollouts.mkdir()
+    for iteration in [1, *range(10, 1010, 10)]:
+        (rollouts / f"iteration-{iteration:06d}.parquet").touch()
+        thin_rollouts(rollouts, 4)
+    kept = sorted(int(path.stem.split("-")[1]) for path in rollouts.iterdir())
+    assert len(kept) == 4 and (kept[0], kept[1], kept[-1]) == (1, 50, 1000)
+    thin_rollouts(rollouts, 2)
+    assert len(list(rollouts.iterdir())) == 2
+
+
 def test_saved_rollouts_hold_every_number_in_columns_whose_types_do_not_depend_on_them(tmp_path: Path) -> None:
     prompt, schemas = Prompt(uid="p", text="2 √ 1", answer="3", token_ids=(1, 2)), []
     for top in (0, 2):

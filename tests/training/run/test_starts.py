@@ -206,7 +206,8 @@ def test_only_what_decides_no_number_computed_before_may_change() -> None:
     machine += [f"placement.{name}" for name in ("engines", "chunk", "ranks", "launcher", "restarts")]
     guards = ["guard.check_engine", "guard.max_non_finite_steps", "guard.rollback"]
     guards += ["guard.rollback.times", "guard.rollback.factor"]
-    assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *blocks}
+    tracking = ["tracking.wandb", *(f"tracking.wandb.{name}" for name in ("project", "entity", "mode"))]
+    assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *tracking, *blocks}
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
                 policy_accuracy_stderr=line.get(f"eval/policy_{measure}_stderr"),
                 rollout_model_accuracy=line[f"eval/rollout_model_{measure}"] if config.rollout_model else None,
                 acceptance=_mean(since, "obrs/acceptance"),
-                kl=_mean(since, "mismatch/kl_rollout_policy"),
+                kl=_mean(since, config.kl_metric),
             )
             since = []
 

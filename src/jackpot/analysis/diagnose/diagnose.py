@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
-from jackpot.analysis.diagnose.rules import RULES
+from jackpot.analysis.diagnose.rules import ENGINE_GAP, RULES
 from jackpot.config.run import Config
 
 
@@ -79,7 +79,7 @@ def _finding(rule: Rule, history: MetricHistory) -> Finding | None:
         now=now,
         side="above" if now > high else "below",
         limit=high if now > high else low,
-        explanation=rule.explanation,
+        explanation=rule.explanation + (history.computed_differently() if rule.metric == ENGINE_GAP else ""),
         suggestion=rule.suggestion,
     )
 

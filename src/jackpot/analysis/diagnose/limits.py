@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from jackpot.config.engines import is_quantized
+from jackpot.config.engines import TransformersEngineConfig, is_quantized
 from jackpot.config.run import Config
 from jackpot.training.collapse import two_errors
 from jackpot.training.gaps import LARGEST_GAPS
@@ -65,6 +65,13 @@ class MetricHistory:
         allowed = [event["allowed"] for event in self._events if "allowed" in event]
         return allowed[-1] if allowed and self.config.evaluation.engine is None else of_dtypes
 
+    def computed_differently(self) -> str:
+        """Say behind a sentence which layers the engine and training compute differently, as the newest start found
+        them; "" where there are none."""
+        found = [event["layers"] for event in self._events if event["event"] == "computed_differently"] or [[]]
+        named = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in found[-1]]
+        return f". They compute differently: {'; '.join(named)}" if named else ""
+
     def recent(self, metric: str) -> float:
         """Return the median of the newest values of a metric; 0 without one."""
         values = [value for _, value in self.series(metric)]
@@ -118,7 +125,8 @@ def increase(values: Values) -> float:
 def rounding(history: MetricHistory, values: Values) -> float | None:
     """Return the mean |p_engine - p_training| that rounding explains; None for engines quantized unlike training."""
     config = history.config
-    return None if is_quantized(config.engine) and config.numbers is None else history.largest_gap()
+    same = config.numbers is not None and isinstance(config.engine, TransformersEngineConfig)
+    return None if is_quantized(config.engine) and not same else history.largest_gap()
 
 
 def quantizing(history: MetricHistory, values: Values) -> float | None:

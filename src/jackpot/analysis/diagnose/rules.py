@@ -31,8 +31,9 @@ _CORRECT = "set objective.correction=tis or what jackpot replay advises for this
 _MORE_TOP = "raise sampling.num_top_log_probs"
 _FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
+ENGINE_GAP = "mismatch/engine_gap"
 _GAPS = {
-    "mismatch/engine_gap": "rollout model",
+    ENGINE_GAP: "rollout model",
     "eval/rollout_model_engine_gap": "rollout model",
     "eval/policy_engine_gap": "policy",
 }

@@ -26,6 +26,7 @@ from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_tokenizers, pick_device, threads
 from jackpot.models.load import DTYPES, load_meta_model
+from jackpot.models.quantization.formats import LayerDifference, SideFormats, layer_differences, layer_formats
 from jackpot.models.routing import expert_layers
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.multi_turn import generate_rollouts
@@ -50,6 +51,7 @@ class MismatchPair:
     top_log_probs: int  # number of log-probs of the sampler's distribution at every token
     vocabulary: int
     numbers: MismatchNumbers
+    layers: tuple[LayerDifference, ...]  # which sampler and learner compute in different number formats
     lengths: tuple[LengthRow, ...]  # one long response against several short ones; empty where not requested for
 
 
@@ -245,8 +247,17 @@ def _pair(
         top_log_probs=responses.sides[0].top_ids.shape[1],
         vocabulary=responses.sides[0].vocabulary,
         numbers=numbers,
+        layers=layer_differences(*map(_formats, sides)),
         lengths=_lengths(gaps, config) if config.short else (),
     )
+
+
+def _formats(side: SideConfig) -> dict[str, str]:
+    """Return the number formats of a side's layers."""
+    engine, autocast = side.engine, getattr(side, "autocast", None)
+    fields = ("dtype", "quantization", "kv_cache_dtype", "head_dtype")
+    formats = SideFormats(**{name: getattr(engine, name) for name in fields}, autocast=autocast)
+    return layer_formats(load_meta_model(side.path), formats)
 
 
 def _pair_name(names: tuple[str, str], samplers: int, learners: int) -> str:

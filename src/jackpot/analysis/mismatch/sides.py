@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import merge, validated
-from jackpot.config.engines import VLLMServerEngineConfig, is_quantized
+from jackpot.config.engines import ServerEngineConfig, is_quantized
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
@@ -43,10 +43,10 @@ def mismatch_config(
         sampler = {"path": rollout_model, "engine": run.engine.model_dump()}
         how = {
             "engine": {"name": "transformers", "head_dtype": run.head_dtype},
-            "autocast": "bf16" if run.compute_dtype == "bf16" else None,
+            "autocast": "bf16" if run.precision == "bf16" else None,
         }
-        if run.precision == "fp8":
-            how["engine"] |= {"quantization": "fp8", "kv_cache_dtype": run.engine.kv_cache_dtype}
+        if run.scheme:
+            how["engine"] |= run.engine.model_dump(include={"dtype", "quantization", "kv_cache_dtype"})
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
@@ -106,7 +106,7 @@ def _settings_name(side: SideConfig) -> str:
     words += [engine.attn_implementation] if getattr(engine, "attn_implementation", "sdpa") != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
-    words += [" ".join(engine.urls)] if isinstance(engine, VLLMServerEngineConfig) else []
+    words += [" ".join(engine.urls)] if isinstance(engine, ServerEngineConfig) else []
     if isinstance(side, LearnerConfig):
         words += [f"autocast {side.autocast}"] if side.autocast else []
         words += [f"temperature {side.temperature:g}"] if side.temperature else []

@@ -90,7 +90,7 @@ def packed_implementation(config: PreTrainedConfig) -> str:
 
 
 def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:
-    """Let a model in training attend as an FP8 engine does.
+    """Let a model in training attend as a quantized engine does.
 
     Args:
         fp8_cache: round keys and values as the engine's cache does, with the gradient of the identity.
@@ -104,6 +104,6 @@ def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> No
     if not replaces_attention(model.base_model):
         raise ModelError(
             f"{type(model).__name__} has an attention of its own ({model.config._attn_implementation}), which cannot "
-            f"compute as the FP8 engine's does; take precision fp32 or bf16, or a model such as Qwen, Llama or Mistral"
+            f"compute as the quantized engine's does; take precision fp32 or bf16, or a model such as Qwen or Llama"
         )
     model.set_attn_implementation(_SDPA + _suffix(exact, fp8_cache))

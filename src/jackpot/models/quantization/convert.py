@@ -7,16 +7,16 @@ belongs to no linear layer, such as one tensor of all experts, is kept too; the 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from jackpot.models.quantization.linear import QuantizedLinear
-from jackpot.models.quantization.quantizer import Scheme, quantize
+from jackpot.models.quantization.quantizer import SCHEMES, Scheme, quantize
 
-FP8_SCALES = "_scale_inv"  # behind the name of a weight: its scales
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)")
 
 
@@ -83,6 +83,39 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) ->
     return conversion
 
 
+class Codes(NamedTuple):
+    """The weights that an engine takes as codes and scales, as `quantize_named` yields them."""
+
+    names: tuple[str, ...]
+    quantization: str  # key of `SCHEMES`
+
+    @property
+    def scheme(self) -> Scheme:
+        return SCHEMES[self.quantization]
+
+    def are_in(self, sent: Iterable[tuple[str, Tensor]]) -> bool:
+        """Tell whether any tensor is codes, so that all are sent in the dtypes in which they are held."""
+        return any(tensor.dtype == self.scheme.weights.codes for _, tensor in sent)
+
+    def shapes(self, plain: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        """Return the shape of every weight's scales by their name.
+
+        Args:
+            plain: shapes of the weights by name.
+        """
+        grid = self.scheme.weights
+        blocks = {name: zip(plain[name], grid.block(plain[name]), strict=True) for name in self.names}
+        return {
+            name + scales_suffix(self.scheme): torch.Size(-(-size // side) for size, side in sizes)
+            for name, sizes in blocks.items()
+        }
+
+
+def scales_suffix(scheme: Scheme) -> str:
+    """Return what stands behind the name of a weight in that of its scales."""
+    return "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
+
+
 def quantize_named(
     named_tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +125,7 @@ def quantize_named(
     scales. These are the names in files of Qwen3-FP8 and of compressed-tensors.
     """
     chosen = set(names)
-    suffix = FP8_SCALES if scheme.weights.codes.is_floating_point else "_scale"
+    suffix = scales_suffix(scheme)
     for name, tensor in named_tensors:
         if name not in chosen:
             yield name, tensor

@@ -24,13 +24,13 @@ def product(a: Quantized, b: Quantized) -> Tensor:
     """Multiply two quantized matrices, A B^T: [M, N] float32, as `product_name` says."""
     if isinstance(a.codes, FakeTensor):  # of a plan, which counts what is kept
         return a.scales.new_empty(len(a.codes), len(b.codes))
-    is_fp8 = a.grid.codes == b.grid.codes == E4M3
-    return PRODUCTS[product_name(a.codes.device) if is_fp8 else "exact"](a, b)
+    name = product_name(a.codes.device, a.grid.codes) if a.grid.codes == b.grid.codes else "exact"  # refuses them
+    return PRODUCTS[name](a, b)
 
 
-def product_name(device: torch.device) -> ProductName:
-    """Return the name of the product of FP8 codes on a device, a key of `PRODUCTS`."""
-    return "scaled_mm" if device.type == "cuda" and _has_scaled_mm(device.index) else "exact"
+def product_name(device: torch.device, codes: torch.dtype = E4M3) -> ProductName:
+    """Return the name of the product of codes on a device, a key of `PRODUCTS`."""
+    return "scaled_mm" if codes == E4M3 and device.type == "cuda" and _has_scaled_mm(device.index) else "exact"
 
 
 @cache

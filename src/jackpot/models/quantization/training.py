@@ -1,4 +1,4 @@
-"""Linear layers that are trained through the codes that an engine computes with: Jet-RL's one FP8 flow.
+"""Linear layers that are trained through the codes that an engine computes with: Jet-RL's one flow, in FP8 or INT8.
 
 Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what it
 computes in the engine. Weights stay as they are, float32, and get a gradient as if rounding were the identity.
@@ -11,6 +11,8 @@ costs one for each token.
 Shapes: `M` tokens, `N` features out, `K` features in.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 from weakref import ref
 
@@ -24,44 +26,50 @@ from jackpot.models.quantization.attention import attend_as_engine
 from jackpot.models.quantization.convert import replace_linears
 from jackpot.models.quantization.product import product
 from jackpot.models.quantization.quantizer import (
-    FP8_BLOCKS,
     FP8_TOKEN_BLOCKS,
     Grid,
     Quantized,
+    Scheme,
     dequantize,
     quantize,
     transposed,
 )
 
 Backward = Literal["dequantized", "fp8"]
+Forward = Callable[..., Any]
 
 
-class Fp8Product(torch.autograd.Function):
+class CodedProduct(torch.autograd.Function):
     """Computes X W^T of codes, [M, N] in the dtype of X; only codes and scales are kept for backward.
 
     With x and w the numbers that the codes stand for, and g the gradient of the output:
     dequantized: d X = g w, d W = g^T x, as products in the dtype of g;
-    fp8: d X = q(g) w, d W = q(g^T) q(x^T), with q quantizing by 1 x 128 along the sum: features out, and tokens.
+    fp8, for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), with q quantizing by 1 x 128 along the sum: features
+    out, and tokens.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, backward: Backward) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, scheme: Scheme, backward: Backward
+    ) -> Tensor:
         """
         Args:
             inputs: [M, K], in the dtype of the output.
             weight: [N, K], the master weight.
             codes, scales: of `inputs`.
+            scheme: with quantized activations.
         """
-        held = quantize(weight.to(inputs.dtype), FP8_BLOCKS)
+        held = quantize(weight.to(inputs.dtype), scheme.weights)
         ctx.save_for_backward(codes, scales, held.codes, held.scales)
-        ctx.backward_mode, ctx.weight_dtype = backward, weight.dtype
-        return product(Quantized(codes, scales, FP8_TOKEN_BLOCKS), held).to(inputs.dtype)
+        ctx.scheme, ctx.backward_mode, ctx.weight_dtype = scheme, backward, weight.dtype
+        return product(Quantized(codes, scales, scheme.activations), held).to(inputs.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales, held_codes, held_scales = ctx.saved_tensors
-        rows, held = Quantized(codes, scales, FP8_TOKEN_BLOCKS), Quantized(held_codes, held_scales, FP8_BLOCKS)
+        rows = Quantized(codes, scales, ctx.scheme.activations)
+        held = Quantized(held_codes, held_scales, ctx.scheme.weights)
         to_inputs = to_weight = None
         if ctx.backward_mode == "fp8":
             if ctx.needs_input_grad[0]:
@@ -74,26 +82,27 @@ class Fp8Product(torch.autograd.Function):
                 to_inputs = grad @ dequantize(held, grad.dtype)
             if ctx.needs_input_grad[1]:
                 to_weight = grad.T @ dequantize(rows, grad.dtype)
-        return to_inputs, None if to_weight is None else to_weight.to(ctx.weight_dtype), None, None, None
+        return to_inputs, None if to_weight is None else to_weight.to(ctx.weight_dtype), None, None, None, None
 
 
-class Fp8Linear(nn.Linear):
-    """Replaces an `nn.Linear` whose weight is trained through FP8 codes, under the same names.
+class CodedLinear(nn.Linear):
+    """Replaces an `nn.Linear` whose weight is trained through codes, under the same names.
 
     The bias is not quantized and is added last. Under autocast inputs and weight are first cast to its dtype, as those
     of an `nn.Linear` are.
     """
 
-    def __init__(self, layer: nn.Linear, backward: Backward, rows: "LastRows") -> None:
+    def __init__(self, layer: nn.Linear, scheme: Scheme, backward: Backward, rows: "LastRows") -> None:
         """
         Args:
             layer: whose parameters become this layer's; not copied.
+            scheme: with quantized activations.
             rows: of the whole model.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        self._backward, self._rows = backward, rows
+        self._scheme, self._backward, self._rows = scheme, backward, rows
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the inputs or of autocast."""
@@ -105,7 +114,7 @@ class Fp8Linear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         rows = self._rows.of(inputs, dtype)
         flat = inputs.to(dtype).reshape(-1, self.in_features)
-        outputs = Fp8Product.apply(flat, weight, rows.codes, rows.scales, self._backward)
+        outputs = CodedProduct.apply(flat, weight, rows.codes, rows.scales, self._scheme, self._backward)
         outputs = outputs.reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias.to(dtype)
 
@@ -133,16 +142,64 @@ class LastRows:
         return rows
 
 
-def train_in_fp8(model: PreTrainedModel, backward: Backward, fp8_cache: bool, exact: bool) -> None:
-    """Let a model compute as an FP8 engine does, in place: those linear layers that `quantize_linears` would quantize
-    with FP8 codes, and attention as `attend_as_engine` says, which has the last two arguments.
+def train_in_codes(
+    model: PreTrainedModel,
+    scheme: Scheme,
+    backward: Backward,
+    fp8_cache: bool,
+    exact: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Let a model compute as a quantized engine does, in place: those linear layers that `quantize_linears` would
+    quantize with codes, attention as `attend_as_engine` says, and the rest of the backbone with numbers of `dtype`.
+
+    Args:
+        scheme: of the engine, with quantized activations.
+        fp8_cache, exact: as in `attend_as_engine`.
+        dtype: of the engine's weights and activations.
 
     Raises:
         ModelError: the model has no linear layer to quantize, or its attention cannot be replaced.
     """
     attend_as_engine(model, fp8_cache, exact)
-    rows = LastRows(FP8_TOKEN_BLOCKS)
+    rows = LastRows(scheme.activations)
     try:
-        replace_linears(model, lambda layer: Fp8Linear(layer, backward, rows))
+        replace_linears(model, lambda layer: CodedLinear(layer, scheme, backward, rows))
     except ValueError as error:
         raise ModelError(f"{error}; take precision fp32 or bf16") from error
+    if dtype != torch.float32:
+        _compute_in(model, dtype)
+
+
+def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let a backbone compute in `dtype` where a model with weights of that dtype does, in place; weights stay float32.
+
+    Autocast would keep float32 between layers, and in norms. Here each module that has weights of its own sees them
+    rounded while it runs, so that what flows between layers has the dtype too. The output layer is not the backbone's.
+    """
+    body = model.base_model
+    for module in body.modules():
+        if isinstance(module, CodedLinear) or not module._parameters:
+            continue
+        run = _rounded_outputs if type(module) is nn.Embedding else _with_rounded_weights
+        module.forward = partial(run, module, module.forward, dtype)
+    body.forward = partial(_without_autocast, body.forward)
+
+
+def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any) -> Tensor:
+    """Look rows up and round them: those of a rounded table, whose gradient adds up in float32."""
+    return forward(*args).to(dtype)
+
+
+def _with_rounded_weights(module: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
+    own = dict(module._parameters)
+    module._parameters.update({name: one.to(dtype) for name, one in own.items() if one is not None})
+    try:
+        return forward(*args, **options)
+    finally:
+        module._parameters.update(own)
+
+
+def _without_autocast(forward: Forward, input_ids: Tensor, **options: Any) -> Any:
+    with torch.autocast(input_ids.device.type, enabled=False):
+        return forward(input_ids=input_ids, **options)

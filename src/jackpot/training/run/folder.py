@@ -3,6 +3,7 @@
     config.yaml        resolved settings          environment.json   versions and machine of every start, threads
     metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
     rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
+    wandb/             what Weights & Biases gets, with `tracking.wandb`
     ranks/             the newest command of each rank, where a run has several
     rollbacks.json     returns of `guard.rollback` to an earlier checkpoint, where there are any
     superseded/        lines and files of iterations that were run again, one folder for each start that found any
@@ -35,6 +36,7 @@ from jackpot.core.package import version
 from jackpot.training.run.environment import Environment
 from jackpot.training.run.superseded import Superseded
 from jackpot.training.run.tensorboard import event_file_name, event_files, metrics_record, restart_records
+from jackpot.training.run.wandb import WandbRun, wandb_module
 
 if TYPE_CHECKING:
     from jackpot.rollout.evaluate import Evaluation
@@ -100,6 +102,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._appended: dict[str, AppendedFile] = {}
         self._tensorboard = ""  # name of this start's event file
+        self._wandb: WandbRun | None = None
         self._superseded = Superseded(path)
 
     @property
@@ -128,8 +131,11 @@ class RunFolder:
         Raises:
             CheckpointError: settings differ that may not change, which are listed; the checkpoints of a run that has
                 trained are gone; a file of the folder is damaged, or of a later version.
-            ConfigError: config.yaml does not fit the settings of this version.
+            ConfigError: config.yaml does not fit the settings of this version; `tracking` names a package that is not
+                installed.
         """
+        if config.tracking.wandb:
+            wandb_module()
         Environment(self.path)
         finished, has_checkpoint = self._finished(), self._has_checkpoint()
         if not (finished or has_checkpoint or (self.path / "config.yaml").exists()):
@@ -186,6 +192,9 @@ class RunFolder:
         Returns:
             The number of threads to use. A continued run keeps those that it began with, unless the settings give
             another number: sums in another order would not be bit-equal.
+
+        Raises:
+            ConfigError: Weights & Biases refuses a new run, or cannot be reached. A continued run goes on without it.
         """
         with checkpoint_error_in(self.path):
             before = run_config(self.path) if iteration >= 0 else None
@@ -209,6 +218,13 @@ class RunFolder:
         if before and other:
             shown = {name: f"{name} {old} -> {new}" for name, (old, new) in other.items()}
             self.warn(iteration, {"event": "environment_changed"} | shown)
+        if config.tracking.wandb:
+            try:
+                self._wandb = WandbRun(config, self.path, self.read("metrics.jsonl"))
+            except ConfigError as error:
+                if not before:
+                    raise
+                self.failure(iteration, "files/failed", {"event": "write_failed", "file": "wandb", "why": str(error)})
         return threads
 
     def supersede(self, folders: Sequence[Path]) -> None:
@@ -257,12 +273,15 @@ class RunFolder:
                 flush_file(self.path / name)
 
     def report(self, iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """Append the metrics of an iteration to metrics.jsonl and TensorBoard, and return the line."""
+        """Append the metrics of an iteration to metrics.jsonl and to what shows them, and return the line."""
         now, values = time.time(), dict(sorted({**values, **self.failed}.items()))
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         line = {"iteration": iteration, "time": now} | dict.fromkeys(values) | finite
         self._append("metrics.jsonl", _json_line(line))
         self._append(self._tensorboard, metrics_record(iteration, now, finite))
+        if self._wandb:
+            with self.dispensable(iteration, "wandb"):
+                self._wandb.log(line)
         return line
 
     def event(self, iteration: int, event: Mapping[str, Any]) -> None:
@@ -314,12 +333,15 @@ class RunFolder:
         return [line for text in _lines(self.path / name) if (line := _parsed(text))]
 
     def close(self) -> None:
-        """Flush lines buffered while the disk was full, then release the lock of the folder."""
+        """Flush lines buffered while the disk was full, end tracking, then release the lock of the folder."""
         for name, file in self._appended.items():
             if file.waiting:
                 self._append(name, b"")
             if file.waiting:
                 _log.warning("%s: %d bytes did not fit on the disk and are lost", file.path, len(file.waiting))
+        if self._wandb:
+            with self.dispensable(self._finished(), "wandb"):
+                self._wandb.close()
         if self._lock is not None:
             self._lock.close()
 

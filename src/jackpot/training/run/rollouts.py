@@ -57,13 +57,27 @@ def write_rollouts(
 def thin_rollouts(folder: Path, keep: int) -> None:
     """Remove files between the first and the newest until `keep` are left, each time the one that leaves the least gap.
 
-    No gap is twice as wide as if all were equal.
+    No gap is twice as wide as if all were equal, but for the file of the best checkpoint, which stays where `keep` is
+    more than 2.
     """
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
         numbers = sorted(files)
         gaps = {two: three - one for one, two, three in zip(numbers, numbers[1:], numbers[2:], strict=False)}
+        if keep > 2:
+            gaps.pop(best_rollouts(folder.parent, numbers), None)
         files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else numbers[0]).unlink()
+
+
+def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
+    """Return the last of these iterations that is not after the run's best checkpoint; None without one.
+
+    Args:
+        run: the run folder.
+    """
+    link = run / "checkpoints" / "best"
+    best = int(link.readlink().name.split("-")[1]) if link.is_symlink() else -1
+    return max((number for number in iterations if number <= best), default=None)
 
 
 def _table(

@@ -1,0 +1,135 @@
+"""Sends the metrics of a run to Weights & Biases (`tracking.wandb`): the only file that imports wandb, when asked to.
+
+A start that continues the run of a folder continues its W&B run, whose id stands in wandb/run_id; a start without lines
+begins another one. A W&B history can only grow, so iterations that are computed again after a kill or a rollback stand
+there twice, at the same `iteration`.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jackpot.config.changes import settings_of
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError
+from jackpot.core.files import write_whole
+from jackpot.core.package import install
+
+_FINISH = 60.0  # seconds that the end of a run waits for the network; `wandb sync` sends the rest
+_NOT_SENT = {  # what W&B collects by itself
+    "console": "off",
+    "host": "",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+}
+
+
+def wandb_module() -> ModuleType:
+    """Return the module wandb.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports about wandb's own errors
+    try:
+        import wandb
+
+        if not hasattr(wandb, "init"):  # a folder of this name in the current one
+            raise ModuleNotFoundError(name="wandb")
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise ConfigError(
+            f"tracking.wandb is set, and the package wandb is not installed; {install('wandb')}, or leave "
+            f"tracking.wandb out"
+        ) from error
+    return wandb
+
+
+class WandbRun:
+    """Begins the W&B run of a run folder, or continues it, and sends it lines of metrics.jsonl.
+
+    Args:
+        config: with `tracking.wandb`.
+        folder: the run folder; its name is that of the run.
+        lines: of metrics.jsonl so far, which a new W&B run gets first.
+
+    Raises:
+        ConfigError: nobody is logged in, W&B refuses the run, or it cannot be reached.
+    """
+
+    def __init__(self, config: Config, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        wandb, tracking = wandb_module(), config.tracking.wandb
+        record = folder / "wandb" / "run_id"
+        name = record.read_text().strip() if lines and record.exists() else ""
+        project = f"{tracking.entity or ''}/{tracking.project}/"
+        is_new = not name.startswith(project)
+        if is_new:
+            name = project + secrets.token_hex(8)
+        try:
+            self._run = wandb.init(
+                project=tracking.project,
+                entity=tracking.entity,
+                id=name.removeprefix(project),
+                name=folder.resolve().name,
+                dir=folder,
+                config=settings_of(config),
+                mode="offline" if tracking.mode == "offline" else None,  # None: WANDB_MODE, else online
+                resume="allow",
+                reinit="create_new",
+                settings=wandb.Settings(quiet=True, finish_timeout=_FINISH, **_NOT_SENT),
+            )
+            self._run.define_metric("iteration")
+            self._run.define_metric("*", step_metric="iteration")
+            for line in lines if is_new else ():
+                self.log(line)
+            record.parent.mkdir(exist_ok=True)  # a disabled W&B makes none
+            write_whole(record, name.encode() + b"\n")
+        except Exception as error:  # wandb has some of no class of its own
+            raise ConfigError(
+                f"tracking.wandb: Weights & Biases gives no run: {str(error) or repr(error)} Run `wandb login`, or set "
+                f"tracking.wandb.mode=offline, or tracking.wandb=null to send nothing"
+            ) from error
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Send the numbers of a line of metrics.jsonl under their names; nulls are left out.
+
+        Raises:
+            OSError: they cannot be handed over; the network is not waited for.
+        """
+        with _as_os_error():
+            self._run.log({name: value for name, value in line.items() if value is not None})
+
+    def close(self) -> None:
+        """Mark the W&B run as finished, or as failed while an error ends this process.
+
+        Raises:
+            OSError: W&B's process is lost.
+        """
+        try:
+            with _as_os_error():
+                self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
+        except OSError:
+            with suppress(Exception):  # else this process gets no other run, as after a rollback
+                wandb_module().teardown()
+            raise
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise errors of wandb as the OSError that a run goes on after."""
+    wandb = wandb_module()
+    try:
+        yield
+    except wandb.Error as error:
+        raise OSError(f"Weights & Biases: {error}") from error

@@ -1,0 +1,52 @@
+"""Which layers two sides compute in different number formats."""
+
+from helpers.engines.reference import tiny_model
+from jackpot.analysis.diagnose.limits import MetricHistory
+from jackpot.models.quantization.formats import SideFormats, layer_differences, layer_formats
+
+
+def differences(first: SideFormats, second: SideFormats) -> dict[str, tuple[str, str]]:
+    model = tiny_model(0)
+    found = layer_differences(layer_formats(model, first), layer_formats(model, second))
+    return {one.layers: (one.first, one.second) for one in found}
+
+
+def test_equal_sides_have_no_difference():
+    for side in (SideFormats(dtype="bf16"), SideFormats(dtype="fp32", quantization="fp8", kv_cache_dtype="fp8")):
+        assert differences(side, side) == {}
+
+
+def test_quantized_layers_are_named_with_their_grids_and_kept_ones_are_not():
+    found = differences(SideFormats(dtype="fp32", quantization="fp8"), SideFormats(dtype="fp32"))
+    assert {name.split(".")[-1] for name in found} == {
+        *(f"{part}_proj (2)" for part in ("q", "k", "v", "o", "gate", "up", "down"))
+    }
+    assert found["model.layers.*.mlp.down_proj (2)"] == ("weights fp8 by 128 x 128, activations fp8 by 1 x 128", "fp32")
+    grids = differences(*(SideFormats(dtype="fp32", quantization=kind) for kind in ("int8_w8a8", "int8_blocks")))
+    assert len(grids) == 7 and grids["model.layers.*.mlp.up_proj (2)"] == (
+        "weights int8 by 1 x all, activations int8 by 1 x all",
+        "weights int8 by 128 x 128, activations int8 by 1 x 128",
+    )
+
+
+def test_autocast_differs_from_bf16_weights_between_layers_and_the_cache_and_the_head_by_their_own_settings():
+    found = differences(SideFormats(dtype="bf16"), SideFormats(dtype="fp32", autocast="bf16"))
+    assert found == {
+        "norms and what flows between layers": ("bf16", "fp32"),
+        "model.embed_tokens": ("bf16", "fp32"),
+    }
+    own = SideFormats(dtype="bf16", kv_cache_dtype="fp8", head_dtype="fp32")
+    assert differences(SideFormats(dtype="bf16"), own) == {
+        "keys and values": ("bf16", "fp8"),
+        "output layer": ("bf16", "fp32"),
+    }
+
+
+def test_the_newest_start_says_what_the_engine_computes_differently():
+    old, new = ([["a", "x", "y"]], [["mlp.down_proj (3)", "fp8", "fp32"], ["keys and values", "fp8", "fp32"]])
+    events = [{"event": "computed_differently", "iteration": 0, "layers": layers} for layers in (old, new)]
+    assert MetricHistory([], events, None).computed_differently() == (
+        ". They compute differently: mlp.down_proj (3): fp8 there, fp32 in training; keys and values: fp8 there, "
+        "fp32 in training"
+    )
+    assert MetricHistory([], [], None).computed_differently() == ""
