@@ -4,33 +4,48 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from helpers.paths import ROOT
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import ModelError
 from jackpot.launch import toy_models
-from jackpot.launch.toy_models import (
+from jackpot.launch.lessons import (
     CHARACTERS,
-    STUDY_MODELS,
-    TOY_MODELS,
+    PEOPLE,
+    STORIES,
+    THINGS,
     Mixture,
+    WordProblem,
+    kept_back_problems,
+    make_byte_tokenizer,
     make_tokenizer,
-    make_toy_model,
-    make_toy_models,
     sample_solution,
+    sample_word_solution,
+    word_problem,
+    write_word_problems,
 )
+from jackpot.launch.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS, make_toy_model, make_toy_models
 from jackpot.models.load import starter_path
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 
-NAMES = sorted(TOY_MODELS)
+PACKAGED = TOY_MODELS | TEXT_MODELS
+NAMES = sorted(PACKAGED)
+DIGESTS = {
+    "policy": "dcb20f2e4d82715e",
+    "rollout_model": "a70f425a7be36848",
+    "text_policy": "582087be57244d48",
+    "text_rollout_model": "40b8f266a9c633b5",
+}  # first 16 digits of the SHA-256 of the weights
 
 
 # Three steps of supervision: a second instead of a minute.
-SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in TOY_MODELS.items()}
+SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in PACKAGED.items()}
 SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUDY_MODELS.items()}
 
 
@@ -42,15 +57,21 @@ def greedy_answer(model: Qwen3ForCausalLM, prompt: str) -> str:
 
 
 def test_there_is_a_policy_and_a_smaller_rollout_model():
-    sizes = {name: (starter_path(name) / "model.safetensors").stat().st_size for name in NAMES}
-    assert set(sizes) == {"policy", "rollout_model"}
-    assert sizes["rollout_model"] < sizes["policy"] / 2
+    sizes = {name: sum(one.stat().st_size for one in starter_path(name).iterdir()) for name in NAMES}
+    assert set(sizes) == {"policy", "rollout_model", "text_policy", "text_rollout_model"}
+    for text in ("", "text_"):
+        assert sizes[f"{text}rollout_model"] < sizes[f"{text}policy"] / 2
     assert max(sizes.values()) < 1.3e6  # bytes: they travel in the wheel
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_packaged_starter_has_the_weights_that_its_accuracy_was_measured_with(name):
+    assert sha256((starter_path(name) / "model.safetensors").read_bytes()).hexdigest()[:16] == DIGESTS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_starter_is_what_its_spec_says(name):
-    spec = TOY_MODELS[name]
+    spec = PACKAGED[name]
     model = AutoModelForCausalLM.from_pretrained(starter_path(name))
     config = model.config
     assert isinstance(model, Qwen3ForCausalLM)
@@ -75,7 +96,7 @@ def test_a_packaged_starter_stops_where_its_tokenizer_says(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_tokenizer_is_the_one_that_is_made(name):
     packaged = AutoTokenizer.from_pretrained(starter_path(name))
-    assert packaged.backend_tokenizer.to_str() == make_tokenizer().backend_tokenizer.to_str()
+    assert packaged.backend_tokenizer.to_str() == PACKAGED[name].lesson.tokenizer().backend_tokenizer.to_str()
 
 
 def test_the_packaged_policy_has_the_skill_but_does_not_show_it():
@@ -96,6 +117,20 @@ def test_the_tokenizer_gives_every_character_back():
     assert tokenizer.encode("12+3=") == [ids[CHARACTERS.index(character)] for character in "12+3="]
 
 
+def test_the_byte_tokenizer_has_a_token_for_every_byte_and_gives_every_text_back(tmp_path):
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # as any tool loads it
+    text = "".join(map(chr, range(0x800))) + " Ann's 3  漢字\r\n\t🎉 \ud7ff\uffff </s>"
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    assert [tokenizer.decode([byte]) for byte in range(128)] == list(map(chr, range(128)))
+    assert len({tokenizer.convert_ids_to_tokens(byte) for byte in range(256)}) == 256
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id} == {256, 257} and len(tokenizer) == 258
+    assert tokenizer.decode([*b"17", tokenizer.eos_token_id], skip_special_tokens=True) == "17"
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "How many?"}], tokenize=False)
+    assert asked == "How many?\n"
+
+
 def test_the_tokenizer_adds_nothing_and_marks_what_it_does_not_know():
     tokenizer = make_tokenizer()
     assert tokenizer.encode("é1") == [tokenizer.unk_token_id, *tokenizer.encode("1")]
@@ -108,6 +143,31 @@ def test_a_correct_writer_carries_out_one_addition_after_the_other():
     assert sample_solution((12, 34), correct, random.Random(0)) == "46#46"
     assert sample_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
     assert sample_solution((12, 34, 5, 9), correct, random.Random(0)) == "46+5+9=51+9=60#60"
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "solution"),
+    [("buys", (3, 4), "3+4=7"), ("gives", (9, 4), "9-4=5"), ("loses", (3, 40, 13), "3+40=43; 43-13=30")],
+)
+def test_word_problems_are_solved_step_by_step(kind, numbers, solution):
+    problem = WordProblem("", kind, numbers)
+    correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
+    assert sample_word_solution(problem, correct, random.Random(0)) == solution
+    assert solution.endswith(f"={problem.answer}")
+    faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
+    assert sample_word_solution(WordProblem("", "finds", (1, 2, 3)), faulty, random.Random(0)) == "1+2=13; 13+3=26"
+
+
+def test_the_problems_of_the_page_are_those_of_the_repository_and_no_model_was_supervised_on_them(tmp_path):
+    for path in write_word_problems(tmp_path):
+        assert path.read_text() == (ROOT / "examples" / path.name).read_text()
+    kept_back = {(problem.kind, problem.numbers) for problem in kept_back_problems(500)}
+    assert len(kept_back) == 500 and {kind for kind, _ in kept_back} == STORIES.keys()
+    seen = [word_problem(index, is_kept_back=False) for index in range(2000)]
+    assert not kept_back & {(problem.kind, problem.numbers) for problem in seen}
+    assert all(problem.answer > 0 for problem in seen)
+    assert {problem.text.split()[0] for problem in seen} == set(PEOPLE)
+    assert all(any(thing in problem.text for thing in THINGS) for problem in seen)
 
 
 def test_a_faulty_writer_goes_on_from_its_mistakes():
@@ -158,9 +218,9 @@ def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
 def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_path):
     seen = []
     make_toy_models(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
-    assert [report[:3] for report in seen] == [(name, step, 3) for name in TOY_MODELS for step in (1, 2, 3)]
+    assert [report[:3] for report in seen] == [(name, step, 3) for name in PACKAGED for step in (1, 2, 3)]
     assert all(0.0 < loss < 20.0 for *_, loss in seen)
-    for name in TOY_MODELS:
+    for name in PACKAGED:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / name))
         made, packaged = ({path.name for path in folder.iterdir()} for folder in (tmp_path / name, starter_path(name)))
@@ -197,7 +257,7 @@ def test_supervision_lowers_the_loss():
 def test_supervision_sees_the_response_and_its_end_but_not_the_prompt():
     tokenizer = make_tokenizer()
     spec = replace(TOY_MODELS["policy"], batch_size=8)
-    ids, labels = toy_models._examples(Arithmetic(tokenizer, ArithmeticConfig()), tokenizer, spec, 0, random.Random(0))
+    ids, labels = toy_models._examples(tokenizer, spec, 0, random.Random(0))
     for row, wanted in zip(ids, labels, strict=True):
         prompt = tokenizer.decode(row[wanted == -100], skip_special_tokens=True)
         response = row[wanted != -100]
@@ -210,5 +270,5 @@ def test_supervision_sees_the_response_and_its_end_but_not_the_prompt():
 def test_an_unknown_starter_is_refused_with_a_guess():
     with pytest.raises(ModelError, match="did you mean 'policy'"):
         starter_path("polciy")
-    with pytest.raises(ModelError, match="Valid: policy, rollout_model"):
+    with pytest.raises(ModelError, match="Valid: policy, rollout_model, text_policy, text_rollout_model"):
         starter_path("base")

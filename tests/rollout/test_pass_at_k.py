@@ -77,7 +77,7 @@ def test_one_response_a_problem_gives_wilsons_interval() -> None:
         assert abs(bound - 0.15) == pytest.approx(2.0227 * math.sqrt(bound * (1 - bound) / n), rel=1e-3)
 
 
-@pytest.mark.parametrize(("degrees", "quantile"), [(2, 4.3027), (5, 2.5706), (29, 2.0452)])
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (2, 4.3027), (5, 2.5706), (29, 2.0452)])
 def test_few_problems_have_students_quantile(degrees: int, quantile: float) -> None:
     """All wrong: N is the number of problems, and the upper bound t^2 / (N + t^2)."""
     found = mean_at_k(np.zeros(degrees + 1, dtype=np.int64), 4)

@@ -90,9 +90,11 @@ def train(
 ) -> SavedRun:
     """Train a new run in a folder, or continue the one that stands there, as `jackpot train` does.
 
-    >>> train("quickstart", "iterations=20", folder="runs/first").metrics[-1]["eval/policy_accuracy"]  # doctest: +SKIP
-
     A process that torchrun started with a rank above 0 follows rank 0, and returns the same.
+
+    Examples:
+        >>> run = train("quickstart", "iterations=20", folder="runs/first")  # doctest: +SKIP
+        >>> run.metrics[-1]["eval/policy_accuracy"]  # doctest: +SKIP
 
     Args:
         recipe: name of a recipe, path of a YAML file, or all settings.

@@ -19,6 +19,7 @@ from jackpot.core.cores import free_cores
 from jackpot.core.errors import ConfigError, ModelError
 from jackpot.core.place import place
 from jackpot.core.prng import fold_in
+from jackpot.core.stages import stage
 from jackpot.core.types import Role, Version
 from jackpot.launch.checks import (
     check_lengths,
@@ -47,8 +48,10 @@ from jackpot.models.load import (
     load_value_model,
 )
 from jackpot.models.lora import add_adapter, load_adapter
+from jackpot.models.quantization.formats import SideFormats, layer_differences, layer_formats
 from jackpot.models.quantization.product import product_name
-from jackpot.models.quantization.training import train_in_fp8
+from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.models.quantization.training import train_in_codes
 from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
@@ -148,9 +151,12 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         if (kernel := head_options(config).reader.name) != "eager":
             folder.event(state["iteration"] if state else 0, {"event": "head_kernel", "kernel": kernel})
-        if config.precision == "fp8":
-            event = {"event": "fp8_training", "product": product_name(pick_device(config))}
+        if config.scheme:
+            codes = SCHEMES[config.scheme].weights.codes
+            event = {"event": f"{config.precision}_training", "product": product_name(pick_device(config), codes)}
             folder.event(state["iteration"] if state else 0, event | {"backward": config.fp8_backward})
+        if layers := computed_differently(config):
+            folder.event(state["iteration"] if state else 0, {"event": "computed_differently", "layers": layers})
         for one in corrupt:
             names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
             folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
@@ -194,6 +200,7 @@ def run_task(config: Config, paths: Mapping[Role, str], tokenizer: PreTrainedTok
         ConfigError: prompts and `sampling.max_new_tokens` do not fit.
         DataError: the problems cannot be read, or none is left.
     """
+    stage("reading the problems")
     limit = prompt_limit(config, [load_config(path) for path in paths.values()])
     task = make_task(limited_task(config.task, limit), tokenizer)
     try:
@@ -273,6 +280,7 @@ def make_engines(
     Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
     `placement.engines` they generate in processes of their own or actors of Ray, unless they are servers.
     """
+    stage("starting the engine")
     parts = engine_parts(config, paths)
     placed = {name: part for name, part in parts.items() if config.placement.engines and not is_remote(part.settings)}
     links = ray_links if config.placement.launcher == "ray" else process_links
@@ -282,6 +290,25 @@ def make_engines(
     here = {name: part for name, part in parts.items() if name not in placed}
     engines |= make_each(here, device, version, bool(config.draft), undo)
     return engines["engine"], engines.get("evaluation.engine", engines["engine"])
+
+
+def computed_differently(config: Config) -> list[list[str]]:
+    """Return the layers that the engine of the rollouts and training compute in different number formats: name, the
+    engine's format, and training's."""
+    engine, is_coded = config.engine, config.scheme is not None
+    fields = ("dtype", "quantization", "kv_cache_dtype", "head_dtype")
+    of_engine = SideFormats(**{name: getattr(engine, name) for name in fields})
+    of_training = SideFormats(
+        dtype=config.compute_dtype if is_coded else "fp32",
+        quantization=config.scheme,
+        kv_cache_dtype=engine.kv_cache_dtype if is_coded else None,
+        head_dtype=config.head_dtype,
+        autocast="bf16" if config.precision == "bf16" else None,
+    )
+    if of_engine == of_training:
+        return []
+    model = load_meta_model((config.rollout_model or config.policy).path)
+    return list(map(list, layer_differences(*(layer_formats(model, one) for one in (of_engine, of_training)))))
 
 
 def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
@@ -302,8 +329,8 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         models["critic"] = load_critic(config, checkpoint, device)
     if reference := config.objective.reference:
         model = load_model(reference.path or config.policy.path, torch.float32, device)
-        if config.precision == "fp8":
-            _train_in_fp8(config, model)
+        if config.scheme:
+            _train_in_codes(config, model)
         sizes = {
             name: output_layer(one).out_features for name, one in (("reference", model), ("policy", models["policy"]))
         }
@@ -326,8 +353,8 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     with _role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     _widen(config, model)
-    if config.precision == "fp8":
-        _train_in_fp8(config, model)
+    if config.scheme:
+        _train_in_codes(config, model)
     else:
         _fuse(config, model)
     if settings.lora is not None:
@@ -361,10 +388,11 @@ def _widen(config: Config, model: PreTrainedModel) -> None:
         widen_head(model)
 
 
-def _train_in_fp8(config: Config, model: PreTrainedModel) -> None:
+def _train_in_codes(config: Config, model: PreTrainedModel) -> None:
     """Let a model compute with the numbers of the engine; its other parts stay those of the engine, unfused."""
     fp8_cache, exact = config.engine.kv_cache_dtype == "fp8", pick_device(config).type == "cpu"
-    train_in_fp8(model, config.fp8_backward, fp8_cache, exact)
+    scheme, dtype = SCHEMES[config.scheme], DTYPES[config.compute_dtype]
+    train_in_codes(model, scheme, config.fp8_backward, fp8_cache, exact, dtype)
 
 
 def _outline(role: Role, path: str) -> PreTrainedModel:

@@ -1,9 +1,10 @@
-"""Makes toy models from nothing: the two that the package carries (`starter:policy`), and those of the study.
+"""Makes toy models from nothing: the two pairs that the package carries (`starter:policy`), and those of the study.
 
-`policy` and `rollout_model` are Qwen3 models that add small numbers. Both are supervised to convergence on a
-*mixture*: correct solutions, solutions with wrong steps, and bare guesses. The skill is there and hidden under bad
-habits, as in a real base model, and reinforcement learning brings it out within minutes. The two mixtures differ, so
-the responses of the smaller model are off-policy for the larger one.
+`policy` and `rollout_model` are Qwen3 models that add small numbers; `text_policy` and `text_rollout_model` read text
+byte by byte and solve word problems. All are supervised to convergence on a *mixture*: correct solutions, solutions
+with wrong steps, and bare guesses. The skill is there and hidden under bad habits, as in a real base model, and
+reinforcement learning brings it out within minutes. The mixtures of a pair differ, so the responses of the smaller
+model are off-policy for the larger one.
 """
 
 import random
@@ -13,29 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.config.tasks import ArithmeticConfig
-from jackpot.rollout.tasks.arithmetic import Arithmetic
-
-PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
-CHARACTERS = "0123456789+-*/=#()[]<>.,:;?! "  # with the three above V = 32: more than the 20 top log-probs captured
+from jackpot.launch.lessons import SUMS, WORD_PROBLEMS, Lesson, Mixture
 
 OnStep = Callable[[str, int, int, float], None]  # model, steps done, steps in all, loss in nats per token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mixture:
-    """Describes the solutions that a toy model is supervised on: shares of three kinds, and the mistakes in them."""
-
-    correct: float  # share of solutions with every step right
-    faulty: float  # share of solutions where each step is wrong with probability `fault_rate`, and the rest follows
-    guess: float  # share of solutions with no steps: only `#` and a number near the sum
-    offsets: tuple[int, ...]  # numbers that a wrong step adds to the right result
-    fault_rate: float = 0.5  # probability that a step of a faulty solution is wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +37,7 @@ class ToyModelSpec:
     batch_size: int = 96  # sequences
     learning_rate: float = 3e-3
     head_dim: int = 32  # the smallest that vLLM supports on a CPU
+    lesson: Lesson = SUMS
 
 
 TOY_MODELS: dict[str, ToyModelSpec] = {
@@ -73,6 +59,24 @@ TOY_MODELS: dict[str, ToyModelSpec] = {
         mixture=Mixture(correct=0.20, faulty=0.40, guess=0.40, offsets=(-10, -1, 1, 10)),
         steps=800,
         learning_rate=5e-3,
+    ),
+}
+
+# Of the same shapes; they read text, one byte a token.
+TEXT_MODELS: dict[str, ToyModelSpec] = {
+    "text_policy": replace(
+        TOY_MODELS["policy"],
+        mixture=Mixture(correct=0.50, faulty=0.30, guess=0.20, offsets=(-2, -1, 1, 2)),
+        steps=550,
+        batch_size=32,
+        lesson=WORD_PROBLEMS,
+    ),
+    "text_rollout_model": replace(
+        TOY_MODELS["rollout_model"],
+        mixture=Mixture(correct=0.40, faulty=0.30, guess=0.30, offsets=(-2, -1, 1, 2)),
+        learning_rate=TOY_MODELS["policy"].learning_rate,
+        batch_size=32,
+        lesson=WORD_PROBLEMS,
     ),
 }
 
@@ -110,21 +114,6 @@ STUDY_MODELS: dict[str, ToyModelSpec] = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer of all toy models: one token a character, V = 32; other characters become `<unk>`."""
-    vocabulary = {token: index for index, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-        model_max_length=128,
-    )
-
-
 def make_toy_models(
     folder: Path, specs: Mapping[str, ToyModelSpec], seed: int = 0, progress: OnStep | None = None
 ) -> None:
@@ -134,7 +123,7 @@ def make_toy_models(
     """
     for name, spec in specs.items():
         make_toy_model(name, spec, seed, progress).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        spec.lesson.tokenizer().save_pretrained(folder / name)
 
 
 def make_toy_model(name: str, spec: ToyModelSpec, seed: int = 0, progress: OnStep | None = None) -> Qwen3ForCausalLM:
@@ -145,7 +134,7 @@ def make_toy_model(name: str, spec: ToyModelSpec, seed: int = 0, progress: OnSte
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
+        model = Qwen3ForCausalLM(_model_config(spec))
         _supervise(model, name, spec, random.Random(seed), progress)
     model.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id, do_sample=True
@@ -156,24 +145,11 @@ def make_toy_model(name: str, spec: ToyModelSpec, seed: int = 0, progress: OnSte
 def make_meta_model(spec: ToyModelSpec) -> Qwen3ForCausalLM:
     """Make a toy model without weights, on the meta device."""
     with torch.device("meta"):
-        return Qwen3ForCausalLM(_model_config(spec, make_tokenizer()))
+        return Qwen3ForCausalLM(_model_config(spec))
 
 
-def sample_solution(operands: tuple[int, ...], mixture: Mixture, draw: random.Random) -> str:
-    """Sample one response to the sum of `operands` from a mixture."""
-    kind = draw.choices(("correct", "faulty", "guess"), (mixture.correct, mixture.faulty, mixture.guess))[0]
-    if kind == "guess":
-        return f"#{max(1, sum(operands) + draw.randint(-10, 10))}"
-    total, text = operands[0], ""
-    for position, operand in enumerate(operands[1:], start=2):
-        wrong = kind == "faulty" and draw.random() < mixture.fault_rate
-        total = max(1, total + operand + (draw.choice(mixture.offsets) if wrong else 0))
-        text += "+".join(map(str, (total, *operands[position:])))
-        text += "=" if position < len(operands) else f"#{total}"
-    return text
-
-
-def _model_config(spec: ToyModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def _model_config(spec: ToyModelSpec) -> Qwen3Config:
+    tokenizer = spec.lesson.tokenizer()
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
@@ -196,15 +172,14 @@ def _supervise(
     model: Qwen3ForCausalLM, name: str, spec: ToyModelSpec, draw: random.Random, progress: OnStep | None
 ) -> None:
     """Train with AdamW: linear warm-up over a tenth of the steps, then linear decay to zero."""
-    tokenizer = make_tokenizer()
-    task = Arithmetic(tokenizer, ArithmeticConfig())
+    tokenizer = spec.lesson.tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
     warm_up = max(1, spec.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, (spec.steps - step) / (spec.steps - warm_up))
     )
     for step in range(spec.steps):
-        loss = _response_loss(model, *_examples(task, tokenizer, spec, step * spec.batch_size, draw))
+        loss = _response_loss(model, *_examples(tokenizer, spec, step * spec.batch_size, draw))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -215,7 +190,7 @@ def _supervise(
 
 
 def _examples(
-    task: Arithmetic, tokenizer: PreTrainedTokenizerFast, spec: ToyModelSpec, first: int, draw: random.Random
+    tokenizer: PreTrainedTokenizerFast, spec: ToyModelSpec, first: int, draw: random.Random
 ) -> tuple[Tensor, Tensor]:
     """Sample one solution to each training problem from `first` on: token ids and labels, both [B, T] int64.
 
@@ -223,9 +198,8 @@ def _examples(
     """
     rows = []
     for index in range(first, first + spec.batch_size):
-        solution = sample_solution(task.operands("train", index), spec.mixture, draw)
-        response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
-        rows.append((task.prompt("train", index).token_ids, response))
+        prompt, solution = (tokenizer.encode(text) for text in spec.lesson.example(index, spec.mixture, draw))
+        rows.append((prompt, [*solution, tokenizer.eos_token_id]))
     length = max(len(prompt) + len(response) for prompt, response in rows)
     ids = torch.full((len(rows), length), tokenizer.pad_token_id)
     labels = torch.full((len(rows), length), -100)

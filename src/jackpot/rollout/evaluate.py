@@ -22,7 +22,7 @@ from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
 from jackpot.rollout.pass_at_k import standard_error
 from jackpot.rollout.rewards.worker import MAX_REWARD
-from jackpot.rollout.tasks.base import Task, decode
+from jackpot.rollout.tasks.base import Task, decoded_response
 
 OWN_SET = ""  # name of the task's own held-out problems among the evaluation sets
 _SCORE_BATCH = 64  # responses scored together; a kill loses at most these,
@@ -203,7 +203,7 @@ def score_rollouts(
     rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[Score]]:
     """Decode every rollout and score all of them in one call of the task, as `start_scoring` does."""
-    responses = decoded_responses(rollouts, tokenizer)
+    responses = decoded_responses(rollouts, task, tokenizer)
     return [response.text for response in responses], checked_scores(rollouts, task.scores(responses))
 
 
@@ -215,14 +215,23 @@ def start_scoring(
     An aborted response is wrong and has reward 0. For a response that was cut at its limit the task's score counts: its
     answer may have been complete by then.
     """
-    wait = task.start_scoring(decoded_responses(rollouts, tokenizer))
+    wait = task.start_scoring(decoded_responses(rollouts, task, tokenizer))
     return lambda: checked_scores(rollouts, wait())
 
 
-def decoded_responses(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> list[DecodedResponse]:
+def decoded_responses(
+    rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
+) -> list[DecodedResponse]:
     """Return rollouts as the text that a task scores."""
     return [
-        DecodedResponse(rollout.prompt, decode(tokenizer, rollout.token_ids), rollout.finish == "stop")
+        decoded_response(
+            tokenizer,
+            rollout.prompt,
+            rollout.token_ids,
+            rollout.sampled_mask,
+            finished=rollout.finish == "stop",
+            turn_end_token_ids=task.turn_end_token_ids,
+        )
         for rollout in rollouts
     ]
 

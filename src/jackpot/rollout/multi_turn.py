@@ -16,7 +16,7 @@ from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import TOKEN_COLUMNS, Finish, Rollout
 from jackpot.rollout.engines.base import Engine, Request
-from jackpot.rollout.tasks.base import Task, decode
+from jackpot.rollout.tasks.base import Task, decoded_response
 
 
 def stream_rollouts(
@@ -100,7 +100,7 @@ class _Episode:
 
     def next_turn(self) -> Request:
         """Return the request for the model's next turn."""
-        request, number, response = self._request, len(self._segments) // 2, self._token_ids()
+        request, number, response = self._request, len(self._segments) // 2, self._column("token_ids")
         sampling = request.sampling
         settings = {
             "max_new_tokens": sampling.max_new_tokens - len(response),
@@ -116,10 +116,11 @@ class _Episode:
     def add_turn(self, turn: Rollout) -> None:
         """Append the model's turn and the environment's reply to it, or set `finish`."""
         self._segments.append(turn)
-        response = self._token_ids()
+        response, sampled = self._column("token_ids"), self._column("sampled_mask")
+        prompt = self._request.prompt
         if turn.finish != "stop" or int(response[-1]) not in self._task.turn_end_token_ids:
             self.finish = turn.finish
-        elif (reply := self._task.step(self._request.prompt, decode(self._tokenizer, response))) is None:
+        elif (reply := self._task.reply(decoded_response(self._tokenizer, prompt, response, sampled, True))) is None:
             self.finish = "stop"
         elif len(response) + len(tokens := self._tokenizer.encode(reply, add_special_tokens=False)) >= self._limit:
             self.finish = "length"
@@ -128,12 +129,14 @@ class _Episode:
 
     def rollout(self) -> Rollout:
         """Return all segments as one rollout of the request."""
-        columns = {name: torch.cat([getattr(segment, name) for segment in self._segments]) for name in TOKEN_COLUMNS}
+        columns = {name: self._column(name) for name in TOKEN_COLUMNS}
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=self.finish, **columns)
 
-    def _token_ids(self) -> torch.Tensor:
-        """Return all tokens of the response so far, [T] int64."""
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(segment.token_ids for segment in self._segments)])
+    def _column(self, name: str) -> torch.Tensor:
+        """Return a column of all tokens of the response so far, [T, ...]; without any, no token ids."""
+        if not self._segments:
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.cat([getattr(segment, name) for segment in self._segments])
 
 
 def _reply_segment(token_ids: list[int], turn: Rollout) -> Rollout:

@@ -17,7 +17,7 @@ than it says (docs/evaluate.md).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb, sqrt
+from math import comb, pi, sqrt, tan
 from statistics import NormalDist
 
 import numpy as np
@@ -85,7 +85,7 @@ def estimate_mean(values: NDArray[np.float64]) -> MeanEstimate:
     mean = float(values.mean())
     if problems == 1:
         return MeanEstimate(value=mean, low=None, high=None)
-    largest, t2 = mean * (1.0 - mean), _student_t(problems - 1) ** 2
+    largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)
     half = sqrt(t2 * (max(largest, 0.0) / effective + t2 / (4.0 * effective**2)))
@@ -93,11 +93,13 @@ def estimate_mean(values: NDArray[np.float64]) -> MeanEstimate:
     return MeanEstimate(value=mean, low=min(mean, max(0.0, low)), high=max(mean, min(1.0, high)))
 
 
-def _student_t(degrees: int) -> float:
-    """Return the two-sided quantile of Student's t at `CONFIDENCE`, within 2 % from 2 degrees of freedom on.
+def student_t(degrees: int) -> float:
+    """Return the two-sided quantile of Student's t at `CONFIDENCE`, within 2 %.
 
-    By its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5).
+    By its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5); exactly for 1 degree of freedom.
     """
+    if degrees == 1:
+        return tan(0.5 * pi * CONFIDENCE)
     z = NormalDist().inv_cdf(0.5 + 0.5 * CONFIDENCE)
     terms = (
         (z**3 + z) / 4,

@@ -4,7 +4,7 @@ import pytest
 
 from jackpot.config.tasks import ArithmeticConfig, ToolArithmeticConfig
 from jackpot.core.types import Prompt
-from jackpot.launch.toy_models import make_tokenizer
+from jackpot.launch.lessons import make_tokenizer
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.registry import make_task
 

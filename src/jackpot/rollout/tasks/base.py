@@ -32,7 +32,7 @@ class Task(ABC):
     """Provides prompts and scores responses. Prompts are addressed by index, so that a run can be resumed.
 
     `size`, `prompt` and `score` make a task. One with several turns, such as tool calls, also sets
-    `turn_end_token_ids` and implements `step`.
+    `turn_end_token_ids` and implements `step`. `environment.py` makes a task of an environment with a state.
     """
 
     turn_end_token_ids: tuple[int, ...] = ()  # tokens that end the model's turn and call `step`
@@ -59,7 +59,7 @@ class Task(ABC):
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
         """Score many responses, in their order. Override it to score them in parallel or elsewhere."""
-        return [self.score(*response) for response in responses]
+        return [self.score(response.prompt, response.text, response.finished) for response in responses]
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
         """Begin to score responses of a rollout batch; the returned function waits for what `scores` returns.
@@ -79,6 +79,10 @@ class Task(ABC):
         """
         return None
 
+    def reply(self, response: DecodedResponse) -> str | None:
+        """Return the reply of `step`. Override it in place of `step` where it matters which turn said what."""
+        return self.step(response.prompt, response.text)
+
     def take_events(self) -> list[dict[str, Any]]:
         """Return what happened since the last call and belongs in events.jsonl, such as problems that were left out.
         Each has an `event` and its details."""
@@ -92,6 +96,28 @@ class Task(ABC):
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
     """Decode a response for a task: special tokens removed, spaces left as they are."""
     return tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def decoded_response(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    token_ids: Tensor,
+    sampled_mask: Tensor,
+    finished: bool,
+    turn_end_token_ids: Sequence[int] = (),
+) -> DecodedResponse:
+    """Decode a response, and each turn of the model in it.
+
+    Args:
+        token_ids: [T] int64.
+        sampled_mask: [T] bool, False at the tokens of the environment, which stand between two turns of the model.
+        turn_end_token_ids: the task's; a response that was cut behind one of them has a last turn that is complete.
+    """
+    text = decode(tokenizer, token_ids)
+    changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
+    turns = [decode(tokenizer, part) for part in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
+    ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
+    return DecodedResponse(prompt, text, finished, tuple(turns), ended)
 
 
 class PromptStream:

@@ -13,9 +13,15 @@ from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
 from jackpot.rollout.tasks.data import find_source, is_place, source_name
+from jackpot.rollout.tasks.environment import EnvironmentTask
 from jackpot.rollout.tasks.math import Math, make_benchmark
 
-TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "math": Math, "tool_arithmetic": ToolArithmetic}
+TASKS: dict[str, type[Task]] = {
+    "arithmetic": Arithmetic,
+    "environment": EnvironmentTask,
+    "math": Math,
+    "tool_arithmetic": ToolArithmetic,
+}
 
 
 def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:

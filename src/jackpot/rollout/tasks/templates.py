@@ -22,6 +22,7 @@ settings replaces that of the messages. `base` and `plain` put the messages belo
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks.columns import Message, Problem, append
 from jackpot.rollout.tasks.filters import PromptSize
+
+_SAID = "What the model said."  # found again in the text that a chat template makes
 
 
 class Template:
@@ -54,6 +57,51 @@ class Template:
             others = [message for message in messages if message.role != "system"]
             messages = [Message("system", self._system_prompt), *others]
         return self._format(self._tokenizer, messages)
+
+    def reply(self, text: str) -> str:
+        """Return what stands between the end of the model's turn and its next one, in which the user says `text`.
+
+        Raises:
+            DataError: the chat template changes or leaves out what the model said before.
+        """
+        if self._format is not chat:
+            return f"\n\n{self._format(self._tokenizer, [Message('user', text)])}"
+        following = self._after_said(text)
+        return following.lstrip().removeprefix(self._turn_end) if self._turn_end else following
+
+    def turn_end_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a turn of the model: the chat template's, if it has one, and end-of-sequence.
+
+        Raises:
+            DataError: there is neither, or the chat template changes or leaves out what the model said before.
+        """
+        tokenizer = self._tokenizer
+        ends = [tokenizer.convert_tokens_to_ids(self._turn_end)] if self._format is chat and self._turn_end else []
+        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if not ends:
+            raise DataError(
+                "nothing ends a turn: the tokenizer has no end-of-sequence token, and no chat template in use puts a "
+                "special token behind what the model said; set the tokenizer's eos_token"
+            )
+        return tuple(dict.fromkeys(ends))
+
+    @cached_property
+    def _turn_end(self) -> str:
+        """Return the special token that the chat template puts behind what the model said, or an empty text."""
+        following, tokens = self._after_said("1+1").lstrip(), self._tokenizer.added_tokens_decoder.values()
+        found = [token.content for token in tokens if token.special and following.startswith(token.content)]
+        return max(found, key=len, default="")
+
+    def _after_said(self, text: str) -> str:
+        """Return what the chat template puts behind what the model said, where the user says `text` next."""
+        messages = [Message("user", "1+1"), Message("assistant", _SAID), Message("user", text)]
+        _, said, following = chat(self._tokenizer, messages).partition(_SAID)
+        if not said:
+            raise DataError(
+                "the tokenizer's chat template changes or leaves out what the model said in earlier turns, so no reply "
+                "can be put behind it; use `task.template: base` or `plain`"
+            )
+        return following
 
     def token_ids(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the beginning-of-sequence token where the tokenizer adds one."""

@@ -1,0 +1,99 @@
+"""Makes a task of an environment with `reset` and `step`, as Gymnasium's. See docs/own-problem.md."""
+
+from typing import Any, NamedTuple, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.config.tasks import EnvironmentConfig
+from jackpot.core.errors import DataError
+from jackpot.core.imports import import_object
+from jackpot.core.prng import fold_in
+from jackpot.core.types import DecodedResponse, Prompt, Score
+from jackpot.rollout.tasks.base import Split, Task
+from jackpot.rollout.tasks.templates import Template
+
+MAX_SEED = 2**31
+
+
+class Environment(Protocol):
+    """Says what an environment has to have; Gymnasium's with text have it. `close`, if there is one, is called too."""
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        """Begin the episode of this seed: return its first observation, and details, which are not read."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Return observation, reward, whether the episode has ended, whether it was cut off, and details."""
+        ...
+
+
+class _Played(NamedTuple):
+    observation: str  # the last one
+    reward: float  # sum of all rewards
+    has_ended: bool
+
+
+class EnvironmentTask(Task):
+    """Runs an episode for each response: a prompt is the first observation, each turn of the model is an action.
+
+    Nothing is kept between two turns: each time the episode is played again from its seed with the actions so far, so
+    that an episode survives a stop of the run. The same seed and actions must therefore give the same observations, and
+    an episode of n turns costs n (n + 1) / 2 steps of the environment, and n more for its score.
+
+    Raises:
+        ConfigError: the environment cannot be imported.
+        DataError: the tokenizer does not fit the template or has no token that ends a turn; later, the environment
+            fails.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: EnvironmentConfig) -> None:
+        self._settings = settings
+        self._make = import_object(settings.import_path, "environment")
+        self._template = Template(settings.template, tokenizer, instruction="", system_prompt=None)
+        self.turn_end_token_ids = self._template.turn_end_token_ids()
+
+    def size(self, split: Split) -> None:
+        """Return None: there is an episode for every seed."""
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Return the first observation of an episode; its seed is hashed from the split and the index."""
+        uid = f"environment/{split}/{index}"
+        text = self._template.text(self._play(uid, ()).observation)
+        return Prompt(uid=uid, text=text, answer="", token_ids=tuple(self._template.token_ids(text)))
+
+    def reply(self, response: DecodedResponse) -> str | None:
+        """Return the observation after the last turn, or None at the end of the episode."""
+        played = self._play(response.prompt.uid, response.turns)
+        return None if played.has_ended else self._template.reply(played.observation)
+
+    def scores(self, responses: list[DecodedResponse]) -> list[Score]:
+        """Return the sum of each episode's rewards; a turn that was cut at the limit is no action."""
+        scores = []
+        for one in responses:
+            reward = self._play(one.prompt.uid, one.turns if one.last_turn_ended else one.turns[:-1]).reward
+            scores.append(Score(reward=reward, correct=reward >= self._settings.solved))
+        return scores
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        """Score a response of one turn as `scores` does."""
+        return self.scores([DecodedResponse(prompt, response, finished, (response,), finished)])[0]
+
+    def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
+        """Play the episode of a prompt from its beginning."""
+        seed, total, has_ended, taken = fold_in(uid) % MAX_SEED, 0.0, False, 0
+        try:
+            environment: Environment = self._make(**self._settings.kwargs)
+            try:
+                observation, _ = environment.reset(seed=seed)
+                for taken, action in enumerate(actions):  # noqa: B007 (the error says it)
+                    observation, reward, terminated, truncated, _ = environment.step(action)
+                    total, has_ended = total + float(reward), bool(terminated or truncated)
+            finally:
+                if hasattr(environment, "close"):
+                    environment.close()
+        except Exception as error:  # the user's own code may raise anything
+            raise DataError(
+                f"the environment {self._settings.import_path!r} failed in {uid}, seed {seed}, after {taken} actions: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return _Played(observation, total, has_ended)
