@@ -18,7 +18,7 @@ from helpers.commands import jackpot
 from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, metrics, run, small_config, weights
-from jackpot.launch.toy_models import STUDY_MODELS, TOY_MODELS
+from jackpot.launch.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
 from jackpot.ui import cli
@@ -39,7 +39,8 @@ def test_train_shows_progress_a_table_and_the_folder(trained: tuple[Path, str]) 
     folder, output = trained
     for text in ("iteration 4/4", "reward", "acceptance", "KL", "tokens/s", "before", "after 4 iterations", "points"):
         assert text in output
-    assert "runs/quickstart-seed0" in output
+    assert "loading the model" in output and "starting the engine" in output
+    assert "Run folder: runs/quickstart-seed0" in output and "  jackpot diagnose runs/quickstart-seed0  #" in output
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "rollouts", "eval", "checkpoints"):
         assert (folder / name).exists()
 
@@ -126,7 +127,8 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
     name = "Qwen/Qwen2.5-Two-Layers"  # of its own: what has counted a published model in this process keeps the count
     monkeypatch.setitem(PUBLISHED, name, PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 2})
-    small = (f"policy.path={name}", "task.max_prompt_tokens=700")
+    int8 = ("precision=int8", "engine.quantization=int8_w8a8")
+    small = (f"policy.path={name}", "task.max_prompt_tokens=700", *int8)
     result = jackpot("train", "stale_4b", *small, "--dry-run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     said = " ".join(result.stdout.replace("│", " ").split())
@@ -141,6 +143,7 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
     rows = [line for line in result.stdout.splitlines() if re.match(r"│ \d H[12]00 ", line)]
     assert [row.split()[1:3] for row in rows] == [[str(n), kind] for kind in ("H100", "H200") for n in (1, 2, 4, 8)]
     assert "Assumed: responses of 2,048 tokens in the mean, 33,554,432 an iteration. This guess from" in said
+    assert "These hours do not hold for precision int8" in said
     [(at, share, saved)] = re.findall(r"On (\d H\d00) evaluations, .* take (\d+)% .* sides (-?\d+)% is", said)
     row = next(line.split("│") for line in result.stdout.splitlines() if line.startswith(f"│ {at} "))
     hours, evaluating, alone = (float(row[place]) for place in (3, 6, 8))  # to 0.05
@@ -149,7 +152,7 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
     assert abs(int(saved) / 100 - (1 - hours / (alone + evaluating))) < 0.15 / (alone + evaluating) + 0.005
     assert "Assumed: prompts of 120 tokens, at most 700. Why: cannot load a tokenizer from the hub" in said
     assert f"Shapes of {name}: Jackpot's own table" in said
-    assert "This version trains on one GPU" in said and not list(tmp_path.iterdir())
+    assert "More than one GPU are ranks of torchrun" in said and not list(tmp_path.iterdir())
 
 
 def test_the_plan_of_a_small_model_has_no_gpus(tmp_path: Path) -> None:
@@ -303,10 +306,15 @@ def test_the_starters_are_what_the_recipe_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "names"), [([], {"policy", "rollout_model"}), (["--study"], {"policy", "close", "far", "gap"})]
+    ("options", "names"),
+    [
+        ([], {"policy", "rollout_model"}),
+        (["--study"], {"policy", "close", "far", "gap"}),
+        (["--text"], {"text_policy", "text_rollout_model", "word_problems.jsonl", "word_problems_test.jsonl"}),
+    ],
 )
 def test_starter_makes_the_models_of_the_package_or_of_the_study(options, names, tmp_path: Path, monkeypatch) -> None:
-    for specs in (TOY_MODELS, STUDY_MODELS):
+    for specs in (TOY_MODELS, TEXT_MODELS, STUDY_MODELS):
         for name, spec in specs.items():
             monkeypatch.setitem(specs, name, replace(spec, steps=2, batch_size=2))
     result = CliRunner().invoke(cli.app, ["starter", str(tmp_path), *options], env={"COLUMNS": "300"})

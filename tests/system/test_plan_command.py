@@ -6,10 +6,11 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from helpers.runs import SMALL, FinishedRuns
+from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.plan import placement
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui import cli
+from jackpot.ui.terminal.plan import unpriced
 
 
 def typed(*arguments: str):
@@ -37,12 +38,19 @@ def test_the_plan_names_the_cheapest_placement_and_where_its_lengths_are_from(
     cheapest = found["cheapest"]
     assert cheapest["hours"] == min(hours.values()) == hours[cheapest["placement"], str(cheapest["ahead"])]
     assert [one["seconds_between"] for one in found["deaths"]] == [None, 3600, 600]
-    shown = typed("--gpus", "3", "--kind", "H200", "--response-length", "20").stdout
+    int8 = ("precision=int8", "engine.quantization=int8_blocks")
+    shown = typed("--gpus", "3", "--kind", "H200", "--response-length", "20", "--all", *int8).stdout
+    assert "These hours do not hold for precision int8" in shown
+    assert shown.index("Cheapest: ") < shown.index("Seconds an iteration")
     assert re.search(r"Cheapest: .* hours, [\d,]+ GPU hours\. Evaluations, one every 2 iterations, take \d+% of", shown)
     assert "Responses of 20 tokens in the mean: given by --response-length. Prompts of" in shown
     assert all(
         title in shown for title in ("3 H200, simulated", "What batch.ahead buys", "What deaths of engines cost")
     )
+
+
+def test_only_plans_of_int8_training_say_that_their_hours_do_not_hold() -> None:
+    assert unpriced(small_config("precision=int8", "engine.quantization=int8_blocks")) and not unpriced(small_config())
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,19 @@ def lines_with(text: str, *words: str) -> list[str]:
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
-def test_the_list_has_every_recipe_every_arm_and_every_table() -> None:
-    text = printed()
+def test_the_list_has_one_row_a_recipe_and_fits_a_terminal() -> None:
+    text = printed(width=80)
+    for name in recipe_names():
+        [row] = [line for line in text.splitlines() if line.split()[:1] == [name]]
+        assert list_recipe(name).gpus or "a CPU" in row
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 80
+    assert "Table 1, third block" not in text
+    assert next(line for line in lines[3:] if line.strip()).split()[0] == "quickstart"
+
+
+def test_all_has_every_recipe_every_arm_and_every_table() -> None:
+    text = printed("--all")
     for name in recipe_names():
         assert name in text
         for arm in load_recipe(name)["arms"]:
@@ -30,7 +41,7 @@ def test_the_list_has_every_recipe_every_arm_and_every_table() -> None:
 
 
 def test_the_list_has_the_numbers_with_their_arm() -> None:
-    text = printed(width=100)
+    text = printed("--all", width=100)
     block = text.partition("Jackpot, Table 1, third block")[2].partition("\n\n")[0]
     heads = [cell.strip() for cell in lines_with(block, "arm")[0].strip("┃").split("┃")]
     [row] = lines_with(block, "math500 mean@4")
@@ -44,10 +55,10 @@ def test_the_list_has_the_numbers_with_their_arm() -> None:
 
 
 def test_the_list_says_which_rows_cannot_run_yet() -> None:
-    text = printed(width=200)
+    text = printed("--all", width=200)
     [line] = lines_with(text, "jet_rl_32b: ")
     assert "not yet runnable: an engine computes on one GPU" in line
-    assert lines_with(text, "Of no row: jackpot_bf16, tis_bf16")
+    assert lines_with(text, "Not from a paper: jackpot_bf16, tis_bf16")
 
 
 def test_one_recipe_in_full_has_the_sources_of_its_settings_and_of_its_bases() -> None:

@@ -55,8 +55,8 @@ def test_the_runs_own_correction_is_replayed_as_training_applied_it(trained):
     assert found["run"]["tokens"] == len(ratio) and found["format"] == "jackpot"
 
 
-def test_the_command_prints_the_run_its_corrections_and_ends_with_the_answer(trained):
-    done = jackpot("replay", str(trained), cwd=trained.parent)
+def test_the_command_begins_with_the_answer_and_prints_the_rest_on_request(trained):
+    done = jackpot("replay", str(trained), "--all", cwd=trained.parent)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     for text in (
@@ -71,7 +71,11 @@ def test_the_command_prints_the_run_its_corrections_and_ends_with_the_answer(tra
     ):
         assert text in printed
     found = as_json(str(trained), cwd=trained.parent)
-    assert printed.endswith(found["answer"]["sentence"])
+    verdict = found["answer"]["sentence"]
+    assert 0 <= printed.index(verdict) < printed.index("What a rollout is worth") < printed.index("On the sampled")
+    short = " ".join(jackpot("replay", str(trained), cwd=trained.parent).stdout.split())
+    assert verdict in short and "What a rollout is worth" in short
+    assert "On the sampled tokens" not in short and "--all prints 6 more tables" in short
 
 
 def test_some_corrections_alone(trained):
@@ -140,10 +144,11 @@ def test_of_a_run_with_a_share_the_rollouts_of_its_rollout_model_are_judged(fini
 
 def test_imported_jsonl_is_replayed_and_its_tokens_are_shown(tmp_path):
     write(tmp_path / "dump.jsonl", records(noise(0.8)))
-    done = jackpot("replay", "dump.jsonl", "--format", "jsonl", cwd=tmp_path)
+    done = jackpot("replay", "dump.jsonl", "--format", "jsonl", "--all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     assert "dump.jsonl: jsonl, 1 files" in printed and "as the file has it" in printed
     assert "'t" in printed and "Use tis: a rollout is then worth" in printed
+    assert "jackpot train RECIPE objective.correction=tis" in printed
     wrong = jackpot("replay", "dump.jsonl", "--format", "verl", cwd=tmp_path)
     assert wrong.returncode == 2 and "lacks responses" in wrong.stderr and "_log_rollout_data" in wrong.stderr

@@ -22,6 +22,8 @@ LIGHT_COMMANDS = (
     ["--help"],
     ["--version"],
     ["trian"],
+    ["train", "quickstart", "lam=2"],
+    ["train", "missing.yaml"],
     ["train", "--help"],
     ["recipes"],
     ["recipes", "joint_8b"],
@@ -32,6 +34,12 @@ LIGHT_COMMANDS = (
 def test_an_unknown_benchmark_is_refused_before_a_plan_is_made() -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm9k'; did you mean 'gsm8k'"):
         train("quickstart", ["evaluation.benchmarks=[gsm9k]"], None, None, dry_run=True, tiny=False)
+
+
+def test_the_command_behind_a_plan_trains_into_the_folder_that_was_given(tmp_path: Path) -> None:
+    shown = jackpot("train", "quickstart", "--arm", "none", "--run", "my run", "--dry-run", cwd=tmp_path).stdout
+    assert "jackpot train quickstart --arm none --run 'my run'  # train\n" in shown
+    assert "jackpot train quickstart --arm none --tiny  # " in shown  # its folder would be refused to the other
 
 
 def text_of(*arguments: str, cwd: Path) -> str:
@@ -83,6 +91,26 @@ def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "unknown command 'trian'; did you mean 'train'?" in result.stderr
     assert "compare, " in result.stderr and "simulate" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "form"),
+    [
+        (
+            ("train", "quickstart", "--iterations", "20"),
+            "no option --iterations; settings are written key=value: ",
+        ),
+        (("train", "quickstart", "--lr=1e-4"), "key=value: policy.optimizer.learning_rate=1e-4"),
+        (("train", "quickstart", "--seed"), "seed=VALUE"),
+        (("compare", "quickstart", "--seed", "3"), "no option --seed; did you mean --seeds"),
+        (("report", "--fast", "runs"), "no option --fast; did you mean --watch? jackpot report --help lists all"),
+        (("train", "quickstart", "--arm", "tis", "--arm", "none"), "--arm was given twice"),
+        (("train", "quickstart", "seed=1", "seed=2", "lam=1"), "seed was given twice; the last one counts"),
+    ],
+)
+def test_a_mistake_in_options_says_the_right_form(arguments: tuple[str, ...], form: str, tmp_path: Path) -> None:
+    result = jackpot(*arguments, cwd=tmp_path)
+    assert result.returncode == 2 and form in result.stderr, result.stderr
 
 
 def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """Progress and tables in the terminal: bars and a changing line in a terminal, few lines in a log."""
 
 import io
+import logging
+import re
 
 import pytest
 from rich.console import Console
 
+from jackpot.core.stages import stage
+from jackpot.ui.charts import Section, Table
 from jackpot.ui.terminal import progress as module
-from jackpot.ui.terminal.progress import LINE_SECONDS, progress, status
+from jackpot.ui.terminal.answer import show_answer, show_next
+from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, progress, status
 from jackpot.ui.terminal.tables import show_table
 
 
@@ -18,8 +23,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def console(is_terminal: bool) -> Console:
-    return Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+def console(is_terminal: bool, width: int = 120) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
 
 
 def printed(shown: Console) -> str:
@@ -51,6 +56,99 @@ def test_a_terminal_keeps_a_fact_until_a_newer_one_comes() -> None:
     last = printed(shown).split("tokens/s 2,000")
     assert len(last) > 1 and "loss 0.5" in printed(shown)
     assert "arithmetic 16/64 answers" in printed(shown) and "other 1/2" in printed(shown)
+
+
+def test_a_terminal_keeps_evaluations_above_the_bars_and_names_the_stage() -> None:
+    shown = console(is_terminal=True, width=80)
+    with progress(shown) as bars:
+        bars.update("iteration", 5, 10, {"policy": "41%", "reward": "0.2"}, is_due=True, lasting=["policy"])
+        stage("training")
+        bars.live.refresh()
+        bars.update("iteration", 6, 10, {"reward": "0.3"})
+    frames = printed(shown)
+    assert frames.count("iteration 5/10  policy 41%\n") == 1  # a line of its own, drawn once
+    assert "60%" in frames and "training" in frames
+    last = frames.rpartition("iteration 6/10")[2]
+    assert "reward 0.3" in last and "policy" not in last and "training" not in last
+
+
+def test_a_log_names_the_stages_of_the_start(clock: list[float]) -> None:
+    shown = console(is_terminal=False)
+    with progress(shown) as bars:
+        stage("loading the model m")
+        bars.update("iteration", 0, 10, {}, is_due=True)
+        stage("training")
+    stage("after the end")
+    assert printed(shown).splitlines() == ["loading the model m", "iteration 0/10"]
+
+
+def test_a_stage_that_is_shown_is_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("jackpot.stages")
+    with caplog.at_level(logging.INFO), progress(console(is_terminal=False)):
+        stage("loading the model m")
+    assert not caplog.records and logger.propagate
+
+
+def test_a_status_shows_the_stages_that_begin() -> None:
+    shown = console(is_terminal=True)
+    with status(shown, "starting"):
+        stage("loading the model m")
+    assert "loading the model m" in printed(shown)
+
+
+def test_a_terminal_breaks_lines_between_words_and_a_log_does_not() -> None:
+    text = "word " * 30 + "runs/a-long-name-that-stays-whole"
+    terminal, log = console(is_terminal=True, width=80), console(is_terminal=False, width=80)
+    print_line(terminal, text)
+    print_line(log, text)
+    assert printed(log) == f"{text}\n"
+    assert printed(terminal).split() == text.split() and max(map(len, printed(terminal).splitlines())) <= 80
+
+
+def test_a_command_and_a_file_are_never_broken() -> None:
+    shown = console(is_terminal=True, width=80)
+    command = "jackpot train quickstart " + " ".join(f"objective.clip_low=0.{number}" for number in range(10))
+    show_next(shown, {command: "train"})
+    print_line(shown, f"key: {'value ' * 20}", is_whole=True)
+    assert f"  {command}\n" in printed(shown) and f"key: {'value ' * 20}\n" in printed(shown)
+
+
+def test_a_table_too_wide_for_the_console_goes_on_in_another_and_breaks_no_number() -> None:
+    shown = console(is_terminal=False, width=80)
+    heads = ("arm", *(f"a long head {number}" for number in range(12)))
+    rows = [("obrs", *(f"{number}.{number} ± 0.12" for number in range(12)))]
+    show_table(shown, "", heads, rows, heads[1:])
+    lines = printed(shown).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("obrs" in line for line in lines) == 3  # four columns each
+    assert all(any(cell in line for line in lines) for cell in rows[0])
+    narrow = console(is_terminal=False, width=80)
+    show_table(narrow, "", ("model", "before"), [("policy", "word " * 40)], ["before"][:0])
+    assert max(map(len, printed(narrow).splitlines())) <= 80
+
+
+def test_a_column_of_text_has_the_width_that_its_words_need() -> None:
+    shown = console(is_terminal=True, width=80)
+    heads = ("arm", "row", "aime24 pass@1", "amc22_23 pass@1", "math500 pass@1", "gsm8k pass@1")
+    show_table(shown, "", heads, [("mask_only", "Masking-only (best before crash)", *["19.167"] * 4)], heads[2:])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(shown))
+    assert "Masking-only (best" in text and text.count("19.167") == 4
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_details_are_printed_on_request_alone_and_counted() -> None:
+    main, more, long = (
+        Table(title=title, columns=("a",), rows=(("x",),) * rows, is_detail=title == "more")
+        for title, rows in (("main", 1), ("more", 1), ("long", 41))
+    )
+    sections = [Section(title="", intro="", items=(main, more, long))]
+    short, whole = console(is_terminal=False), console(is_terminal=False)
+    show_answer(short, ["The verdict."], sections, show_all=False, commands={"jackpot report RUN": "the page"})
+    assert printed(short).startswith("The verdict.\n") and "main" in printed(short)
+    assert "more\n" not in printed(short) and "--all prints 2 more tables." in printed(short)
+    assert printed(short).endswith("Next:\n  jackpot report RUN  # the page\n")
+    show_answer(whole, [], sections, show_all=True)
+    assert all(f"{title}\n" in printed(whole) for title in ("main", "more", "long")) and "--all" not in printed(whole)
 
 
 def test_a_status_is_a_line_each_in_a_log_but_not_too_often(clock: list[float]) -> None:

@@ -5,8 +5,9 @@ unknown number, and a line has a gap there.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 Numbers = Sequence[float | None]
@@ -52,6 +53,7 @@ class Guide:
     text: str
     x: float | None = None
     y: float | None = None
+    is_broken: bool = False  # whether it is a limit and values of the chart are beyond it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    is_detail: bool = False  # whether the terminal shows it with --all only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +105,30 @@ class Section:
     title: str
     intro: str
     items: tuple[Chart | Heatmap | Table, ...]
+    is_folded: bool = False  # whether the page shows only its title until the reader opens it
+
+
+# Arms that most pages have, in the order of their colors, so that each has the same color in all of them.
+_USUAL_ARMS = ("obrs", "none", "tis", "on_policy", "obrs_expected")
+
+
+def arm_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Return `Series.number` of each arm; arms that are not usual get the free numbers in the order of their names."""
+    given = sorted(set(names))
+    numbers = {name: _USUAL_ARMS.index(name) for name in given if name in _USUAL_ARMS}
+    free = (number for number in count() if number not in numbers.values())
+    return numbers | dict(zip([name for name in given if name not in _USUAL_ARMS], free, strict=False))
+
+
+def as_details(sections: Mapping[str, Section]) -> dict[str, Section]:
+    """Return the sections with all tables marked as details."""
+    return {
+        name: replace(
+            section,
+            items=tuple(replace(item, is_detail=True) if isinstance(item, Table) else item for item in section.items),
+        )
+        for name, section in sections.items()
+    }
 
 
 SMALLEST_RATIO = 1e-5  # smallest ratio on a logarithmic axis

@@ -7,21 +7,76 @@ typo and commands that compute nothing start without torch and transformers.
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from jackpot.config.recipes import recipe_names
+from jackpot.config.build import similar_settings
+from jackpot.config.recipes import recipe_names, resolve
 from jackpot.core.errors import ConfigError, JackpotError, unknown_name
 from jackpot.core.package import version
 from jackpot.core.place import place
 from jackpot.rollout.tasks.benchmarks import SETS
+from jackpot.ui.command_page import commands_page
+from jackpot.ui.terminal.progress import print_line, status
 from jackpot.ui.terminal.text import PrintableFormatter, plain
+
+# click's class; typer has a copy of click of its own since 0.24
+NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
+
+
+class Command(TyperCommand):
+    """Words the mistakes of those who know other tools: settings written as options, and things said twice."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Parse what was typed behind the command's name.
+
+        Raises:
+            ConfigError: an unknown option, or one that was given twice.
+        """
+        given = list(args)  # parsing empties `args`
+        try:
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+        except NoSuchOption as error:
+            raise ConfigError(self._unknown_option(ctx, error, given)) from None
+        single = [one.opts[-1] for one in order if one.param_type_name == "option" and not one.multiple]
+        rest = super().parse_args(ctx, args)
+        if twice := _repeated(single):
+            raise ConfigError(f"{' and '.join(twice)} was given twice; give it once")
+        if twice := _repeated([text.partition("=")[0] for text in ctx.params.get("overrides") or []]):
+            print_line(Console(stderr=True), f"{' and '.join(twice)} was given twice; the last one counts")
+        return rest
+
+    def _unknown_option(self, ctx: typer.Context, error: NoSuchOption, given: Sequence[str]) -> str:
+        """Say how the setting of this name is written, or name the options that are like it."""
+        name = error.option_name.lstrip("-").replace("-", "_")
+        settings = similar_settings(name) if any(one.name == "overrides" for one in self.params) else []
+        like = [option for option in error.possibilities or [] if option != "--help"]
+        if settings and not any(option.lstrip("-").startswith(name) for option in like):
+            value = _value_of(error.option_name, given)
+            forms = " or ".join(f"{key}={value}" for key in settings)
+            return f"no option {error.option_name}; settings are written key=value: {forms}"
+        guess = f"; did you mean {' or '.join(like)}?" if like else ";"
+        return f"no option {error.option_name}{guess} jackpot {ctx.info_name} --help lists all"
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+
+def _value_of(option: str, given: Sequence[str]) -> str:
+    """Return the value that was typed for an option; VALUE where there is none."""
+    for text, following in zip(given, [*given[1:], "--"], strict=True):
+        if text.startswith(f"{option}="):
+            return text.partition("=")[2]
+        if text == option and not following.startswith("--"):
+            return following
+    return "VALUE"
 
 
 class Commands(TyperGroup):
@@ -57,11 +112,15 @@ def command(name: str | None = None, on_ranks: bool = False) -> Callable[[Callab
             function = declaration.__name__
             if not on_ranks and (ranks := place().size) > 1:
                 raise ConfigError(f"torchrun started {ranks} processes; {name or function} runs in one, without it")
-            getattr(import_module(f"jackpot.ui.commands.{function}"), function)(**options)
+            if options.get("recipe") and "arm" in options:  # a mistake is reported before torch is imported
+                resolve(options["recipe"], options["arm"], options["overrides"] or [])
+            with status(Console(stderr=True), f"loading jackpot {name or function}"):  # torch alone takes seconds
+                module = import_module(f"jackpot.ui.commands.{function}")
+            getattr(module, function)(**options)
 
         paragraphs = (declaration.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # as wide as the terminal
-        return app.command(name, help=text)(call)
+        return app.command(name, cls=Command, help=text)(call)
 
     return register
 
@@ -72,10 +131,19 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
+def _print_page(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(commands_page(app), nl=False)
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", callback=_print_page, is_eager=True, help="Print docs/commands.md and exit.")
     ] = False,
 ) -> None:
     """Declare the options that stand before the command's name."""
@@ -95,6 +163,7 @@ Recipe = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as key=value, for example sampling.temperature=0.6.")
 ]
+ShowAll = Annotated[bool, typer.Option("--all", help="Print all tables, not only the main one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -119,6 +188,9 @@ def train(
     Ctrl-C, SIGTERM or a closed terminal stops after the current iteration and saves a checkpoint; a second signal stops
     at once. A kill costs at most the iterations since the last checkpoint. Settings that decide no number computed
     before, such as iterations, may change when a run continues: `jackpot config KEY` says so.
+
+    For example `jackpot train quickstart iterations=20 seed=3 objective.correction=tis`; `jackpot config` explains the
+    settings, and `jackpot recipes` lists the recipes.
 
     `torchrun --nproc-per-node N -m jackpot train RECIPE` trains with N processes: docs/distributed.md.
 
@@ -146,6 +218,7 @@ def plan(
         typer.Option(min=0.0, help="Seconds from the death of an engine until it generates again; default 120."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and deaths.")] = 0,
+    show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a run on a number of GPUs: how many generate and how many train, and which placement is cheapest.
@@ -228,7 +301,9 @@ def evaluate(
         typer.Option(help=f"Separated by commas: {', '.join(SETS)}, own (the held-out problems of a run), or files."),
     ] = "",
     k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
-    engine: Annotated[str | None, typer.Option(help="transformers (default), vllm or vllm_server.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="transformers (default), vllm, vllm_server or sglang_server.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,
 ) -> None:
     """Measure a model on benchmarks: mean@k, pass@k with intervals, truncation, and every answer as parquet.
@@ -246,9 +321,11 @@ def recipes(
         str | None,
         typer.Argument(help="Recipe to print in full; default a list of all.", autocompletion=_complete_recipe),
     ] = None,
+    show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes: which arm is which row of which paper's table, and the published numbers.
+    """List the recipes; with NAME or --all their arms, which row of which paper's table each is, and the published
+    numbers.
 
     docs/reproducing.md says what the papers leave open, where they contradict themselves, and what we chose.
     """
@@ -260,6 +337,7 @@ def config(
         str | None,
         typer.Argument(help="A setting, such as objective.clip_low, or a block, such as engine; default all."),
     ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Print all settings.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
 ) -> None:
     """Explain settings: allowed values, default, meaning, and which command or choice uses each."""
@@ -280,9 +358,13 @@ def starter(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of weights and examples; 0 makes the models of the package.")
     ] = 0,
+    text: Annotated[
+        bool,
+        typer.Option("--text", help="Make the pair that reads text, and word problems to train it on."),
+    ] = False,
     study: Annotated[bool, typer.Option("--study", help="Make the four models of benchmarks/study.yaml.")] = False,
 ) -> None:
-    """Train the two starter models from random weights, or with --study those of the study."""
+    """Train the two starter models from random weights, or with --text or --study other ones."""
 
 
 @command()
@@ -336,6 +418,7 @@ def replay(
     max_file_gb: Annotated[
         float | None, typer.Option(min=0.001, help="Leave out files that take more, unpacked; default 2 GB.")
     ] = None,
+    show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
     """Apply every correction to saved rollouts, without training, and recommend one for this run.
@@ -372,6 +455,7 @@ def simulate(
     out: Annotated[
         Path | None, typer.Option(help="Folder; default runs/simulate, runs/simulate-RECIPE-ARM or RUN/simulate.")
     ] = None,
+    show_all: ShowAll = False,
 ) -> None:
     """Show what OBRS does to the mismatch between two models, without training.
 
@@ -416,6 +500,7 @@ def mismatch(
     ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of all random draws; default 0.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/mismatch-MODEL.")] = None,
+    show_all: ShowAll = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     """Measure how far two ways to compute a model are apart: engine, dtype, attention, quantization, weights.
@@ -434,7 +519,7 @@ def main() -> None:
     try:
         app()
     except JackpotError as error:
-        Console(stderr=True).print(
-            plain("error:", style="bold red"), plain(str(error)), soft_wrap=True, highlight=False
-        )
+        console = Console(stderr=True)
+        mark, text = plain("error:", style="bold red"), plain(str(error))
+        console.print(mark, text, soft_wrap=not console.is_terminal, highlight=False)
         sys.exit(2)

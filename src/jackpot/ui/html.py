@@ -92,7 +92,7 @@ def _asset(name: str) -> str:
 
 def _section(section: Section, numbers: _Numbers) -> dict[str, Any]:
     items = [_item(item, numbers) for item in section.items]
-    return {"title": section.title, "intro": section.intro, "items": items}
+    return {"title": section.title, "intro": section.intro, "folded": section.is_folded, "items": items}
 
 
 def _item(item: Any, numbers: _Numbers) -> dict[str, Any]:

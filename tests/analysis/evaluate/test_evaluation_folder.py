@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from helpers.commands import jackpot
 from helpers.runs import run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.run import BenchmarkResult, evaluate_model, evaluation_config, evaluation_tasks
@@ -132,6 +134,18 @@ def test_a_set_without_a_verdict_is_measured_by_its_mean_reward(finished: Path) 
     console = Console(file=io.StringIO(), width=200)
     evaluate_command._show(console, [result], finished)
     assert "mean reward" in console.file.getvalue() and f"{result.summary.reward:.4g}" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("is_option", [True, False])
+def test_the_command_for_more_answers_runs_as_it_is_printed(tmp_path: Path, is_option: bool) -> None:
+    small = ["problems=2", "threads=1", "sampling.max_new_tokens=2"]
+    named = ["--benchmarks", "arithmetic"] if is_option else ["benchmarks=[arithmetic]", "k=1"]
+    first = jackpot("eval", "starter:policy", *small, *named, "--engine", "transformers", "--out", "a b", cwd=tmp_path)
+    [command] = [line for line in first.stdout.splitlines() if "jackpot eval" in line]
+    again = jackpot(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
+    assert (first.returncode, again.returncode) == (0, 0), again.stderr
+    record = yaml.safe_load((tmp_path / "a b-k16" / "config.yaml").read_text())["asked"]
+    assert (record["k"], record["problems"], record["benchmarks"]) == (16, 2, ["arithmetic"])
 
 
 @pytest.mark.parametrize("left", ["arithmetic.parquet", "aime24.jsonl"])

@@ -140,7 +140,8 @@ def test_each_path_becomes_a_model_of_its_own_and_equal_paths_the_same() -> None
     assert result.rollout_model.path == "folder/models/Qwen--Qwen2.5-32B"
 
 
-def test_a_gpu_is_not_needed() -> None:
+def test_a_gpu_is_not_needed_and_nothing_is_sent() -> None:
+    assert small(resolve("quickstart", None, ["tracking.wandb={project: mine}"])).tracking.wandb is None
     assert small(own(device="cuda")).device == "auto" and small(own(device="cpu")).device == "cpu"
 
 

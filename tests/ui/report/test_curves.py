@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.folders import run_folder
-from jackpot.ui.charts import Chart, Heatmap, Section, Table
+from jackpot.ui.charts import Chart, Heatmap, Section, Table, arm_numbers
 from jackpot.ui.error_bars import MeanLine, downsample, mean_line
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.runs import Arm, arms_of, differing, find_runs, read_runs
-from jackpot.ui.report.summary import summary_section
+from jackpot.ui.report.summary import diagnoses, summary_section
 
 
 def lines(*values: Any, metric: str = "a/b") -> list[dict[str, Any]]:
@@ -117,9 +117,16 @@ def test_every_metric_of_a_real_run_is_drawn_or_listed_as_empty(trained: Path, w
 
 def test_charts_come_in_the_order_in_which_one_diagnoses(trained: Path) -> None:
     found = arms(trained)
-    titles = [section.title for section in [summary_section(found, []), *metric_sections(found, {})]]
-    expected = ["Summary", "Accuracy and reward", "Bugs", "Mismatch, before the correction", "Rejection (OBRS)"]
-    expected += ["After the correction", "Staleness", "Models", "Length, tokens, time", "Without a number"]
+    titles = [section.title for section in [summary_section(found, diagnoses(found), []), *metric_sections(found, {})]]
+    expected = [
+        "Summary",
+        "At a glance",
+        "Accuracy and reward",
+        "Sanity checks",
+        "Mismatch, before the correction",
+        "Rejection (OBRS)",
+    ]
+    expected += ["After the correction", "Staleness", "Models", "Length, tokens, time", "Empty metrics"]
     assert titles == expected
 
 
@@ -128,13 +135,66 @@ def test_arms_have_one_color_everywhere_and_limits_are_drawn(trained: Path) -> N
     colors = {(one.group, one.color) for item in drawn.values() if isinstance(item, Chart) for one in item.series}
     assert len(colors) == 2 and {group for group, _ in colors} == {"none", "obrs"}
     [guide] = drawn["obrs/acceptance"].guides
-    assert guide.y == 0.5 and "below" in guide.text  # docs/metrics.md: unhealthy below 0.5
+    assert (guide.y, guide.text) == (0.5, "at least 0.5")  # docs/metrics.md: unhealthy below 0.5
     assert drawn["obrs/acceptance by position: obrs"].y[:3] == ["0", "1-3", "4-15"]
     signs = drawn["obrs/acceptance by the sign of the advantage"].series
     assert [(one.name, one.dash) for one in signs[::2]] == [
         ("none, advantage above 0", "solid"),
         ("none, advantage below 0", "dash"),
     ]
+
+
+def test_a_caption_calls_a_run_unhealthy_only_where_a_limit_is_broken(tmp_path: Path) -> None:
+    for name, acceptance in (("good", [0.9] * 4), ("bad", [0.9, 0.4, 0.3, 0.6])):
+        run_folder(tmp_path / name, [{"obrs/acceptance": one} for one in acceptance])
+    good, bad = (charts(metric_sections(arms(tmp_path / name), {}))["obrs/acceptance"] for name in ("good", "bad"))
+    assert good.note == "Within its limit, at least 0.5." and not good.guides[0].is_broken
+    assert bad.note.startswith("2 of 4 values are beyond the limit, at least 0.5: ") and bad.guides[0].is_broken
+
+
+def test_limits_are_kept_by_the_values_of_every_run_and_not_by_their_mean(tmp_path: Path) -> None:
+    for seed, acceptance in ((1, 0.9), (2, 0.3)):
+        lines_of = [{"obrs/acceptance": acceptance, "obrs/z": 0.8, "obrs/kappa": 1.0}] * 4
+        run_folder(tmp_path / f"x-seed{seed}", lines_of, f"seed={seed}")
+    chart = charts(metric_sections(arms(tmp_path), {}))["obrs/acceptance"]
+    assert chart.note.startswith("4 of 8 values are beyond the limit, at least 0.5: ") and chart.guides[0].is_broken
+    assert set(chart.series[0].y) == {0.6}  # the mean is within
+
+
+def test_a_section_with_a_metric_of_a_finding_is_not_folded(tmp_path: Path) -> None:
+    for seed, failed in ((1, 0.0), (2, 0.4)):
+        run_folder(tmp_path / f"x-seed{seed}", [{"seconds/train": 1.0, "health/a": failed}] * 3, f"seed={seed}")
+    folded, opened = (metric_sections(arms(tmp_path), {}, named) for named in ((), {"health/a"}))
+    assert [one.is_folded for one in folded] == [True, True] and [one.is_folded for one in opened] == [False, True]
+
+
+def test_three_charts_come_first_and_what_is_empty_or_for_experts_is_folded(tmp_path: Path) -> None:
+    line = {"eval/policy_accuracy": 0.5, "mismatch/kl_rollout_policy": 0.1, "obrs/acceptance": 0.9, "lag/mean": None}
+    run_folder(tmp_path / "a", [line | {"seconds/train": 1.0, "eval/policy_engine_gap": 1e-7}] * 3)
+    sections = {section.title: section for section in metric_sections(arms(tmp_path), {})}
+    assert next(iter(sections)) == "At a glance"
+    first = ["eval/policy_accuracy", "mismatch/kl_rollout_policy", "obrs/acceptance"]
+    assert [item.title for item in sections["At a glance"].items] == first
+    assert {title for title, section in sections.items() if section.is_folded} == {
+        "Sanity checks",
+        "Length, tokens, time",
+        "Empty metrics",
+    }
+    run_folder(tmp_path / "a", [{"checkpoint/failed": 1.0, "seconds/train": 1.0}] * 3)
+    broken = {section.title: section.is_folded for section in metric_sections(arms(tmp_path), {})}
+    assert broken == {"Sanity checks": False, "Length, tokens, time": True}
+
+
+def test_an_arm_has_the_same_color_in_the_report_and_in_a_comparison(tmp_path: Path) -> None:
+    names = ("none", "obrs", "tis", "mine")
+    assert arm_numbers(names) == {"obrs": 0, "none": 1, "tis": 2, "mine": 3} == arm_numbers(reversed(names))
+    assert arm_numbers(["b", "none", "a"]) == {"none": 1, "a": 0, "b": 2}
+    for number, name in enumerate(names):
+        run_folder(tmp_path / name, [{"obrs/acceptance": 0.9}] * 3, f"batch.prompts={4 + 4 * number}")
+    [chart] = [one for title, one in charts(metric_sections(arms(tmp_path), {})).items() if title == "obrs/acceptance"]
+    assert {one.name: one.number for one in chart.series} == arm_numbers(names)
+    [alone] = charts(metric_sections(arms(tmp_path / "none"), {}))["obrs/acceptance"].series
+    assert alone.number == 1
 
 
 def apart(one: str, other: str) -> int:
@@ -177,14 +237,19 @@ def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:
     sick = [line | {"obrs/acceptance": 0.2} for line in healthy[:8]]
     run_folder(tmp_path / "good", healthy, "iterations=9")
     run_folder(
-        tmp_path / "bad", sick, "iterations=20", "seed=3", events=[{"event": "skipped_step", "why": "all equal"}]
+        tmp_path / "bad",
+        sick,
+        "iterations=20",
+        "seed=3",
+        events=[{"event": "skipped_step", "gap": 8.61368178293742e-08}],
     )
-    tables = {item.title: item for item in summary_section(arms(tmp_path), ["x cannot be read"]).items}
+    found = arms(tmp_path)
+    tables = {item.title: item for item in summary_section(found, diagnoses(found), ["x cannot be read"]).items}
     rows = {row[0]: row for row in tables["Runs"].rows}
     assert rows["good"][3:6] == ("9 of 9", "40.0%", "49.0%") and rows["good"][-1] == "healthy"
     assert rows["bad"][2:6] == ("3", "7 of 20", "40.0%", "47.0%") and rows["bad"][-1] == "unhealthy"
     [finding] = tables["Findings, causes before their symptoms"].rows
     assert finding[:6] == ("bad", "obrs/acceptance", "0", "0.2", "0.2", "at least 0.5")
     assert tables["Settings that differ"].rows == (("iterations", "20", "9"),)
-    assert tables["Events"].rows == (("bad", "skipped_step", "1", "0", "why all equal"),)
+    assert tables["Events"].rows == (("bad", "skipped_step", "1", "0", "gap 8.614e-08"),)
     assert tables["Files left out"].rows == (("x cannot be read",),)

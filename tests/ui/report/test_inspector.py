@@ -20,7 +20,7 @@ from helpers.folders import run_folder, save_tokens
 from jackpot.training.run.rollouts import RolloutFile, list_rollout_files
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.distributions import distributions
-from jackpot.ui.report.inspector import TOP, even_shares, inspector_data, significant, spread_rows
+from jackpot.ui.report.inspector import TOP, even_shares, inspector_data, significant, spread_rows, with_best
 from jackpot.ui.report.report import write_report
 from jackpot.ui.report.runs import Run, arms_of, find_runs, read_runs
 from jackpot.ui.report.token_text import readable
@@ -43,6 +43,18 @@ def folder(tmp_path: Path) -> Path:
     for iteration in (1, 4):
         save_tokens(tmp_path / "run", iteration, [WORDS, WORDS[:4], WORDS[::-1]], tool=2, seed=iteration)
     return tmp_path / "run"
+
+
+def test_the_rollouts_of_the_best_policy_are_carried_and_named(folder: Path) -> None:
+    for iteration in (2, 3):
+        save_tokens(folder, iteration, [WORDS], seed=iteration)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints" / "best").symlink_to("step-3")
+    listed = inspector_data(of(folder))[0].index["runs"][0]["iterations"]
+    assert [(one["iteration"], one["best"]) for one in listed] == [(1, False), (2, False), (3, True), (4, False)]
+    files = of(folder)[0][1]
+    assert with_best([files[0], files[1], files[3]], files, 3) == [files[0], files[2], files[3]]
+    assert with_best([files[0], files[3]], files, 3) == [files[0], files[3]]
 
 
 def test_the_page_carries_the_numbers_of_the_file_to_four_digits(folder: Path) -> None:

@@ -38,6 +38,15 @@ def test_one_run_is_reported_in_its_folder_and_several_beside_theirs(tmp_path: P
     assert write_report([first], tmp_path / "x" / "y.html").path.read_text().startswith("<!doctype html>")
 
 
+def test_a_section_with_a_finding_is_open_though_no_limit_of_all_runs_is_broken(tmp_path: Path) -> None:
+    def folded(gap: float) -> bool:
+        run_folder(tmp_path / "a", [{"eval/policy_accuracy": 0.5, "mismatch/engine_gap": gap}] * 6)
+        page = write_report([tmp_path / "a"]).path.read_text()
+        return '"folded":true' in page.replace(" ", "")
+
+    assert folded(1e-9) and not folded(0.5)  # its limit depends on the run's dtypes
+
+
 def test_runs_at_any_depth_are_found_and_what_is_inside_a_run_is_not_one(tmp_path: Path) -> None:
     for name in ("top", "compare-a/none-seed1", "compare-b/deep/none-seed1"):
         run_folder(tmp_path / "runs" / name, LINES)

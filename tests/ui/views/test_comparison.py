@@ -9,7 +9,7 @@ from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.ui.error_bars import error_bars
-from jackpot.ui.views.comparison import comparison_charts
+from jackpot.ui.views.comparison import comparison_charts, comparison_verdict
 
 
 def run(arm: str, seed: int, accuracies: tuple[float, ...], flops: float = 1.0) -> RunSummary:
@@ -89,3 +89,29 @@ def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
     assert mean == (statistics.fmean(values), None)
     assert low == (pytest.approx(mean[0] - statistics.stdev(values)), None)
     assert high == (pytest.approx(mean[0] + statistics.stdev(values)), None)
+
+
+@pytest.mark.parametrize("baseline", ["none", "obrs"])
+def test_the_verdict_names_the_highest_arm_and_its_distance_to_the_baseline(baseline: str) -> None:
+    ends = {"none": (0.50, 0.51, 0.52), "obrs": (0.79, 0.80, 0.81)}
+    runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
+    text = comparison_verdict(compare(runs, baseline=baseline))
+    other, sign = ("obrs", "+") if baseline == "none" else ("none", "-")
+    assert text.startswith(f"Highest: obrs, 80.0 ± 1.0 percent; {other} minus {baseline}: {sign}29.0 ± ")
+    assert text.endswith(", on 3 of 3 seeds.")
+
+
+def test_the_verdict_does_not_call_a_difference_of_chance_one() -> None:
+    runs = [
+        run(arm, seed, (0.4, end)) for arm in ("a", "b") for seed, end in enumerate((0.5, 0.6 if arm == "a" else 0.62))
+    ]
+    assert comparison_verdict(compare(runs)).endswith(", which chance alone can make.")
+    assert comparison_verdict(compare(runs[:2])) == "Highest: a, 55.0 ± 7.1 percent."
+
+
+def test_three_seeds_need_students_quantile_to_be_no_chance() -> None:
+    ends = {"a": (0.5, 0.5, 0.5), "b": (0.51, 0.53, 0.55)}  # a difference of 0.03 with an error of 0.0115: 2.6 of them
+    runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
+    assert comparison_verdict(compare(runs)).endswith(", which chance alone can make.")
+    wide = runs[:3] + [run("b", seed, (0.4, end + 0.03)) for seed, end in enumerate(ends["b"])]
+    assert comparison_verdict(compare(wide)).endswith(", on 3 of 3 seeds.")  # 5.2

@@ -38,6 +38,7 @@ function heading(data, r) {
   return [
     element("span", data.correct[r] ? "right" : "wrong", data.correct[r] === null ? "" : data.correct[r] ? "✓ right" : "✗ wrong"),
     element("span", "", `reward ${data.reward[r]}`),
+    element("span", "", data.answer[r] ? `right answer ${data.answer[r].slice(0, 40)}` : ""),
     element("span", "", `${data.lengths[r]} tokens`),
     element("span", "", `${count} rejected`),
     element("span", "", data.finish[r] === "stop" ? "" : `ended by ${data.finish[r]}`),
@@ -165,8 +166,8 @@ function chosenRun() { return DATA.tokens.runs[Number(at("run").value)] || DATA.
 
 function fillIterations(wanted) {
   const run = chosenRun();
-  at("iteration").replaceChildren(...run.iterations.map((one) => new Option(one.iteration, one.pack)));
-  const same = run.iterations.find((one) => String(one.iteration) === String(wanted)) || run.iterations[run.iterations.length - 1];
+  at("iteration").replaceChildren(...run.iterations.map((one) => new Option(`${one.iteration}${one.best ? " (best)" : ""}`, one.pack)));
+  const same = run.iterations.find((one) => one.iteration === parseInt(wanted, 10)) || run.iterations[run.iterations.length - 1];
   at("iteration").value = same.pack;
 }
 
@@ -188,6 +189,7 @@ function filter() {
   const data = view.data;
   if (!data) return;
   choose();
+  list.classList.toggle("none", !view.order.length);
   if (view.current >= 0 && view.place[data.responseOf[view.current]] < 0) view.current = -1;
   relay();
   detail(view.current);

@@ -54,8 +54,8 @@ function layout(item) {
     made.xaxis.showgrid = false;
     made.plot_bgcolor = line; // the color of cells without a value
   }
-  if (item.log_x) made.xaxis.dtick = decades(item, "x");
-  if (item.log_y) made.yaxis.dtick = decades(item, "y");
+  if (item.log_x) Object.assign(made.xaxis, logarithmic(item, "x"));
+  if (item.log_y) Object.assign(made.yaxis, logarithmic(item, "y"));
   if (item.x_names && item.x_names.length) {
     Object.assign(made.xaxis, { tickvals: item.x_names.map((_, i) => i), ticktext: item.x_names, range: [-0.3, item.x_names.length - 0.7] });
   }
@@ -64,19 +64,25 @@ function layout(item) {
     const across = guide.x === null;
     const place = across ? { x0: 0, x1: 1, xref: "paper", y0: guide.y, y1: guide.y } :
       { y0: 0, y1: 1, yref: "paper", x0: guide.x, x1: guide.x };
-    made.shapes.push({ type: "line", ...place, line: { color: limit, width: 1, dash: "dot" },
-      label: { text: guide.text, font: { size: 10, color: limit }, textposition: "start", yanchor: "bottom" } });
+    made.shapes.push({ type: "line", ...place, line: { color: guide.is_broken ? limit : front, width: 1, dash: "dot" },
+      label: { text: guide.text, font: { size: 10, color: guide.is_broken ? limit : front }, textposition: "start", yanchor: "bottom" } });
   }
   return made;
 }
 
-// Returns the step of a logarithmic axis: few labels, and none between the powers of ten on a wide axis.
-function decades(item, axis) {
+// Returns the ticks of a logarithmic axis: powers of ten, 2 and 5 between few of them, round numbers within less than one.
+function logarithmic(item, axis) {
   const columns = axis === "x" ? ["x"] : ["y", "low", "high"];
   const values = item.series.flatMap((one) => columns.flatMap((name) => (one[name] === null ? [] : NUMBERS[one[name]])))
-    .filter((one) => one > 0).map(Math.log10);
-  const width = values.reduce((a, b) => Math.max(a, b), -Infinity) - values.reduce((a, b) => Math.min(a, b), Infinity);
-  return width < 1.5 ? "D2" : Math.ceil(width / 6);
+    .filter((one) => one > 0);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
+  const width = Math.log10(high / low);
+  if (!(width < 1.5)) return { dtick: Math.ceil(width / 6) };
+  if (width > 0.9) return { dtick: "D2" };
+  const raw = (high - low) / 6 || low / 2, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw), ticks = [];
+  for (let tick = Math.floor(low / step) * step; tick <= high + step; tick += step) if (tick > 0) ticks.push(Number(tick.toPrecision(6)));
+  return { tickmode: "array", tickvals: ticks, ticktext: ticks.map((one) => (one < 1e-4 ? one.toExponential() : String(one))) };
 }
 
 function isCloud(item) { return item.series.every((one) => one.style === "points"); }
@@ -226,6 +232,7 @@ function addToContents(title, target) {
   link.href = `#${target.id}`;
   link.addEventListener("click", (event) => {
     event.preventDefault(); // the part after # stores what was chosen
+    for (const fold of target.querySelectorAll("details")) fold.open = true;
     target.scrollIntoView();
     target.tabIndex = -1;
     target.focus({ preventScroll: true });
@@ -238,7 +245,13 @@ function sections() {
   for (const [number, section] of DATA.sections.entries()) {
     const made = element("section"), items = element("div", "items");
     made.id = `section-${number}`;
-    made.append(element("h2", "", section.title), element("p", "intro", section.intro), items);
+    const title = element("h2", "", section.title), inside = [element("p", "intro", section.intro), items];
+    if (section.folded) {
+      const fold = element("details"), head = element("summary");
+      head.append(title, element("span", "", `${section.items.length} ${section.items.length === 1 ? "item" : "items"}`));
+      fold.append(head, ...inside);
+      made.append(fold);
+    } else made.append(title, ...inside);
     for (const item of section.items) {
       const figure = item.kind === "table" ? table(item) : chart(item);
       figure.dataset.name = item.title.toLowerCase();
@@ -268,6 +281,7 @@ function findCharts() {
   const input = document.getElementById("wanted");
   const show = () => {
     const wanted = input.value.trim().toLowerCase();
+    let found = false;
     for (const section of document.querySelectorAll("#sections section")) {
       let any = false;
       for (const figure of section.querySelectorAll("figure")) {
@@ -275,7 +289,10 @@ function findCharts() {
         any ||= !figure.hidden;
       }
       section.hidden = !any;
+      found ||= any;
+      for (const fold of section.querySelectorAll("details")) fold.open = wanted !== "";
     }
+    document.getElementById("sections").classList.toggle("none", !found);
     remember({ find: wanted });
   };
   input.value = state().get("find") || "";

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 import typer
 from rich.console import Console
@@ -12,9 +13,9 @@ from jackpot.analysis.compare.scheduler import ArmListener, Lines
 from jackpot.config.recipes import resolve_arms, split_names
 from jackpot.training.run.folder import measure_of
 from jackpot.ui.results import measured, write_results
+from jackpot.ui.terminal.answer import show_answer
 from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_files, show_tables
-from jackpot.ui.views.comparison import comparison_sections
+from jackpot.ui.views.comparison import comparison_sections, comparison_verdict
 
 
 def compare(
@@ -49,8 +50,8 @@ def compare(
         raise typer.Exit(130) from None
     sections = comparison_sections(found, runs)
     files = write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
-    show_tables(console, sections.values())
-    show_files(console, files)
+    commands = {f"jackpot report {quote(str(where))}": "one page with every metric of every run"}
+    show_answer(console, [comparison_verdict(found)], sections.values(), True, files, commands)
 
 
 def _listener(console: Console) -> ArmListener:

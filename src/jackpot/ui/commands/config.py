@@ -4,11 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 
 from jackpot.config.reference import COMMANDS, Block, Setting, blocks, find, own_settings, settings
+from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.tables import show_table
 from jackpot.ui.terminal.text import plain
 
 _COLUMNS = ("setting", "values", "default", "meaning")
@@ -32,23 +35,33 @@ class _Group:
     settings: list[Setting]
 
 
-def config(key: str | None, markdown: bool) -> None:
-    """Print one setting or block, or a table of all, or the page docs/settings.md."""
+def config(key: str | None, show_all: bool, markdown: bool) -> None:
+    """Print one setting or block, or a list of the blocks, with `show_all` of all settings, or docs/settings.md."""
     if markdown:
         typer.echo(settings_page(), nl=False)
     elif key:
         show_setting(Console(), key)
     else:
-        show_settings(Console())
+        show_settings(Console(), show_all)
 
 
-def show_settings(console: Console) -> None:
-    """Print every block of settings."""
-    for group in _groups():
-        print_line(console, f"{group.title}: {group.meaning}")
-        _show_list(console, group.settings)
-    print_line(
-        console, "jackpot config KEY explains a setting, such as objective.clip_low, or a block, such as engine."
+def show_settings(console: Console, show_all: bool) -> None:
+    """Print every block of settings, with `show_all` with the settings in it."""
+    groups = list(_groups())
+    if show_all:
+        for group in groups:
+            print_line(console, f"{group.title}: {group.meaning}")
+            _show_list(console, group.settings)
+    else:
+        rows = [(group.title, str(len(group.settings)), group.meaning.partition(". ")[0]) for group in groups]
+        show_table(console, "", ("block", "settings", "what"), rows, ("settings",), box=SIMPLE_HEAD)
+    show_next(
+        console,
+        {
+            "jackpot config engine": "the settings of a block",
+            "jackpot config objective.clip_low": "one setting",
+            **({} if show_all else {"jackpot config --all": "all of them"}),
+        },
     )
 
 

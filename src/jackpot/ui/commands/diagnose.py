@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from jackpot.analysis.diagnose.diagnose import Diagnosis
 from jackpot.analysis.diagnose.diagnose import diagnose as diagnosis_of
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.ui.report.summary import finding_cells
+from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.tables import show_table
 from jackpot.ui.terminal.text import plain
 
@@ -22,7 +24,8 @@ def diagnose(run: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
-        _show(Console(), found)
+        _show(console := Console(), found)
+        show_next(console, {f"jackpot report {quote(str(run))}": "the charts of these metrics, and every saved token"})
     if found.verdict == "unhealthy":
         raise typer.Exit(1)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,7 @@ from jackpot.analysis.evaluate.run import (
 from jackpot.config.recipes import parse_override, split_names
 from jackpot.rollout.pass_at_k import CONFIDENCE, EvaluationSummary, MeanEstimate
 from jackpot.ui.results import default_folder
+from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.progress import print_line, progress
 from jackpot.ui.terminal.tables import show_table
 
@@ -38,6 +40,12 @@ def evaluate(
         print_line(console, "Stopped; the same command goes on from here.")
         raise typer.Exit(130) from None
     _show(console, results, folder)
+    if results[0].summary.k == 1:
+        typed = [model, *(one for one in overrides or [] if not one.startswith("k="))]
+        typed += ["--benchmarks", benchmarks] if benchmarks else []
+        typed += ["--engine", engine] if engine else []
+        command = " ".join(map(quote, ["jackpot", "eval", *typed, "--k", "16", "--out", f"{folder}-k16"]))
+        show_next(console, {command: "pass@k, from more answers to each problem"})
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from jackpot.analysis.mismatch.run import measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
 from jackpot.config.recipes import parse_override, parse_overrides, split_names
 from jackpot.ui.results import default_folder, write_results
+from jackpot.ui.terminal.answer import show_answer
 from jackpot.ui.terminal.progress import status
-from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.mismatch import mismatch_sections
 
 
@@ -27,6 +27,7 @@ def mismatch(
     reread: bool,
     seed: int | None,
     out: Path | None,
+    show_all: bool,
     as_json: bool,
 ) -> None:
     """Measure every pair of a sampler and a learner; write the results and print their tables, or JSON."""
@@ -46,6 +47,6 @@ def mismatch(
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
         return
-    whole = {"responses", "lengths"} if len(found.pairs) > 1 else sections.keys()  # these compare all pairs
-    show_tables(console, [section for name, section in sections.items() if name in whole])
-    show_files(console, files)
+    several = len(found.pairs) > 1
+    verdicts = [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in found.pairs]
+    show_answer(console, verdicts, sections.values(), show_all, files)

@@ -32,6 +32,7 @@ def plan(
     response_length: float | None,
     restart: float | None,
     seed: int,
+    show_all: bool,
     as_json: bool,
 ) -> None:
     """Simulate the recipe on every placement; print tables and the cheapest placement, or JSON."""
@@ -51,7 +52,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(to_json(plan_numbers(found, source)), indent=2, allow_nan=False))
     else:
-        show_placements(console, config, found, prompts, source)
+        show_placements(console, config, found, prompts, source, show_all)
 
 
 def _response(config: Config, run: Path | None, given: float | None) -> tuple[float, str]:

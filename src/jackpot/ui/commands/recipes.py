@@ -6,37 +6,49 @@ from pathlib import Path
 
 import typer
 import yaml
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
 from jackpot.config.published import PAPERS, PublishedRow, PublishedTable
 from jackpot.config.recipes.listing import RecipeListing, list_recipe, list_recipes
+from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_table
 
 _INDENTED = (" ", "-", "#")
 _MOST_COLUMNS = 6
+_FIRST = "quickstart"  # of the list
 
 
-def recipes(name: str | None, as_json: bool) -> None:
-    """Print one recipe in full, or a list of all, as tables or JSON."""
+def recipes(name: str | None, show_all: bool, as_json: bool) -> None:
+    """Print one recipe in full, or a list of all, with `show_all` with their published numbers; or JSON."""
     if as_json:
         found = list_recipe(name).as_json() if name else [recipe.as_json() for recipe in list_recipes()]
         typer.echo(json.dumps(found, indent=2))
     elif name:
         _show_one(Console(), list_recipe(name))
     else:
-        _show_all(Console(), list_recipes())
+        _show_list(Console(), list_recipes(), show_all)
 
 
-def _show_all(console: Console, recipes: Sequence[RecipeListing]) -> None:
-    """Print the published numbers of each recipe of a paper, and a table of the other recipes."""
-    for recipe in recipes:
-        if recipe.published:
+def _show_list(console: Console, recipes: Sequence[RecipeListing], show_all: bool) -> None:
+    """Print a row for each recipe, our own first; with `show_all` also their arms and published numbers."""
+    if show_all:
+        for recipe in recipes:
             print_line(console, f"{recipe.name}: {recipe.description}")
+            print_line(console, f"arms: {', '.join(recipe.arms)}")
             _show_published(console, recipe)
-    rows = ((recipe.name, recipe.description, ", ".join(recipe.arms)) for recipe in recipes if not recipe.published)
-    show_table(console, "Recipes of our own", ("recipe", "what", "arms"), rows)
-    print_line(console, "jackpot recipes NAME prints one in full, with the source of each setting.")
+    rows = [
+        (recipe.name, f"{recipe.gpus.count} x {recipe.gpus.kind}" if recipe.gpus else "a CPU", recipe.description)
+        for recipe in sorted(recipes, key=lambda recipe: (bool(recipe.published), recipe.name != _FIRST))
+    ]
+    show_table(console, "", ("recipe", "runs on", "what"), rows, box=SIMPLE_HEAD)
+    commands = {
+        "jackpot recipes NAME": "one in full: settings with their sources, arms, published numbers",
+        "jackpot train NAME --tiny": "try any of them on this machine",
+        "jackpot train NAME --dry-run": "its plan: memory, GPUs, hours",
+    }
+    show_next(console, commands if show_all else commands | {"jackpot recipes --all": "all published numbers"})
 
 
 def _show_one(console: Console, recipe: RecipeListing) -> None:
@@ -46,7 +58,7 @@ def _show_one(console: Console, recipe: RecipeListing) -> None:
         print_line(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")
     for path in recipe.files:  # arms of a base are not arms of this recipe
         blocks = ("published",) if path == recipe.files[0] else ("published", "arms")
-        print_line(console, f"\n{path}\n\n{_without(blocks, path)}\n")
+        print_line(console, f"\n{path}\n\n{_without(blocks, path)}\n", is_whole=True)
     arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
     show_table(console, "Arms", ("arm", "changes"), arms)
     for paper in dict.fromkeys(table.paper for table in recipe.published):
@@ -63,7 +75,7 @@ def _show_published(console: Console, recipe: RecipeListing) -> None:
                 print_line(console, f"{', '.join(arms)}: {remark}")
     of_rows = {row.arm for table in recipe.published for row in table.rows}
     if others := [arm for arm in recipe.arms if arm not in of_rows]:
-        print_line(console, f"Of no row: {', '.join(others)}")
+        print_line(console, f"Not from a paper: {', '.join(others)}")
     print_line(console, "")
 
 

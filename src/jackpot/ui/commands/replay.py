@@ -13,9 +13,8 @@ from jackpot.analysis.replay.run import replay as replay_rollouts
 from jackpot.config.recipes import split_names
 from jackpot.ui.charts import Section
 from jackpot.ui.results import to_json
+from jackpot.ui.terminal.answer import show_answer, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
-from jackpot.ui.terminal.tables import show_tables
-from jackpot.ui.terminal.text import plain
 from jackpot.ui.views.replay import facts, replay_sections
 
 
@@ -28,9 +27,10 @@ def replay(
     every: int,
     max_response_tokens: int | None,
     max_file_gb: float | None,
+    show_all: bool,
     as_json: bool,
 ) -> None:
-    """Replay the rollouts and print the tables and the recommendation, or JSON."""
+    """Replay the rollouts and print the recommendation and the tables, or JSON."""
     console = Console(stderr=as_json)
     limits = ReadLimits(
         response_tokens=max_response_tokens or LIMITS.response_tokens,
@@ -45,16 +45,24 @@ def replay(
     if as_json:
         typer.echo(json.dumps(to_json(result_numbers(found)), indent=2, allow_nan=False))
     else:
-        _show(console, found)
+        _show(console, found, show_all)
 
 
-def _show(console: Console, found: ReplayResult) -> None:
-    """Print the facts of the run, every correction, what was left out, and last the recommendation."""
-    show_tables(console, [Section(title="", intro="", items=(facts(found),)), *replay_sections(found).values()])
-    for text in found.left_out:
-        print_line(console, f"Left out: {text}")
-    for text in found.problems:
-        print_line(console, f"Not read: {text}")
+def _show(console: Console, found: ReplayResult, show_all: bool) -> None:
+    """Print the recommendation, every correction, with `show_all` the facts of the run too, and what was left out."""
+    about = Section(title="", intro="", items=(facts(found),))
+    given = {"": found.answer.settings.get("name"), **found.answer.settings}
+    texts = [
+        f"objective.correction{key and '.' + key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in given.items()
+        if key != "name"
+    ]
+    commands = {f"jackpot train RECIPE {' '.join(texts)}": "train with it"} if found.answer.correction else {}
+    show_answer(console, [found.answer.sentence], [about, *replay_sections(found).values()], show_all)
+    for sentence in found.left_out:
+        print_line(console, f"Left out: {sentence}")
+    for sentence in found.problems:
+        print_line(console, f"Not read: {sentence}")
     if found.unreadable > len(found.problems):
         print_line(console, f"Not read: {found.unreadable:,} records or files in all")
-    console.print(plain(found.answer.sentence, style="bold"), highlight=False)
+    show_next(console, commands)

@@ -1,14 +1,17 @@
 """Implements `jackpot report`, which writes one page about runs."""
 
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
 from jackpot.ui.report.inspector import MAX_TOKENS
 from jackpot.ui.report.report import Report, write_report
 from jackpot.ui.report.report import watch as watch_runs
+from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.progress import print_line
 
 
@@ -17,7 +20,12 @@ def report(runs: list[Path], out: Path | None, max_tokens: int | None, watch: bo
     show = partial(_show, Console())
     most = MAX_TOKENS if max_tokens is None else max_tokens
     if not watch:
-        show(write_report(runs, out, most))
+        written = write_report(runs, out, most)
+        show(written)
+        again = " ".join(["jackpot report", *(quote(str(run)) for run in runs), "--watch"])
+        more = {again: "write it again while they train"} if written.going else {}
+        opener = "open" if sys.platform == "darwin" else "xdg-open"
+        show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network", **more})
         return
     with suppress(KeyboardInterrupt):
         watch_runs(runs, out, most, every, show)

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -10,8 +11,8 @@ from jackpot.analysis.simulate.run import simulate_candidates, simulate_families
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.ui.results import write_results
+from jackpot.ui.terminal.answer import show_answer
 from jackpot.ui.terminal.progress import status
-from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.views.simulation import view_sections
 from jackpot.ui.views.simulation_pairs import pair_sections
 
@@ -25,6 +26,7 @@ def simulate(
     prompts: int | None,
     seed: int,
     out: Path | None,
+    show_all: bool,
 ) -> None:
     """Simulate synthetic distributions, a recipe's models or a run's checkpoints; write and print the results."""
     if run and (recipe or rollout_model or arm):
@@ -39,13 +41,21 @@ def simulate(
             else:
                 found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
         sections = pair_sections(found)
+        several = len(found.candidates) > 1
+        verdicts = [f"{one.name}: " * several + one.answer["sentence"] for one in found.candidates]
     else:
         with status(console, "simulating"):
             found = simulate_families(seed)
-        sections = view_sections(found)
+        sections, verdicts = view_sections(found), []
     name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))
     folder = out or (run / "simulate" if run else Path("runs") / name)
     title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
     files = write_results(folder, "simulate", title, sections, asdict(found))
-    show_tables(console, sections.values())
-    show_files(console, files)
+    if run:
+        commands = {f"jackpot replay {quote(str(run))}": "the same question to the rollouts that the run saved"}
+    elif recipe:
+        typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
+        commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}
+    else:
+        commands = {"jackpot simulate quickstart": "the same views of two real models"}
+    show_answer(console, verdicts, sections.values(), show_all, files, commands)

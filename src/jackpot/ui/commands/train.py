@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from jackpot.launch.library import train_config
 from jackpot.launch.ranks import follow_leader
 from jackpot.rollout.tasks.registry import check_sets, set_name
 from jackpot.training.run.folder import RunFolder, measure_of
+from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
 from jackpot.ui.terminal.progress import print_line, progress
 from jackpot.ui.terminal.tables import show_table
@@ -35,7 +37,7 @@ _FACTS = {  # name on the screen: metric and its format
     "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
     "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
 }
-_REWARD_FACTS = {  # in place of accuracies, where the task has no verdict
+_REWARD_FACTS = {  # in place of accuracies, where the task has no verdict; a line in the terminal keeps these
     "policy": ("eval/policy_reward", "{:.3f}"),
     "rollout model": ("eval/rollout_model_reward", "{:.3f}"),
 }
@@ -61,6 +63,10 @@ def train(
             _train_and_show(console, small.config, folder)
     elif dry_run:
         _plan(console, config, recipe_notes(recipe, load_recipe(recipe)).gpus, folder)
+        typed = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]))
+        there = f" --run {quote(str(run))}" if run else ""  # of the tiny run too it would be the folder of both
+        commands = {f"jackpot train {typed} --tiny": "try it here with small models"}
+        show_next(console, commands | {f"jackpot train {typed}{there}": "train"})
     else:
         _train_and_show(console, config, folder)
 
@@ -89,22 +95,25 @@ def _train_and_show(console: Console, config: Config, folder: Path) -> None:
                 f"more; --run with another folder begins a new one.",
             )
 
-    with _listener(console, config.iterations) as listen:
+    with _listener(console, config) as listen:
         is_finished = train_config(config, folder, listen, begin)
     _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
 
 
 @contextmanager
-def _listener(console: Console, iterations: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _listener(console: Console, config: Config) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield a listener for each new line of metrics that shows the iteration, `_FACTS` and the time left."""
     with progress(console) as shown:
 
         def listen(line: Mapping[str, Any]) -> None:
             facts = _FACTS if measure_of(line) != "reward" else _FACTS | _REWARD_FACTS
+            facts = facts | {"KL": (config.kl_metric, "{:.4f}")}
             found = {name: (line.get(metric), form) for name, (metric, form) in facts.items()}
             texts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
             is_due = measure_of(line) is not None
-            shown.update("iteration", line["iteration"], iterations, texts, is_due=is_due)
+            if seconds := sum(value or 0.0 for metric, value in line.items() if metric.startswith("seconds/")):
+                texts["s/iteration"] = f"{seconds:.2g}"
+            shown.update("iteration", line["iteration"], config.iterations, texts, is_due=is_due, lasting=_REWARD_FACTS)
 
         yield listen
 
@@ -112,7 +121,7 @@ def _listener(console: Console, iterations: int) -> Iterator[Callable[[Mapping[s
 def _show_result(
     console: Console, config: Config, lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
 ) -> None:
-    """Print how good both models were before and after training, with standard errors, and the run folder.
+    """Print how good both models were before and after training, with standard errors, the folder and what is next.
 
     That is their accuracy, or their mean reward where the task has no verdict.
     """
@@ -140,6 +149,15 @@ def _show_result(
     print_line(console, f"Run folder: {folder}")
     if not is_finished:
         print_line(console, "Stopped before the end; the same command continues.")
+    where = quote(str(folder))
+    show_next(
+        console,
+        {
+            f"jackpot diagnose {where}": "is the run healthy, and if not, why?",
+            f"jackpot report {where}": "one page with every metric and every saved token",
+            f"jackpot sample {where}": "answers of both models, before and after training",
+        },
+    )
 
 
 def _percent(share: float, error: float | None, sign: str = "") -> str:

@@ -5,13 +5,13 @@ Arms are overlaid; several seeds of one arm become their mean with error bars.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from jackpot.analysis.diagnose.rules import RULES
-from jackpot.ui.charts import COLORS, Chart, Guide, Heatmap, Section, Series, Table
+from jackpot.ui.charts import COLORS, Chart, Guide, Heatmap, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import MeanLine, Number, downsample, mean_line, rounded
 from jackpot.ui.report.metric_layout import (
     LAYOUT,
@@ -19,6 +19,7 @@ from jackpot.ui.report.metric_layout import (
     CombinedChart,
     Distribution,
     Entry,
+    FirstOf,
     MetricCharts,
     QuantileChart,
     ScatterChart,
@@ -31,24 +32,30 @@ _FAMILY = re.compile(r"(?P<base>.+?)_(at_(?P<band>\d+(-\d+|-up)?)|(?P<sign>posit
 _NOT_METRICS = {"iteration", "time"}
 
 
-def metric_sections(arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]]) -> list[Section]:
+def metric_sections(
+    arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]], named: Collection[str] = ()
+) -> list[Section]:
     """Return the sections for which the runs have metrics.
 
     Args:
         spreads: heatmaps of saved rollouts by column, as `distributions` returns them.
+        named: metrics of the findings of `diagnose`; a section with one of them is not folded.
     """
     drawer = _ChartMaker(arms)
     sections = []
     for part in LAYOUT:
+        before = set(drawer.drawn)
         items: list[Chart | Heatmap | Table] = []
         for entry in part.entries:
             items += spreads.get(entry.column, ()) if isinstance(entry, Distribution) else drawer.draw(entry)
         if items:
-            sections.append(Section(title=part.title, intro=part.intro, items=tuple(items)))
+            here = drawer.drawn - before
+            folded = part.is_folded and not any(drawer.is_broken(name) or name in named for name in here)
+            sections.append(Section(title=part.title, intro=part.intro, items=tuple(items), is_folded=folded))
     if empty := drawer.without_numbers:
-        title, intro = "Without a number", "No run counted anything for these metrics: they are null in every line."
+        title, intro = "Empty metrics", "No run counted anything for these metrics: they are null in every line."
         rows = Table(title="Metrics", columns=("metric",), rows=tuple((name,) for name in empty))
-        sections.append(Section(title=title, intro=intro, items=(rows,)))
+        sections.append(Section(title=title, intro=intro, items=(rows,), is_folded=True))
     return sections
 
 
@@ -57,26 +64,39 @@ class _ChartMaker:
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = arms
+        self._numbers = arm_numbers(arm.name for arm in arms)
         runs = [[run.lines for run in arm.runs] for arm in arms]
         names = {name for arm in runs for lines in arm for line in lines for name in line} - _NOT_METRICS
         # one line for each arm
         self._of = {name: [mean_line(lines, name) for lines in runs] for name in sorted(names)}
         self._names = [name for name, lines in self._of.items() if any(line.numbers for line in lines)]
         self.without_numbers = sorted(names - set(self._names))
-        self._drawn: set[str] = set()
+        self.drawn: set[str] = set()
+        self._kl = {run.config.kl_metric for arm in arms for run in arm.runs}
 
     def draw(self, entry: Entry) -> Iterable[Chart | Heatmap]:
         """Return the charts of an entry, as far as the runs have its metrics."""
         if isinstance(entry, MetricCharts):
             return self._metric_charts(re.compile(entry.pattern))
+        if isinstance(entry, FirstOf):
+            return self._first_of(entry)
         if isinstance(entry, CombinedChart):
             return self._combined_chart(entry)
         return self._quantile_chart(entry) if isinstance(entry, QuantileChart) else self._scatter_chart(entry)
 
+    def is_broken(self, metric: str) -> bool:
+        """Return whether a value of any run is beyond a limit that is the same for every run."""
+        return any(guide.is_broken for guide in self._limits(metric)[0])
+
+    def _limits(self, metric: str) -> tuple[list[Guide], str]:
+        """Judge the values of all runs, of which a line may be the mean and may leave out some."""
+        lines = (line for arm in self._arms for run in arm.runs for line in run.lines)
+        return _limits(metric, [value for line in lines if (value := line.get(metric)) is not None])
+
     def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
         """Yield a line for each arm that has the metric. `label` and `variant` are of one metric among several."""
         alone = len(self._arms) == 1
-        for number, (arm, whole) in enumerate(zip(self._arms, self._of[metric], strict=True)):
+        for arm, whole in zip(self._arms, self._of[metric], strict=True):
             if not whole.numbers:
                 continue
             line = downsample(whole)
@@ -86,13 +106,29 @@ class _ChartMaker:
                 y=[rounded(value) for value in line.y],
                 low=line.low and [rounded(value) for value in line.low],
                 high=line.high and [rounded(value) for value in line.high],
-                **({"number": variant} if alone else _look(number, variant)),
+                **self._look(arm, variant),
                 style="both" if len(line.numbers) < 2 else "line",
                 group=arm.name,
             )
 
+    def _look(self, arm: Arm, variant: int = 0) -> dict[str, int]:
+        """Choose number and shade of a series: arms beyond the colors take shades, variants take dashes.
+
+        Of a single arm the variants take the colors behind its own.
+        """
+        number = self._numbers[arm.name]
+        if len(self._arms) == 1:
+            return {"number": (number + variant) % len(COLORS)}
+        return {"number": number % len(COLORS) + variant * len(COLORS), "shade": number // len(COLORS)}
+
+    def _first_of(self, entry: FirstOf) -> Iterator[Chart]:
+        found = [name for name in entry.metrics if name in self._names]
+        for name in sorted(found, key=lambda name: name not in self._kl)[:1]:
+            self.drawn.add(name)
+            yield self._chart(name, self._series(name), metric=name)
+
     def _metric_charts(self, pattern: re.Pattern[str]) -> Iterator[Chart | Heatmap]:
-        names = [name for name in self._names if name not in self._drawn]
+        names = [name for name in self._names if name not in self.drawn]
         found: dict[str, dict[str, dict[str, str]]] = {}  # base: kind: part: metric
         for name in names:
             family = _FAMILY.fullmatch(name)
@@ -108,13 +144,13 @@ class _ChartMaker:
                 yield self._chart(f"{base} by the sign of the advantage", (one for part in lines for one in part))
             if "band" in kinds:
                 yield from self._by_position(base, dict(sorted(kinds["band"].items(), key=lambda one: _start(one[0]))))
-            self._drawn |= {name for kind in kinds.values() for name in kind.values()}
+            self.drawn |= {name for kind in kinds.values() for name in kind.values()}
 
     def _chart(self, title: str, series: Iterable[Series], metric: str = "", note: str = "") -> Chart:
         """Make a chart over iterations; if it shows a single `metric`, add the limits that `diagnose` has for it."""
         drawn = tuple(series)
         values = [value for one in drawn for value in (*one.y, *(one.low or ())) if value is not None]
-        guides, limits = _limits(metric)
+        guides, limits = self._limits(metric)
         log = bool(re.fullmatch(LOGARITHMIC, metric)) and min(values) > 0
         return Chart(
             title=title,
@@ -130,18 +166,18 @@ class _ChartMaker:
         names = {name: label for name, label in entry.metrics.items() if name in self._names}
         if len(names) == len(entry.metrics):
             lines = [self._series(name, label, place) for place, (name, label) in enumerate(names.items())]
-            self._drawn |= names.keys() - set(self._by_themselves(names))
+            self.drawn |= names.keys() - set(self._by_themselves(names))
             yield self._chart(entry.title, (one for part in lines for one in part))
 
     def _by_themselves(self, names: Iterable[str]) -> list[str]:
         """Return the metrics with limits, which a chart of several metrics does not show."""
-        return [name for name in names if _limits(name)[0]]
+        return [name for name in names if self._limits(name)[0]]
 
     def _quantile_chart(self, entry: QuantileChart) -> Iterator[Chart]:
         names = (entry.middle, entry.low, entry.high)
         if not set(names) <= set(self._names):
             return
-        self._drawn |= set(names)
+        self.drawn |= set(names)
         if len(self._arms) > 1:  # overlapping bands could not be distinguished
             labels = ("median", *entry.ends)
             lines = [
@@ -157,14 +193,14 @@ class _ChartMaker:
         if entry.x not in self._names or entry.y not in self._names:
             return
         drawn = []
-        for number, (arm, x, y) in enumerate(zip(self._arms, self._of[entry.x], self._of[entry.y], strict=True)):
+        for arm, x, y in zip(self._arms, self._of[entry.x], self._of[entry.y], strict=True):
             at = dict(zip(y.x, y.y, strict=True))
             pairs = [(rounded(one), rounded(at[i])) for i, one in zip(x.x, x.y, strict=True) if one and at.get(i)]
             pairs = pairs[:: max(1, math.ceil(len(pairs) / 400))]
             if pairs:
                 xs, ys = map(list, zip(*pairs, strict=True))
-                drawn.append(Series(name=arm.name, x=xs, y=ys, style="points", group=arm.name, **_look(number)))
-        guides, _ = _limits(entry.y)
+                drawn.append(Series(name=arm.name, x=xs, y=ys, style="points", group=arm.name, **self._look(arm)))
+        guides, _ = self._limits(entry.y)
         unity = Guide(text="kappa = 1", y=1.0)
         yield Chart(
             title=entry.title,
@@ -189,7 +225,7 @@ class _ChartMaker:
             points = [(x, rounded(y)) for x, y in points if y is not None]
             if points:
                 x, y = map(list, zip(*points, strict=True))
-                drawn.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, **_look(number)))
+                drawn.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, **self._look(arm)))
         yield Chart(
             title=f"{base} over the position, newest tenth of the iterations",
             x_label="position",
@@ -197,11 +233,6 @@ class _ChartMaker:
             series=tuple(drawn),
             x_names=tuple(bands),
         )
-
-
-def _look(arm: int, variant: int = 0) -> dict[str, int]:
-    """Choose number and shade of a series: arms beyond the colors take shades, variants take dashes."""
-    return {"number": arm % len(COLORS) + variant * len(COLORS), "shade": arm // len(COLORS)}
 
 
 def _suffix(arm: Arm, arms: Sequence[Arm]) -> str:
@@ -250,13 +281,21 @@ def _heatmap(title: str, label: str, rows: Mapping[str, MeanLine]) -> Heatmap:
     )
 
 
-def _limits(metric: str) -> tuple[list[Guide], str]:
-    """Return the limits of a metric that are the same for every run, and the explanation of values beyond them."""
-    rules = [rule for rule in RULES if rule.metric == metric and rule.over is None]
-    guides = [
-        Guide(text=f"unhealthy {side} {limit:g}", y=limit)
-        for rule in rules
-        for side, limit in (("below", rule.low), ("above", rule.high))
-        if isinstance(limit, float) and math.isfinite(limit)
-    ]
-    return guides, " ".join(f"Unhealthy beyond its limit: {rule.explanation}." for rule in rules)
+def _limits(metric: str, values: Sequence[float]) -> tuple[list[Guide], str]:
+    """Return the limits of a metric that are the same for every run, and sentences on whether the values keep them."""
+    guides, said = [], []
+    for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
+        limits = [
+            (text, limit, sum((value - limit) * sign > 0 for value in values))
+            for text, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
+            if isinstance(limit, float) and math.isfinite(limit)
+        ]
+        named = " and ".join(f"{text} {limit:g}" for text, limit, _ in limits)
+        guides += [Guide(text=f"{text} {limit:g}", y=limit, is_broken=beyond > 0) for text, limit, beyond in limits]
+        if beyond := sum(count for _, _, count in limits):
+            said.append(f"{beyond:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}.")
+        elif limits:
+            said.append(f"Within its limit, {named}.")
+        else:
+            said.append("Its limit depends on the run; the summary lists the runs beyond it.")
+    return guides, " ".join(dict.fromkeys(said))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, flat_column, read_columns
+from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, best_rollouts, flat_column, read_columns
 from jackpot.ui.charts import Table
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.runs import Run
@@ -56,7 +56,8 @@ def inspector_data(
         sizes = [sum(saved.tokens for saved in of_run) for _, of_run in runs[number:]]
         share = even_shares(sizes, max(packing.left, 0))[0]
         words = TokenTexts()
-        if iterations := packing.add(files, share, words):
+        best = best_rollouts(run.folder, [saved.iteration for saved in files])
+        if iterations := packing.add(files, share, words, best):
             packing.packs[f"words-{number}"] = packed(texts_of(words, run.folder, run.config))
             shown.append({"name": run.name, "words": f"words-{number}", "iterations": iterations})
     index = {"top": TOP, "max_tokens": max_tokens, "runs": shown}
@@ -73,10 +74,16 @@ class _Packing:
         self.unreadable: list[str] = []
         self.bad: set[Path] = set()
 
-    def add(self, files: Sequence[RolloutFile], share: int, words: TokenTexts) -> list[dict[str, Any]]:
-        """Pack about `share` tokens of a run; return the counts of each packed iteration."""
+    def add(
+        self, files: Sequence[RolloutFile], share: int, words: TokenTexts, best: int | None
+    ) -> list[dict[str, Any]]:
+        """Pack about `share` tokens of a run; return the counts of each packed iteration.
+
+        Args:
+            best: iteration with the rollouts of the best policy, which is packed where more than two are.
+        """
         listed: list[dict[str, Any]] = []
-        chosen = spread_files(files, share)
+        chosen = with_best(spread_files(files, share), files, best)
         chosen = chosen[-1:] + chosen[:-1]  # the newest first, then the oldest, so that both have room
         for place, saved in enumerate(chosen):
             part = even_shares([one.tokens for one in chosen[place:]], max(share, 0))[0]
@@ -97,7 +104,7 @@ class _Packing:
             share -= tokens
             counts = {"responses": len(rows), "of_responses": saved.responses}
             counts |= {"tokens": tokens, "of_tokens": saved.tokens}
-            listed.append({"iteration": saved.iteration, "pack": name} | counts)
+            listed.append({"iteration": saved.iteration, "pack": name, "best": saved.iteration == best} | counts)
         return sorted(listed, key=lambda one: one["iteration"])
 
 
@@ -112,6 +119,15 @@ def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]
             return spread
     ends = [files[0], files[-1]] if len(files) > 1 else list(files)
     return ends if sum(_of_responses(saved, 1) for saved in ends) <= budget else ends[-1:]
+
+
+def with_best(chosen: list[RolloutFile], files: Sequence[RolloutFile], best: int | None) -> list[RolloutFile]:
+    """Return the chosen files with that of iteration `best` in place of the nearest one between the two ends."""
+    found = [saved for saved in files if saved.iteration == best and saved not in chosen]
+    if not found or len(chosen) < 3:
+        return chosen
+    nearest = min(chosen[1:-1], key=lambda saved: abs(saved.iteration - found[0].iteration))
+    return [found[0] if saved is nearest else saved for saved in chosen]
 
 
 def _of_responses(saved: RolloutFile, count: int) -> float:

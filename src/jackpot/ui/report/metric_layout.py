@@ -14,6 +14,16 @@ class MetricCharts:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstOf:
+    """Asks for a chart of the first of these metrics that the runs have, without its parts.
+
+    A metric that is `kl_metric` of a run comes before the others.
+    """
+
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CombinedChart:
     """Asks for one chart of several metrics."""
 
@@ -50,7 +60,7 @@ class Distribution:
     column: str  # a key of `distributions.QUANTITIES`
 
 
-Entry = MetricCharts | CombinedChart | QuantileChart | ScatterChart | Distribution
+Entry = MetricCharts | FirstOf | CombinedChart | QuantileChart | ScatterChart | Distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +70,20 @@ class LayoutSection:
     title: str
     intro: str
     entries: tuple[Entry, ...]
+    is_folded: bool = False  # whether the page shows only its title, as long as no value in it is beyond a limit
 
 
+HEADLINE = "At a glance"
 LAYOUT = (
+    LayoutSection(
+        HEADLINE,
+        "Does the policy learn, how far is the rollout model from it, and which share of the tokens can train it?",
+        (
+            FirstOf(("eval/policy_accuracy", "eval/policy_reward")),
+            FirstOf(("mismatch/kl_k3", "mismatch/kl_rollout_policy")),
+            FirstOf(("obrs/acceptance",)),
+        ),
+    ),
     LayoutSection(
         "Accuracy and reward",
         "Does the policy learn? The evaluation gives both models the same held-out problems; rewards are those of the "
@@ -81,8 +102,8 @@ LAYOUT = (
         ),
     ),
     LayoutSection(
-        "Bugs",
-        "Is the fault a bug? The engine's log-probs must equal those of training up to rounding, no number may be "
+        "Sanity checks",
+        "Is something broken? The engine's log-probs must equal those of training up to rounding, no number may be "
         "missing or infinite, and files must be writable. A fault here explains the sections below.",
         (
             MetricCharts(r".*engine_gap(_max)?"),
@@ -92,6 +113,7 @@ LAYOUT = (
             MetricCharts(r".*/skipped_steps"),
             MetricCharts(r"(checkpoint|files)/.*"),
         ),
+        is_folded=True,
     ),
     LayoutSection(
         "Mismatch, before the correction",
@@ -183,6 +205,7 @@ LAYOUT = (
             MetricCharts(r"(policy|rollout_model)/clip_frac"),
             MetricCharts(r"correction/.*"),
         ),
+        is_folded=True,
     ),
     LayoutSection(
         "Models",
@@ -199,6 +222,7 @@ LAYOUT = (
             MetricCharts(r"critic/.*"),
             MetricCharts(r"(policy|rollout_model)/.*"),
         ),
+        is_folded=True,
     ),
     LayoutSection(
         "Length, tokens, time",
@@ -212,8 +236,9 @@ LAYOUT = (
             MetricCharts(r"flops/.*"),
             MetricCharts(r"tokens/.*"),
         ),
+        is_folded=True,
     ),
-    LayoutSection("Everything else", "Metrics that no other section names.", (MetricCharts(r".*"),)),
+    LayoutSection("Everything else", "Metrics that no other section names.", (MetricCharts(r".*"),), is_folded=True),
 )
 
 LOGARITHMIC = r".*(ratio_max|ratio_p[\d.]+|weight_max|grad_norm|engine_gap(_max)?|z_bound_width|log_ratio_variance)"

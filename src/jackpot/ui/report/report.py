@@ -12,8 +12,9 @@ from jackpot.ui.html import write_page
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.distributions import distributions
 from jackpot.ui.report.inspector import MAX_TOKENS, inspector_data
+from jackpot.ui.report.metric_layout import HEADLINE
 from jackpot.ui.report.runs import arms_of, common_folder, find_runs, is_abandoned, read_runs
-from jackpot.ui.report.summary import summary_section
+from jackpot.ui.report.summary import diagnoses, summary_section
 
 NAME = "report.html"
 PAUSE = 60.0  # time without a lock after which a run counts as ended, seconds; a resumed run has to load first
@@ -65,18 +66,22 @@ def write_report(
     unreadable: list[str] = []
     saved_by_run = []
     for run in in_order:
-        found, bad = list_rollout_files(run.folder)
-        saved_by_run.append((run, found))
-        files += [(run.name, saved) for saved in found]
+        saved_files, bad = list_rollout_files(run.folder)
+        saved_by_run.append((run, saved_files))
+        files += [(run.name, saved) for saved in saved_files]
         unreadable += bad
     spreads, bad = distributions(arms, files)
     unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
     unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both functions read the same files
-    summary = summary_section(arms, unreadable)
+    found = diagnoses(arms)
+    summary = summary_section(arms, found, unreadable)
     if tokens.left_out.rows:
         summary = replace(summary, items=(*summary.items, tokens.left_out))
-    sections = [summary, *metric_sections(arms, spreads)]
+    findings = (finding for _, diagnosis in found for finding in diagnosis.findings)
+    named = {metric for finding in findings for metric in finding.metric.split(" / ")}
+    sections = metric_sections(arms, spreads, named)
+    sections.insert(1 if sections and sections[0].title == HEADLINE else 0, summary)
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
     write_page(path, title, sections, tokens=tokens, reload_every=reload_every if going else None)
     return Report(path=path, runs=len(runs), unfinished=unfinished, going=going, unreadable=tuple(unreadable))

@@ -13,10 +13,18 @@ from jackpot.ui.results import measured
 _NOTHING = "-"
 
 
-def summary_section(arms: Sequence[Arm], unreadable: Sequence[str]) -> Section:
-    """Return tables of results, verdicts, findings, differing settings, events and files that were left out."""
+def diagnoses(arms: Sequence[Arm]) -> list[tuple[Run, Diagnosis]]:
+    """Diagnose every run, in the order of the arms."""
+    return [(run, diagnose(run.lines, run.events, run.config)) for arm in arms for run in arm.runs]
+
+
+def summary_section(arms: Sequence[Arm], found: Sequence[tuple[Run, Diagnosis]], unreadable: Sequence[str]) -> Section:
+    """Return tables of results, verdicts, findings, differing settings, events and files that were left out.
+
+    Args:
+        found: what `diagnoses` returns for the arms.
+    """
     runs = [(arm, run) for arm in arms for run in arm.runs]
-    found = [(run, diagnose(run.lines, run.events, run.config)) for _, run in runs]
     tables = [
         _results(runs, [diagnosis for _, diagnosis in found]),
         Table(
@@ -114,7 +122,9 @@ def _events(runs: Sequence[Run]) -> Table:
         for name, those in counts.items():
             newest = those[-1]
             details = {key: value for key, value in newest.items() if key not in ("event", "iteration", "time")}
-            text = ", ".join(f"{key} {value}" for key, value in details.items())
+            text = ", ".join(
+                f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in details.items()
+            )
             rows.append((run.name, name, str(len(those)), str(newest["iteration"]), text[:300]))
     columns = ("run", "event", "count", "newest at iteration", "details of the newest")
     return Table(title="Events", columns=columns, rows=tuple(rows))

@@ -8,28 +8,36 @@ from jackpot.analysis.plan.placement import AHEAD, IN_FLIGHT, ClusterPlan, Place
 from jackpot.analysis.plan.sharding import ENGINES_SHARE
 from jackpot.analysis.plan.sizes import PromptLengths
 from jackpot.config.run import Config
+from jackpot.ui.charts import Section, Table
+from jackpot.ui.terminal.answer import show_answer
+from jackpot.ui.terminal.plan import unpriced
 from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
 
 _GB = 1e9  # bytes
 
 
-def show_placements(console: Console, config: Config, plan: ClusterPlan, prompts: PromptLengths, source: str) -> None:
-    """Print a table of all placements, what `batch.ahead` buys, what deaths of engines cost, and the cheapest.
+def show_placements(
+    console: Console, config: Config, plan: ClusterPlan, prompts: PromptLengths, source: str, show_all: bool
+) -> None:
+    """Print the cheapest placement, a table of all, what is assumed, and with `show_all` what ahead and deaths change.
 
     Args:
         source: where the mean length of responses is from.
     """
+    cheapest, *assumed = _sentences(config, plan, prompts, source)
+    show_answer(console, [cheapest], [Section(title="", intro="", items=_tables(plan))], show_all)
+    for sentence in assumed:
+        print_line(console, sentence)
+
+
+def _tables(plan: ClusterPlan) -> tuple[Table, ...]:
+    """Return a table of all placements, and as details what `batch.ahead` buys and what deaths of engines cost."""
     machine = f"{plan.runs[0].placement.gpus} {plan.kind}"
-    columns = ("generate + train", "GB each", *(f"ahead {ahead}" for ahead in AHEAD), "eval h", "hours")
-    rows = [_placement(run) for run in plan.runs]
-    rows += [(str(placement), "no room", *[""] * (len(columns) - 2)) for placement in plan.no_room]
-    show_table(console, f"Seconds an iteration on {machine}, simulated (docs/cost.md)", columns, rows, columns[1:])
-    columns = ("batch.ahead", "fastest", "seconds", "learner busy", "engines busy", "mean lag", "hours", "in flight")
-    rows = [_ahead(plan, ahead) for ahead in AHEAD if any(ahead in run.by_ahead for run in plan.runs)]
-    show_table(console, "What batch.ahead buys", columns, rows, columns[1:])
+    heads = ("generate + train", "GB each", *(f"ahead {ahead}" for ahead in AHEAD), "eval h", "hours")
+    placements = [_placement(run) for run in plan.runs]
+    placements += [[str(placement), "no room", *[""] * (len(heads) - 2)] for placement in plan.no_room]
     whole = plan.deaths[max(plan.deaths)]
-    rows = [
+    deaths = [
         (
             "never" if between == max(plan.deaths) else f"{between / 60:,.0f} min",
             f"{one.seconds:.1f}",
@@ -38,10 +46,29 @@ def show_placements(console: Console, config: Config, plan: ClusterPlan, prompts
         )
         for between, one in plan.deaths.items()
     ]
-    columns = ("an engine dies every", "seconds", "more", "tokens lost an iteration")
-    show_table(console, f"What deaths of engines cost on {_name(*plan.fastest())}", columns, rows, columns[1:])
-    for sentence in _sentences(config, plan, prompts, source):
-        print_line(console, sentence)
+    ahead = [_ahead(plan, ahead) for ahead in AHEAD if any(ahead in run.by_ahead for run in plan.runs)]
+    return (
+        Table(
+            title=f"Seconds an iteration on {machine}, simulated (docs/cost.md)",
+            columns=heads,
+            rows=tuple(map(tuple, placements)),
+        ),
+        Table(
+            title="What batch.ahead buys",
+            columns=(
+                *("batch.ahead", "fastest", "seconds", "learner busy", "engines busy", "mean lag"),
+                *("hours", "in flight"),
+            ),
+            rows=tuple(map(tuple, ahead)),
+            is_detail=True,
+        ),
+        Table(
+            title=f"What deaths of engines cost on {_name(*plan.fastest())}",
+            columns=("an engine dies every", "seconds", "more", "tokens lost an iteration"),
+            rows=tuple(deaths),
+            is_detail=True,
+        ),
+    )
 
 
 def _name(run: PlacedRun, ahead: int) -> str:
@@ -102,7 +129,7 @@ def _sentences(config: Config, plan: ClusterPlan, prompts: PromptLengths, source
         f"did not train faster. Engines on GPUs of their own take {ENGINES_SHARE:.0%} of the memory. In flight: if "
         "engines took weights while they generate, which nothing does today."
     )
-    return said
+    return [*said, *unpriced(config)]
 
 
 def plan_numbers(plan: ClusterPlan, source: str) -> dict[str, Any]:

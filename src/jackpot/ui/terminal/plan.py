@@ -12,7 +12,7 @@ from jackpot.analysis.plan.placement import residents
 from jackpot.analysis.plan.sharding import RankMemory
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
-from jackpot.config.engines import EngineConfig, VLLMServerEngineConfig
+from jackpot.config.engines import EngineConfig, ServerEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.place import place
 from jackpot.core.types import Role
@@ -95,7 +95,7 @@ def _engine(config: Config) -> str:
     settings, other = config.engine, config.evaluation.engine
     head = ", output layers in fp32" if config.head_dtype else ""
     parts = [f"{_precision(settings)}, training in {config.precision}{head}"]
-    if isinstance(settings, VLLMServerEngineConfig):
+    if isinstance(settings, ServerEngineConfig):
         parts.append(f"servers {', '.join(settings.urls)}")
     if config.draft:
         parts.append(f"the rollout model drafts for the policy, tokens {config.draft.tokens}, lam {config.draft.lam:g}")
@@ -175,7 +175,7 @@ def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
     show_table(console, "GPUs and hours by arithmetic (docs/cost.md)", _COLUMNS, rows, _COLUMNS[1:])
     _show_writers(console, estimate.stated)
-    for sentence in (_memory(estimate.stated), *_assumptions(config, estimate)):
+    for sentence in (_memory(estimate.stated), *unpriced(config), *_assumptions(config, estimate)):
         print_line(console, sentence)
 
 
@@ -213,11 +213,11 @@ def _name(row: MachineEstimate) -> str:
 
 
 def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
-    """Format memory and hours of one machine; a run that does not fit into its memory has no hours."""
+    """Format memory and hours of one machine; a run that does not fit into its memory has `-` for its hours."""
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f}/{shard.limit / _GB:.0f}"
     if row.hours is None or row.alone is None:
-        return [memory, "no room", *[""] * (len(_COLUMNS) - 3)]
+        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]
     hours, alone = row.hours, row.alone
     parts = [_hours(part) for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
     compared = ["", ""] if on_policy else [_hours(alone.iterations), f"{1 - hours.iterations / alone.iterations:.0%}"]
@@ -247,7 +247,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     prompts, fewest = estimate.prompts, [f"{count} {kind}" for kind, count in estimate.fewest.items() if count]
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
     if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
-        said[0] += " This version trains on one GPU: more are a plan with fully sharded weights."
+        said[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
     said[0] += " `jackpot plan` simulates GPUs that generate beside GPUs that train."
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
@@ -267,6 +267,16 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     if from_table:
         said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
     return said
+
+
+def unpriced(config: Config) -> list[str]:
+    """Say that the hours do not hold where training computes slower than at the GPU's peak; nothing elsewhere."""
+    if config.precision != "int8":
+        return []
+    return [
+        "These hours do not hold for precision int8: they count products at the GPU's bf16 peak, but training "
+        "multiplies INT8 codes in float64 on a GPU (docs/precision.md)."
+    ]
 
 
 def _evaluations(config: Config, row: MachineEstimate | None) -> list[str]:

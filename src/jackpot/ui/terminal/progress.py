@@ -1,13 +1,14 @@
 """Shows how far a command is: bars in a terminal, single lines in a log."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from jackpot.core.stages import listening
 from jackpot.ui.terminal.text import plain, printable
 
 LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
@@ -15,29 +16,38 @@ LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
 @contextmanager
 def progress(console: Console) -> Iterator["Bars | Lines"]:
-    """Yield an object whose `update` shows the progress while the work goes on."""
+    """Yield an object whose `update` shows the progress while the work goes on; it shows stages too."""
     if not console.is_terminal:
-        yield Lines(console)
+        lines = Lines(console)
+        with listening(lines.stage):
+            yield lines
         return
     bars = Bars(console)
-    with bars.live:
+    with bars.live, listening(bars.stage):
         yield bars
+        bars.stage("")  # the last frame stays on the screen
 
 
 class Bars:
-    """Shows a bar with elapsed and remaining time for each counted thing, and below the bars the newest facts."""
+    """Shows a bar with the time for each counted thing, and below the bars the newest facts and the stage.
+
+    Lines that are due stay above the bars.
+    """
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
             TextColumn("{task.description} {task.completed:,}/{task.total:,}{task.fields[noun]}", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=16),
+            TextColumn("{task.percentage:.0f}%"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
             console=console,
         )
+        self._console = console
         self._tasks: dict[str, TaskID] = {}
         self._facts: dict[str, str] = {}
+        self._stage = ""
         self.live = Live(self._frame(), console=console, refresh_per_second=4)
 
     def update(
@@ -50,6 +60,7 @@ class Bars:
         noun: str = "",
         start: int | None = None,
         is_due: bool = False,
+        lasting: Collection[str] | None = None,
     ) -> None:
         """Show the count of one thing and facts about it; a fact stays until a newer one replaces it.
 
@@ -58,18 +69,28 @@ class Bars:
             facts: name and formatted value.
             noun: what stands behind the count.
             start: count at which this process began; None takes the first `done`.
-            is_due: print a line of a log at once; bars always show the newest count.
+            is_due: print a line that stays, in a log at once; bars always show the newest count.
+            lasting: names of the facts in the line that stays above the bars, and only there; None: all.
         """
         if name not in self._tasks:
             begun = done if start is None else start
             self._tasks[name] = self._bars.add_task(printable(name), total=total, completed=begun, noun=noun)
         self._bars.update(self._tasks[name], completed=done)
+        if is_due:
+            kept = {fact: value for fact, value in facts.items() if lasting is None or fact in lasting}
+            facts = {fact: value for fact, value in facts.items() if fact not in kept}
+            print_line(self._console, _line(f"{name} {done:,}/{total:,}{noun}", kept))
         self._facts |= facts
         self.live.update(self._frame())
 
+    def stage(self, text: str) -> None:
+        """Show what is done now."""
+        self._stage = text
+        self.live.update(self._frame())
+
     def _frame(self) -> Group:
-        facts = plain("  ".join(f"{name} {value}" for name, value in self._facts.items()), style="dim")
-        return Group(self._bars, facts)
+        below = ("  ".join(f"{name} {value}" for name, value in self._facts.items()), self._stage)
+        return Group(self._bars, *(plain(text, style="dim") for text in below if text))
 
 
 class Lines:
@@ -89,6 +110,7 @@ class Lines:
         noun: str = "",
         start: int | None = None,
         is_due: bool = False,
+        lasting: Collection[str] | None = None,
     ) -> None:
         """Print the count, the facts and the time left, if a line is due; arguments as for `Bars.update`."""
         now = time.monotonic()
@@ -97,8 +119,16 @@ class Lines:
             return
         self._last = now
         left = [f"{(now - begun) / (done - first) * (total - done):.0f} s left"] if done > first else []
-        parts = [f"{name} {done:,}/{total:,}{noun}", *(f"{fact} {value}" for fact, value in facts.items()), *left]
-        print_line(self._console, "  ".join(parts))
+        print_line(self._console, "  ".join([_line(f"{name} {done:,}/{total:,}{noun}", facts), *left]))
+
+    def stage(self, text: str) -> None:
+        """Print what is done now, as long as nothing is counted."""
+        if not self._begun:
+            print_line(self._console, text)
+
+
+def _line(count: str, facts: Mapping[str, str]) -> str:
+    return "  ".join([count, *(f"{fact} {value}" for fact, value in facts.items())])
 
 
 @contextmanager
@@ -106,11 +136,11 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
     """Yield a function that shows what the command does now: on one changing line in a terminal, else a line each.
 
     Args:
-        text: what is shown first, in a terminal only.
+        text: what is shown first, in a terminal only; stages that begin replace it.
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:
-        with console.status(plain(text)) as shown:
+        with console.status(plain(text)) as shown, listening(lambda newer: shown.update(plain(newer))):
             yield lambda newer: shown.update(plain(newer))
         return
     last = time.monotonic()
@@ -124,6 +154,10 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
     yield show
 
 
-def print_line(console: Console, text: str) -> None:
-    """Print text as it is: no markup, no control characters, no colors for numbers, no line breaks of our own."""
-    console.print(plain(text), highlight=False, soft_wrap=True)
+def print_line(console: Console, text: str, is_whole: bool = False) -> None:
+    """Print text as it is: no markup, no control characters, no colors for numbers.
+
+    A terminal gets line breaks between words, but for lines that are `is_whole`: commands and files, which are copied.
+    A log gets none, so that a program finds whole lines.
+    """
+    console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)

@@ -1,8 +1,10 @@
 """Prints tables and the names of written files in the terminal."""
 
-from collections.abc import Collection, Iterable, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as TerminalTable
 
@@ -10,19 +12,22 @@ from jackpot.ui.charts import Section, Table
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.text import plain
 
-_MOST_ROWS = 40  # of a table in the terminal; a longer one is in the page only
+_MOST_ROWS = 40  # of a table in the terminal; a longer one is a detail
+_TEXT = 24  # width that a column of text needs at least, if it has as much; it breaks between words, characters
 
 
-def show_tables(console: Console, sections: Iterable[Section]) -> None:
-    """Print the tables of a page with their notes; of a table too long for a terminal print only its title."""
-    for section in sections:
-        for item in section.items:
-            if isinstance(item, Table) and len(item.rows) > _MOST_ROWS:
-                print_line(console, f"{item.title}: {len(item.rows)} rows, in the page\n")
-            elif isinstance(item, Table):
-                numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text
-                show_table(console, item.title, item.columns, item.rows, numbers)
-                console.print(plain(item.note + "\n" if item.note else ""), highlight=False)
+def show_tables(console: Console, sections: Iterable[Section], show_all: bool = True) -> int:
+    """Print the tables of a page with their notes; return how many were left out.
+
+    Left out, but for `show_all`, are those marked `is_detail` and those too long for a terminal.
+    """
+    tables = [item for section in sections for item in section.items if isinstance(item, Table)]
+    shown = [one for one in tables if show_all or not (one.is_detail or len(one.rows) > _MOST_ROWS)]
+    for item in shown:
+        numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text
+        show_table(console, item.title, item.columns, item.rows, numbers)
+        console.print(plain(item.note + "\n" if item.note else ""), highlight=False)
+    return len(tables) - len(shown)
 
 
 def show_table(
@@ -35,18 +40,68 @@ def show_table(
 ) -> None:
     """Print one table; no cell is read as markup.
 
+    Numbers are never broken. Columns for which the console is too narrow follow in further tables, each of which begins
+    with the first column.
+
     Args:
         columns: heads, of which those in `numbers` are aligned to the right.
         options: further arguments of `rich.table.Table`.
     """
     if title:
         print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
-    table = TerminalTable(**options)
-    for column in columns:
-        table.add_column(plain(column), justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(plain, row))
-    console.print(table)
+    columns, rows = tuple(columns), [tuple(row) for row in rows]
+    cells = [[row[place] for row in rows] for place in range(len(columns))]
+    needs = [_need(head, texts, head in numbers) for head, texts in zip(columns, cells, strict=True)]
+    widths = [max(map(cell_len, [head, *texts])) for head, texts in zip(columns, cells, strict=True)]
+    for places in _parts(needs, console.width):
+        table, fits = TerminalTable(**options), _whole(widths[place] for place in places) <= console.width
+        given = {} if fits else _given({place: (needs[place], widths[place]) for place in places}, console.width)
+        for place in places:
+            head, is_number = columns[place], columns[place] in numbers
+            if is_number and not fits:
+                head = textwrap.fill(head, needs[place], break_long_words=False)
+            table.add_column(
+                plain(head),
+                justify="right" if is_number else "left",
+                overflow="fold",
+                no_wrap=is_number and not fits,
+                width=given.get(place),
+            )
+        for row in rows:
+            table.add_row(*(plain(row[place]) for place in places))
+        console.print(table)
+
+
+def _whole(widths: Iterable[int]) -> int:
+    """Return the width of a table with columns of these widths, borders included."""
+    return sum(width + 3 for width in widths) + 1
+
+
+def _need(head: str, cells: Sequence[str], is_number: bool) -> int:
+    """Return the width below which a column cannot be read, characters."""
+    longest = max(map(cell_len, cells), default=0)
+    return max(*map(cell_len, head.split() or [""]), longest if is_number else min(longest, _TEXT), 1)
+
+
+def _given(columns: Mapping[int, tuple[int, int]], width: int) -> dict[int, int]:
+    """Divide the console's width among columns by (need, full width); empty where the needs do not fit."""
+    given, left = {}, width - _whole(need for need, _ in columns.values())
+    if left < 0:
+        return given
+    for place, (need, full) in sorted(columns.items(), key=lambda one: one[1][1] - one[1][0]):
+        given[place] = need + min(max(full - need, 0), left)
+        left -= given[place] - need
+    return given
+
+
+def _parts(needs: Sequence[int], width: int) -> list[list[int]]:
+    """Divide the columns, by their places, into tables that fit, each with the first column."""
+    parts: list[list[int]] = [[0]]
+    for place in range(1, len(needs)):
+        if _whole(needs[one] for one in [*parts[-1], place]) > width and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(place)
+    return parts
 
 
 def show_files(console: Console, files: Sequence[Path]) -> None:

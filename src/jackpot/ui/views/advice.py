@@ -11,20 +11,21 @@ _ERRORS = ("worth", "flops")  # shown with their standard errors; `--json` has a
 
 
 def judged_table(answer: Mapping[str, Any]) -> Table:
-    """Return every correction with its best settings, from `Advice.numbers`."""
+    """Return every correction with its best settings, and the recommended one, from `Advice.numbers`."""
     ordered = sorted(answer["candidates"], key=lambda one: -one["worth"]["value"])
     best = {one["name"]: one for one in reversed(ordered) if one["advisable"] or one["is_whole"]}
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
     return Table(
         title="What a rollout is worth, in rollouts of the policy's own",
-        columns=("correction", "worth", "by tokens", "effective", "TV after", "states"),
+        columns=("correction", "worth", "tokens", "ESS", "TV after", "states"),
         rows=tuple(
             (one["label"], *(_text(one[name], name) for name in names))
             for one in ordered
-            if one is best.get(one["name"])
+            if one is best.get(one["name"]) or one["label"] == answer["correction"]
         ),
-        note="Each with its best settings. worth = effective (1 - 2 TV)^2 (1 - states)^2, with standard errors over "
-        "prompts; by tokens: without the last factor; states: share of those that the policy visits less often.",
+        note="Each with its best settings, and the recommended one. worth = ESS (1 - 2 TV)^2 (1 - states)^2, with "
+        "standard errors over prompts; tokens: without the last factor; ESS: effective share of tokens; states: share "
+        "of those that the policy visits less often.",
     )
 
 

@@ -14,8 +14,9 @@ from jackpot.analysis.compare.comparison import (
     spent_on,
 )
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
+from jackpot.rollout.pass_at_k import student_t
 from jackpot.training.run.folder import Measure
-from jackpot.ui.charts import Chart, Guide, Section, Series, Table
+from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.results import measured
 
@@ -28,6 +29,25 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     trouble = Table(title="Runs that ended early", columns=("arm", "what happened"), rows=troubles)
     costs = () if comparison.accuracy is None else (_costs(comparison),)
     return (_accuracies(comparison), *costs, *((trouble,) if troubles else ()))
+
+
+def comparison_verdict(comparison: Comparison) -> str:
+    """Say which arm is highest at the budget, and how far it is from the baseline, or from the next arm if it is it."""
+    shown = percent if comparison.measure == "accuracy" else _rewards
+    unit = " percent" if comparison.measure == "accuracy" else ""
+    rows = sorted(comparison.rows, key=lambda row: -row.after.mean)
+    best, others = rows[0], rows[1:]
+    said = f"Highest: {best.arm}, {shown(best.after)}{unit}"
+    other = best if best.difference else next((row for row in others if row.difference), None)
+    if other is None:
+        return f"{said}."
+    difference, (text, _) = other.difference, difference_cells(other.difference, comparison.measure)
+    error, count = difference.error, difference.higher if other is best else difference.seeds - difference.higher
+    said += f"; {other.arm} minus {comparison.baseline}: {text}"
+    sure = student_t(difference.seeds - 1) if difference.seeds > 1 else 2.0  # of one seed: the error by the problems
+    if error is None or abs(difference.spread.mean) <= sure * error:
+        return f"{said}, which {'one seed' if error is None else 'chance alone'} can make."
+    return f"{said}, on {count} of {difference.seeds} seeds."
 
 
 _NOTHING_ROSE = (
@@ -168,9 +188,8 @@ def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> d
 
 def _chart(view: _View, runs: Sequence[RunSummary], spent: str, label: str, guides: tuple[Guide, ...]) -> Chart:
     arms = list(dict.fromkeys(run.arm for run in runs))
-    series = [
-        _series(arm, number, [run for run in runs if run.arm == arm], view, spent) for number, arm in enumerate(arms)
-    ]
+    numbers = arm_numbers(arms)
+    series = [_series(arm, numbers[arm], [run for run in runs if run.arm == arm], view, spent) for arm in arms]
     return Chart(
         title=f"{view.title} by {label}",
         x_label=label,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from jackpot.analysis.mismatch.lengths import LengthRow
 from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MeanEstimate, MismatchNumbers, TokenBand
 from jackpot.analysis.mismatch.run import MismatchPair, MismatchResult
-from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, finite, format_number
+from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite, format_number
 
 _SMALLEST = 1e-16  # smallest value on a logarithmic axis
 _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
@@ -61,11 +61,10 @@ def _bounds(both: tuple[MeanEstimate, MeanEstimate] | None, is_exact: bool) -> s
 
 def mismatch_sections(found: MismatchResult) -> dict[str, Section]:
     """Return the sections of the page by the names of their pictures."""
-    sections = {
-        "responses": _response_section(found.pairs),
-        "tokens": _token_section(found.pairs),
-    }
-    return sections | ({"lengths": _length_section(found.pairs)} if found.pairs[0].lengths else {})
+    details = {"tokens": _token_section(found.pairs)}
+    if found.pairs[0].lengths:
+        details["lengths"] = _length_section(found.pairs)
+    return {"responses": _response_section(found.pairs)} | as_details(details)
 
 
 def _over_pairs(
@@ -98,13 +97,20 @@ def _response_section(pairs: Sequence[MismatchPair]) -> Section:
         title="In words",
         columns=("sampler | learner", "conclusion"),
         rows=tuple((f"{pair.sampler} | {pair.learner}", pair.verdict) for pair in pairs),
+        is_detail=True,
     )
     return Section(
         title="How far the learner is from the sampler",
         intro="The sampler generated the responses and the learner scored them. Every token has two probabilities, p "
         "of the sampler and q of the learner; if both computed the same, |p - q| would be 0 everywhere.",
-        items=(table, words, *_response_charts(pairs)),
+        items=(table, words, *_layers(pairs), *_response_charts(pairs)),
     )
+
+
+def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
+    rows = tuple((pair.name, *one) for pair in pairs for one in pair.layers)
+    title = "Layers that the two sides compute in different number formats"
+    return (Table(title=title, columns=("pair", "layers", "sampler", "learner"), rows=rows),) if rows else ()
 
 
 def _what(pairs: Sequence[MismatchPair]) -> str:

@@ -1,9 +1,10 @@
 """Turns a replay into tables."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from jackpot.analysis.replay.results import CorrectionResult, ReplayResult, correction_result
-from jackpot.ui.charts import Section, Table, format_number
+from jackpot.ui.charts import Section, Table, as_details, format_number
 from jackpot.ui.views.advice import generation_tables, judged_table
 
 OWN = " *"
@@ -64,8 +65,9 @@ def replay_sections(found: ReplayResult) -> dict[str, Section]:
         )
     items.extend(_masking(rows))
     answer = found.answer.numbers()
-    items.extend([judged_table(answer), *generation_tables(answer)])
-    return {"replay": Section(title="Corrections", intro="", items=tuple(items))}
+    main, *ways = [judged_table(answer), *generation_tables(answer)]
+    details = as_details({"replay": Section(title="Corrections", intro="", items=(*items, *ways))})["replay"]
+    return {"replay": replace(details, items=(main, *details.items))}
 
 
 def facts(found: ReplayResult) -> Table:
@@ -101,7 +103,9 @@ def facts(found: ReplayResult) -> Table:
         share = float(run["z"].count / run["total_variation"].count)
         rows.append(("tokens with both distributions known", f"{share:.1%}"))
         rows.append(("mean Z at lam = 1 there", f"{float(run['z'].value):.4f}"))
-    return Table(title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows))
+    return Table(
+        title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows), is_detail=True
+    )
 
 
 def _value(run: dict, name: str) -> str:

@@ -20,6 +20,7 @@ from jackpot.ui.charts import (
     Section,
     Series,
     Table,
+    as_details,
     finite,
     format_number,
 )
@@ -127,8 +128,7 @@ def view_sections(views: SimulationViews) -> dict[str, Section]:
     return {
         "ratios": _ratio_section(views.sources),
         "acceptance": _acceptance_section(views.curves),
-        "kl": _kl_section(views.curves),
-        "topk": topk_section(views.sources),
+        **as_details({"kl": _kl_section(views.curves), "topk": topk_section(views.sources)}),
     }
 
 

@@ -1,11 +1,12 @@
 """Turns measurements of candidate rollout models, or of a run's checkpoints, into tables and charts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from jackpot.analysis.simulate.candidates import Candidate
 from jackpot.analysis.simulate.run import CheckpointPair, PairSimulation
 from jackpot.analysis.simulate.topk import TopKSummary
-from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, finite, format_number
+from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, as_details, finite, format_number
 from jackpot.ui.views.advice import generation_tables
 from jackpot.ui.views.simulation import view_sections
 
@@ -38,9 +39,12 @@ def pair_sections(found: PairSimulation) -> dict[str, Section]:
         title="In words",
         columns=("rollout model", "advice"),
         rows=tuple((one.name, one.answer["sentence"]) for one in found.candidates),
+        is_detail=True,
         note=f"The rule of docs/replay.md.{f' The saved rollouts: {found.different}' if found.different else ''}",
     )
-    ways = [table for one in found.candidates for table in generation_tables(one.answer, one.name)]
+    ways = [
+        replace(table, is_detail=True) for one in found.candidates for table in generation_tables(one.answer, one.name)
+    ]
     states = ", ".join(f"{one.states:,}" for one in found.candidates)
     sections = {
         "before": Section(
@@ -51,9 +55,8 @@ def pair_sections(found: PairSimulation) -> dict[str, Section]:
             items=(table, advice) if found.training else (table, *ways, advice),
         )
     }
-    if found.training:
-        sections["training"] = _training_section(found)
-    return sections | view_sections(found.views)
+    details = {"training": _training_section(found)} if found.training else {}
+    return sections | as_details(details | view_sections(found.views))
 
 
 def _side_by_side(found: PairSimulation) -> Table:

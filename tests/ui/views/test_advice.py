@@ -1,0 +1,25 @@
+"""The table of what corrections are worth."""
+
+import io
+
+from rich.console import Console
+
+from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.views.advice import judged_table
+
+
+def one(label: str, worth: float) -> dict:
+    numbers = {key: {"value": worth, "error": 0.01} for key in ("worth", "of_tokens", "effective", "elsewhere")}
+    tv = {"value": 0.1234, "error": 0.01}
+    name = label.split()[0]
+    return {"label": label, "name": name, "advisable": True, "is_whole": False, "tv_after_correction": tv, **numbers}
+
+
+def test_the_advised_setting_has_a_row_beside_the_best_of_its_name_and_all_fits_a_terminal() -> None:
+    labels = {"tis cap=2": 0.52, "tis": 0.51, "tis cap=4": 0.4, "obrs expected target=proximal c1=2": 0.3}
+    found = judged_table({"correction": "tis", "candidates": [one(*pair) for pair in labels.items()]})
+    assert [row[0] for row in found.rows] == ["tis cap=2", "tis", "obrs expected target=proximal c1=2"]
+    console = Console(file=io.StringIO(), width=80)
+    show_table(console, found.title, found.columns, found.rows, found.columns[1:])
+    text = console.file.getvalue()
+    assert text.count("worth") == 2 and max(map(len, text.splitlines())) <= 80  # one table and its title
