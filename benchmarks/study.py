@@ -13,18 +13,20 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import jackpot
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
 from jackpot.analysis.compare.summary import RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
-from jackpot.config.changes import settings_of
+from jackpot.config.build import build_config
+from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config, ShareSchedule
 from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
@@ -202,10 +204,10 @@ class Study:
                     f"{current_branch()} -- benchmarks docs/study. Or remove the file and begin it anew."
                 )
             same = runs.get((one.run.arm, one.run.seed))
-            if same and settings_of(same.config) != one.run.settings:
+            if same and (other := fixed_changes(Config, _filled(one.run.settings), settings_of(same.config))):
                 raise SystemExit(
-                    f"{path} has {same.name} with other settings than benchmarks/study.yaml gives it now; remove its "
-                    f"line to run it again, or take back the change."
+                    f"{path} has {same.name} with other settings than benchmarks/study.yaml gives it now "
+                    f"({'; '.join(map(str, other))}); remove its line to run it again, or take back the change."
                 )
 
     def tuning_runs(self, panel: str) -> list[ArmRun]:
@@ -280,6 +282,11 @@ class Study:
 def recipe_of(arm: str) -> Config:
     """Settings of an arm of the recipe as it stands."""
     return resolve(str(RECIPE), arm, [])
+
+
+def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the defaults of settings that were not there yet when a run finished."""
+    return settings_of(build_config(settings))
 
 
 def why_to_stop(one: ArmRun, lines: Lines, events: Lines) -> str | None:
