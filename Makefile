@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
+.PHONY: train test docs check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -19,12 +19,17 @@ test: $(VENV)/ready  # in two processes; with ARGS in one, as -s, -x and --pdb n
 check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the code
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/check_docs $(ARGS)
 
+docs: $(VENV)-docs/ready  # the pages as a site in site/; a dead link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
+
 # Where the peers cannot be had, their recorded answers serve and the live test says that it was skipped.
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-peers/ready
 	-$(MAKE) --no-print-directory chromium
+	-$(MAKE) --no-print-directory $(VENV)-docs/ready  # without it the test that builds the site says that it was skipped
 	-$(BIN)/pip install --quiet -c constraints.txt triton  # 190 MB; without it the tests of its kernels say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
+	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile
 	$(MAKE) --no-print-directory test-vllm
 
@@ -52,8 +57,9 @@ soak: $(VENV)/ready  # runs of every regime, killed 100 times in all at random m
 	JACKPOT_SOAK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_soak.py
 
 soak-distributed: KILLS = 20
-soak-distributed: $(VENV)/ready  # a run of two ranks, a random one killed 20 times at random moments
+soak-distributed: $(VENV)/ready  # two ranks, a random one killed 20 times; then 1,000 iterations with two engines and faults of all kinds
 	JACKPOT_RANK_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_rank_kills.py
+	JACKPOT_FAULT_ITERATIONS=1000 JACKPOT_FAULT_EVERY=25 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_injected_faults.py
 
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page, and how often the advice was right into docs/replay.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
@@ -64,7 +70,7 @@ bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what do
 	$(BIN)/python benchmarks/all.py $(ARGS)
 
 PART ?= check
-gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync, fsdp or all, on one GPU; ARGS=--tiny on a CPU
+gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync, fsdp, fp8 or all, on one GPU; ARGS=--tiny on a CPU
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py $(PART) $(ARGS)
 
 gpu-wheels:  # what a GPU machine without a network may lack, to carry there
@@ -75,7 +81,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-docs site
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -96,4 +102,10 @@ $(VENV)-vllm/ready: tests/rollout/engines/vllm/requirements-cpu.txt pyproject.to
 	$(VENV)-vllm/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)-vllm/bin/pip install --quiet --no-deps -r tests/rollout/engines/vllm/requirements-cpu.txt
 	$(VENV)-vllm/bin/pip install --quiet --no-deps setuptools -e .
+	touch $@
+
+# MkDocs for `make docs`, apart from ours: it imports nothing of the package.
+$(VENV)-docs/ready: docs/site/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --no-deps -r docs/site/requirements.txt
 	touch $@

@@ -38,7 +38,7 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     for number, (arm, more) in enumerate(
         (
             ("obrs", ("batch.micro_batch_tokens=128", "rollout_model.share=0.5", "engine.draft={}")),
-            ("on_policy", ()),
+            ("on_policy", ("engine.quantization=int8_w8a8",)),
             ("obrs", (*critic, *more_settings)),
         )
     ):
@@ -50,7 +50,7 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     for name in from_run - {"iteration", "time"}:
         assert name.startswith(("seconds/", "cpu_seconds/", "eval/")) or ENDINGS.sub("", name) in named, name
     written = {ENDINGS.sub("", name) for name in from_run}
-    elsewhere = ("seconds/", "cpu_seconds/", "eval/", "checkpoint/", "events/", "obrs/acceptance_error")
+    elsewhere = ("seconds/", "cpu_seconds/", "eval/", "checkpoint/", "events/", "obrs/acceptance_error", "wandb/")
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()
 
 
