@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test docs check-docs test-all test-browser chromium test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
+.PHONY: train test docs check-docs test-all test-browser chromium test-trl test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -31,6 +31,8 @@ test-all: $(VENV)/ready
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile
+	-$(MAKE) --no-print-directory $(VENV)-trl/ready
+	if [ -e $(VENV)-trl/ready ]; then $(MAKE) --no-print-directory test-trl; else echo "TRL cannot be had: skipped"; fi
 	$(MAKE) --no-print-directory test-vllm
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
@@ -41,6 +43,10 @@ chromium:  # without it the tests of the page say that they were skipped
 	then :; elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
 	then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
 	else echo "no chromium, and no right to install one: tests of the report's page are skipped"; fi
+
+test-trl: $(VENV)/ready $(VENV)-trl/ready  # the adapters inside the oldest and the newest TRL that are supported
+	PYTHONPATH=$(VENV)-trl/oldest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
+	PYTHONPATH=$(VENV)-trl/newest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
 
 test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \
@@ -81,7 +87,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-docs site
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-vllm $(VENV)-docs site
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +100,13 @@ $(VENV)-peers/ready: tests/peers/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)-peers/bin/pip install --quiet --no-deps -r tests/peers/requirements.txt
+	touch $@
+
+# TRL alone, in folders for PYTHONPATH: all else is that of $(VENV). The oldest imports requests.
+$(VENV)-trl/ready: constraints.txt $(VENV)/ready
+	rm -rf $(VENV)-trl
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt --target $(VENV)-trl/oldest trl==1.0.0 requests charset-normalizer urllib3 certifi idna
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt --target $(VENV)-trl/newest trl==1.16.0
 	touch $@
 
 # vLLM for the CPU, apart from ours: without CUDA, see the list.

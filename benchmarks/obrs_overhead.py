@@ -30,7 +30,6 @@ from jackpot.config.run import Config
 from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_trained, make_learner
-from jackpot.launch.objectives import policy_objective
 from jackpot.models.load import load_tokenizer
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import CorrectionInputs
@@ -38,6 +37,7 @@ from jackpot.objectives.kernels.linear_head import Head, linear_head
 from jackpot.rollout.engines.base import Request
 from jackpot.training.batching import micro_batches
 from jackpot.training.joint_learner import JointLearner
+from jackpot.training.objectives import policy_objective
 
 TOP, TURNS = 20, 3
 SHAPE = SHAPES["fixed"]
@@ -107,7 +107,7 @@ def reweighting(config: Config, tokens: int) -> Action:
     (rollout_top, rollout_ids), (target_top, target_ids) = (one.topk(TOP) for one in both)
     mask = torch.ones(1, tokens, dtype=torch.bool)
     uniforms = torch.rand(1, tokens, dtype=torch.float64, generator=draw)
-    correction = policy_objective(config).correction
+    correction = policy_objective(config.objective).correction
 
     def run() -> None:
         z = obrs.topk_z(

@@ -10,9 +10,9 @@ from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.types import Role
-from jackpot.launch.objectives import policy_objective
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Split, Task
+from jackpot.training.objectives import policy_objective
 
 
 def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -104,7 +104,7 @@ def engine_is_exact(config: Config, engine: Engine, settings: EngineConfig | Non
     """
     quantized, dtype = engine.capabilities.quantized, (settings or config.engine).dtype
     is_exact = not quantized and not config.sampling.truncated and dtype == config.precision
-    if policy_objective(config).normalizer == "exact" and not (is_exact and config.precision == "fp32"):
+    if policy_objective(config.objective).normalizer == "exact" and not (is_exact and config.precision == "fp32"):
         raise EngineError(
             f"normalizer 'exact' takes p_inf from training, but the engine computes in {dtype}"
             f"{', quantized,' if quantized else ''} and training in {config.precision}; use normalizer: topk, or fp32 "

@@ -32,7 +32,6 @@ from jackpot.launch.checks import (
 from jackpot.launch.engine_processes import engine_pool, process_links
 from jackpot.launch.engines import engine_parts, make_each
 from jackpot.launch.head_kernel import tile_reader
-from jackpot.launch.objectives import policy_objective, rollout_model_objective
 from jackpot.launch.ray import check_placed, ray_links
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer, widen_head
@@ -61,6 +60,7 @@ from jackpot.training.components import RunComponents
 from jackpot.training.critic import Critic
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
+from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.run.checkpoint import Checkpoints
@@ -432,8 +432,8 @@ def make_learner(
         ess_scaling=config.policy.ess_scaling,
         rollout_model=rollout_model,
         rollout_model_optimizer=_optimizer(rollout_model, settings.optimizer, rollout_steps) if trains else None,
-        objective=policy_objective(config),
-        rollout_model_objective=rollout_model_objective(config) if trains else None,
+        objective=policy_objective(config.objective),
+        rollout_model_objective=rollout_model_objective(settings, config.objective.loss_agg_mode) if trains else None,
         temperature=config.sampling.temperature,
         num_top_log_probs=config.sampling.num_top_log_probs,
         max_length=config.sampling.max_new_tokens,

@@ -14,7 +14,7 @@ from jackpot.config.corrections import OBRSCorrection
 from jackpot.config.run import Sampling
 from jackpot.core import prng
 from jackpot.core.errors import DataError
-from jackpot.core.metrics import Max, means
+from jackpot.core.metrics import Max, Sums, means
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs, make_correction
 from jackpot.objectives.kernels.linear_head import linear_head
@@ -100,7 +100,9 @@ def correct(
         z=obrs.ZEstimate(*(part.detach() for part in estimate)),
     )
     done = correction.apply(inputs, correction.measure(inputs))
-    return Corrected(done.weights, done.accept_mask, _metrics(done, inputs, correction.lam, z is not None))
+    sums = correction_sums(done, inputs, correction.lam, z is not None)
+    kappa = {} if z is None else {"obrs/kappa": done.kappa}
+    return Corrected(done.weights, done.accept_mask, {name: one.value for name, one in sums.items()} | kappa)
 
 
 def estimate_z(
@@ -230,7 +232,13 @@ def _drawn(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     return prng.uniforms(prng.bits(rows + key, 0)[:, None], positions)
 
 
-def _metrics(correction: Correction, inputs: CorrectionInputs, lam: float, has_z: bool) -> dict[str, Tensor]:
+def correction_sums(correction: Correction, inputs: CorrectionInputs, lam: float, has_z: bool) -> Sums:
+    """Measure a correction and the mismatch before it, in few numbers, by the names of metrics.jsonl (docs/metrics.md).
+
+    Args:
+        lam: at which acceptance is measured.
+        has_z: Z is known; else nothing is said of it.
+    """
     mask, log_ratio, z = inputs.response_mask, inputs.log_ratio.double(), inputs.z
     ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask
     acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
@@ -253,5 +261,4 @@ def _metrics(correction: Correction, inputs: CorrectionInputs, lam: float, has_z
         "mismatch/ratio_max": Max.of(ratio, mask),
         "correction/weight_max": Max.of(factor, mask),
     }
-    kappa = {"obrs/kappa": correction.kappa} if has_z else {}
-    return {name: one.value for name, one in sorted(sums.items())} | kappa
+    return dict(sorted(sums.items()))

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.config.run import BatchConfig, Config, OptimizerConfig, PolicyConfig
+from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.launch.objectives import policy_objective
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective
+from jackpot.training.objectives import policy_objective
 
 CLIP = 0.2  # PPO's clip where a run sets none, or where the file is not of a run
 # read other tokens of the response than the one that they weigh or reject
@@ -85,7 +85,7 @@ def _comparable(own: dict[str, object]) -> dict[str, object]:
 
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
-    base = (config or _DEFAULTS).objective
+    base = config.objective if config else ObjectiveConfig()
     given = {side: getattr(base, side) for side in ("clip_low", "clip_high")}
     clips = {side: CLIP if clip is None and base.surrogate == "ppo" else clip for side, clip in given.items()}
     objective = ObjectiveConfig(correction={"name": name, **numbers}, surrogate=base.surrogate, **clips)
@@ -97,7 +97,7 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
     return CorrectionSetting(
         name=name,
         label=label,
-        objective=policy_objective((config or _DEFAULTS).model_copy(update={"objective": objective})),
+        objective=policy_objective(objective),
         surrogate=base.surrogate,
         numbers=tuple(changed.items()),
         is_own=is_own,
@@ -112,11 +112,3 @@ def _short(key: str, value: object) -> str:
     if key == "proximal":
         return "" if value == "new" else f"proximal={value}"
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-
-
-_DEFAULTS = Config(  # settings of the run where a dump of another library is replayed
-    iterations=1,
-    policy=PolicyConfig(path="starter:policy", optimizer=OptimizerConfig(learning_rate=1e-6)),
-    rollout_model=None,
-    batch=BatchConfig(prompts=1, group_size=2),
-)

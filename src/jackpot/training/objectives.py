@@ -1,21 +1,21 @@
-"""Makes the objectives of eq. 8 from the settings of a run."""
+"""Makes the objectives of eq. 8 from settings."""
 
 import math
 
 from jackpot.config.corrections import KAPPA_TOLERANCE, TargetCorrection, ZCorrection
-from jackpot.config.run import Config
+from jackpot.config.objective import ObjectiveConfig
+from jackpot.config.run import RolloutModelConfig
 from jackpot.objectives.corrections import construct_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES
 
 
-def policy_objective(config: Config) -> PolicyObjective:
+def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """Build the policy's objective, eq. 5, from the settings.
 
     A correction without a `target` setting aligns to its proximal point; where that is the rollout model, acceptance
     and Z are measured towards the old policy. One without `normalizer` only reports Z, from the top-k.
     """
-    objective = config.objective
     correction = objective.correction
     own_target = "old" if correction.proximal == "rollout" else correction.proximal
     return PolicyObjective(
@@ -35,9 +35,12 @@ def policy_objective(config: Config) -> PolicyObjective:
     )
 
 
-def rollout_model_objective(config: Config) -> RolloutModelObjective:
-    """Build the rollout model's objective, eqs. 6 and 7, from the settings."""
-    objective = config.rollout_model
+def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -> RolloutModelObjective:
+    """Build the rollout model's objective, eqs. 6 and 7, from the settings.
+
+    Args:
+        loss_agg_mode: of the policy's loss, which is the rollout model's too.
+    """
     return RolloutModelObjective(
         correction=construct_correction(objective.correction),
         proximal=objective.correction.proximal,
@@ -46,7 +49,7 @@ def rollout_model_objective(config: Config) -> RolloutModelObjective:
         ppo_weight=objective.ppo_weight,
         distill_weight=objective.distill_weight,
         distill=DISTILLATIONS[objective.distill],
-        aggregate=LOSS_AGG_MODES[config.objective.loss_agg_mode],
+        aggregate=LOSS_AGG_MODES[loss_agg_mode],
     )
 
 

@@ -1,0 +1,1 @@
+"""The methods of this package inside the trainers of other frameworks, one file each."""

@@ -1,0 +1,302 @@
+"""TRL's `GRPOTrainer` with a correction of this package in the place of TRL's own (docs/trl.md).
+
+A weight w >= 0 of a token commutes with the minimum of PPO's surrogate, min(r wA, clip(r) wA) = w min(r A, clip(r) A),
+and every other loss of TRL is linear in the size of A too. TRL takes advantages as [B, T], so the weights ride on them:
+data, generation, rewards, advantages, loss, optimizer, checkpoints and logs all stay TRL's.
+
+Shapes: `B` sequences of a generation batch or of a micro-batch, `T` completion tokens, `K` top-k; nats.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.adapters.trl.base import Batch, GRPOTrainer, RolloutFunc, columns, loss_mask, plain_model
+from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement
+from jackpot.config.build import validated
+from jackpot.config.objective import ObjectiveConfig
+from jackpot.core.errors import ConfigError, DataError
+from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, to_host
+from jackpot.core.prng import fold_in, key_tensor, uniforms
+from jackpot.models.forward import check_head, logit_softcap, output_layer, predicting_hidden
+from jackpot.objectives.correct import correction_sums
+from jackpot.objectives.corrections import CorrectionInputs
+from jackpot.objectives.joint import references
+from jackpot.objectives.kernels.linear_head import LinearHead
+from jackpot.objectives.obrs import ZEstimate, known_z, topk_z
+from jackpot.training.objectives import policy_objective
+
+
+class _Lists(NamedTuple):
+    """Holds what a rollout returned for each completion: its tokens, and the top-k of whoever sampled them."""
+
+    completion_ids: Sequence[Sequence[int]]
+    ids: Sequence[Any] | None  # [T, K] each, most probable first
+    log_probs: Sequence[Any] | None  # [T, K] each
+
+    def padded(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return both as tensors [B, T, K], zeros behind the end of a completion.
+
+        Raises:
+            DataError: a list is not [T, K] with one K for all.
+        """
+        lengths = list(map(len, self.completion_ids))
+        ids = [torch.as_tensor(one, dtype=torch.int64) for one in self.ids]
+        log_probs = [torch.as_tensor(one, dtype=torch.float32) for one in self.log_probs]
+        found = {(tuple(one.shape[1:]), len(one) == length) for one, length in zip(ids, lengths, strict=True)}
+        found |= {(tuple(one.shape[1:]), len(one) == length) for one, length in zip(log_probs, lengths, strict=True)}
+        shape, fits = next(iter(found))
+        if len(found) > 1 or not fits or len(shape) != 1:
+            raise DataError(
+                f"top_ids and top_log_probs of completions with {lengths[:3]} tokens have the shapes "
+                f"{[tuple(one.shape) for one in ids[:3]]} and {[tuple(one.shape) for one in log_probs[:3]]}; each must "
+                f"be [T, K], a row for every token of the completion, with one K for all"
+            )
+        blank = torch.zeros(len(lengths), width, *shape)
+        padded = (blank.long(), blank)
+        for row, length in enumerate(lengths):
+            padded[0][row, :length], padded[1][row, :length] = ids[row], log_probs[row]
+        return padded
+
+
+class _Scores(NamedTuple):
+    """Holds what the policy says of completion tokens, without gradient. All [B, T], 0 where masked."""
+
+    log_probs: Tensor
+    z: ZEstimate  # of p_inf and these; 1 where the correction does not read it
+
+
+class CorrectedGRPOTrainer(GRPOTrainer):
+    """Is TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
+
+    Whoever samples must say how probable what it sampled was: TRL's vLLM (`use_vllm=True`), or a `rollout_func`. For
+    corrections by Z (OBRS) it must return its top-k too. TRL's vLLM is asked for them; a `rollout_func` returns
+    `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
+
+    kappa, where a correction has it, is that of the generation batch of all processes. A correction that follows the
+    current policy (`target: new`, `proximal: new`) reads the micro-batches of every optimizer step again once the
+    policy has moved since they were generated, and its kappa is that of these. An evaluation's loss is not corrected.
+
+    Args:
+        args, kwargs: of TRL's trainer.
+        correction: settings of the correction: its name, or a mapping with the name and settings, such as
+            `{"name": "obrs", "lam": 1.0, "c1": 3.0}` (docs/corrections.md).
+        num_top_log_probs: K that TRL's vLLM is asked for; vLLM allows 20 unless told otherwise.
+
+    Raises:
+        ConfigError: TRL's own correction is on too, nobody reports log-probs, or a feature of TRL that a correction of
+            single tokens cannot be combined with; docs/trl.md lists them.
+        ModelError: a model whose output layer is not supported.
+    """
+
+    _tag_names = (*GRPOTrainer._tag_names, "jackpot")
+
+    def __init__(
+        self, *args: Any, correction: str | Mapping[str, Any] = "obrs", num_top_log_probs: int = 20, **kwargs: Any
+    ) -> None:
+        given = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        del given["self"]
+        self._objective = policy_objective(validated(ObjectiveConfig, {"correction": correction}))
+        refuse(given, self._objective)
+        self._lists: _Lists | None = None  # of the generation batch in progress
+        self._generations = (0, 0)  # optimizer steps, and generation batches since the last of them
+        self._corrected_at = 0  # optimizer steps at which the policy was read last
+        if rollout_func := given.get("rollout_func"):
+            given["rollout_func"] = partial(self._listen, rollout_func)
+        super().__init__(**given)
+        refuse_placement(self)
+        model = plain_model(self.accelerator.unwrap_model(self.model))
+        check_head(model)
+        self._head = LinearHead(output_layer(model), policy_soft_cap=logit_softcap(model))
+        if self.use_vllm:
+            check_server(self)
+            if self._reads_z:
+                generation = self.vllm_generation
+                generation.logprobs = num_top_log_probs
+                generation.generate = partial(self._listen_to_vllm, generation.generate, num_top_log_probs)
+
+    @property
+    def _reads_z(self) -> bool:
+        return "z" in self._objective.correction.reads
+
+    @property
+    def _follows(self) -> bool:
+        """Whether the weights depend on the current policy."""
+        return "new" in (self._objective.target, self._objective.proximal)
+
+    def _listen(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        """Call the rollout function, and keep from TRL the lists that it has no place for."""
+        output = dict(rollout_func(prompts, trainer))
+        self._lists = _Lists(output["completion_ids"], output.pop("top_ids", None), output.pop("top_log_probs", None))
+        return output
+
+    def _listen_to_vllm(self, generate: Callable[..., tuple], top: int, **arguments: Any) -> tuple:
+        """Have TRL's vLLM generate, and keep the top-k.
+
+        vLLM's entries come by rank, with the sampled token behind the k first where it is not one of them. TRL takes
+        the first entry as the sampled token's, so it gets that one alone.
+        """
+        prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
+        sampled = [
+            [[entry[names.index(token)]] for token, names, entry in zip(*columns, strict=True)]
+            for columns in zip(completion_ids, ids, log_probs, strict=True)
+        ]
+        self._lists = _Lists(
+            completion_ids,
+            [[names[:top] for names in row] for row in ids],
+            [[[math.nan if one is None else one for one in entry[:top]] for entry in row] for row in log_probs],
+        )
+        return prompt_ids, completion_ids, sampled, ids
+
+    def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
+        batch = super()._generate_and_score_completions(inputs)
+        lists, self._lists = self._lists, None
+        if not self.model.training:
+            return batch
+        if batch.get("sampling_per_token_logps") is None:
+            raise ConfigError(
+                "the rollout function returned logprobs None, so there is nothing to correct by; return the log-probs "
+                "of the distribution that the tokens were sampled from, or use TRL's GRPOTrainer"
+            )
+        batch |= self._columns(batch, lists)
+        scores = self._read(batch, self._reads_z)
+        if self._follows:
+            batch |= {"jackpot_old": scores.log_probs, "jackpot_old_z": torch.stack(scores.z, dim=-1)}
+        self._corrected_at = self.state.global_step
+        self._correct([(batch, self._inputs(batch, scores, scores))])
+        return batch
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        """Return the next micro-batch, corrected anew where the correction follows a policy that has moved."""
+        inputs = super()._prepare_inputs(generation_batch)
+        if not (self.model.training and self._follows) or self._corrected_at == self.state.global_step:
+            return inputs
+        self._corrected_at = self.state.global_step
+        place = self._step % self.args.steps_per_generation
+        step = self._buffered_inputs[place : place + self.args.gradient_accumulation_steps]
+        again = self._reads_z and self._objective.target == "new"
+        scored = []
+        for batch in step:
+            old = _Scores(batch["jackpot_old"], ZEstimate(*batch["jackpot_old_z"].unbind(-1)))
+            scored.append((batch, self._inputs(batch, old, self._read(batch, again))))
+        self._correct(scored)
+        return inputs
+
+    def _columns(self, batch: Batch, lists: _Lists | None) -> dict[str, Tensor]:
+        """Return what the correction reads beside TRL's own tensors, as columns that TRL shuffles and splits too."""
+        size, width = batch["completion_ids"].shape
+        step, number = self.state.global_step, 0
+        if self._generations[0] == step:
+            number = self._generations[1] + 1
+        self._generations = (step, number)
+        names = [f"{step}/{number}/{self.accelerator.process_index}/{row}" for row in range(size)]
+        keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
+        device = batch["completion_ids"].device
+        made = {
+            "jackpot_advantages": batch["advantages"],
+            "jackpot_uniforms": uniforms(keys[:, None], torch.arange(width)).to(device),
+        }
+        if not self._reads_z:
+            return made
+        if lists is None or lists.ids is None or lists.log_probs is None:
+            raise ConfigError(
+                f"correction {self._objective.correction.settings.name} needs the top-k of the distribution that the "
+                f"tokens were sampled from, and the rollout function did not return it; return top_ids and "
+                f"top_log_probs, [T, K] for each completion, or use correction tis"
+            )
+        ids, log_probs = (one.to(device) for one in lists.padded(width))
+        return made | {"jackpot_top_ids": ids, "jackpot_top_log_probs": log_probs}
+
+    @torch.no_grad()
+    def _read(self, batch: Batch, with_z: bool) -> _Scores:
+        """Read a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
+        model, mask = plain_model(self.accelerator.unwrap_model(self.model)), loss_mask(batch)
+        trained = [module for module in model.modules() if module.training]
+        model.eval()
+        rows, parts = self.args.per_device_train_batch_size, []
+        for start in range(0, len(mask), rows):
+            part = {name: column[start : start + rows] for name, column in columns(batch).items()}
+            with self.accelerator.autocast():
+                parts.append(self._read_rows(model, part, mask[start : start + rows], with_z))
+        for module in trained:
+            module.training = True
+        log_probs, *z = (torch.cat(one) for one in zip(*parts, strict=True))
+        return _Scores(log_probs, ZEstimate(*z))
+
+    def _read_rows(self, model: PreTrainedModel, batch: Batch, mask: Tensor, with_z: bool) -> tuple[Tensor, ...]:
+        """Return the policy's log-probs and the five numbers of Z: [B, T] each."""
+        hidden = predicting_hidden(
+            model,
+            batch["prompt_ids"],
+            batch["prompt_mask"],
+            torch.arange(len(mask), device=mask.device),
+            batch["completion_ids"],
+            batch["completion_mask"],
+        )
+        top_ids = batch["jackpot_top_ids"][mask] if with_z else None
+        head = self._head(
+            hidden[mask],
+            None,
+            batch["completion_ids"][mask],
+            temperature=self.temperature,
+            num_top=top_ids.shape[-1] if with_z else 0,
+            gather_ids=top_ids,
+            only_log_probs=True,
+        )
+        z = known_z(torch.ones_like(head.log_probs))
+        if with_z:
+            z = topk_z(
+                rollout_top_log_probs=batch["jackpot_top_log_probs"][mask],
+                target_at_rollout_top=head.gathered,
+                rollout_top_ids=top_ids,
+                target_top_ids=head.top_ids,
+                target_top_log_probs=head.top_log_probs,
+                fill_ins=torch.full_like(head.top_log_probs, -torch.inf),
+                fill_valid=torch.zeros_like(head.log_probs, dtype=torch.bool),
+                lam=self._objective.correction.lam,
+            )
+        blank = torch.zeros(mask.shape, dtype=head.log_probs.dtype, device=mask.device)
+        return tuple(blank.masked_scatter(mask, values.to(blank.dtype)) for values in (head.log_probs, *z))
+
+    def _inputs(self, batch: Batch, old: _Scores, now: _Scores) -> CorrectionInputs:
+        """Arrange what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
+        rollout = batch["sampling_per_token_logps"].float()
+        usable = loss_mask(batch) & rollout.isfinite()
+        if "jackpot_top_log_probs" in batch:
+            usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)
+        rollout = torch.where(usable, rollout, old.log_probs)
+        named = references(old.log_probs, now.log_probs, rollout)
+        return CorrectionInputs(
+            rollout_log_probs=rollout,
+            target_log_probs=named[self._objective.target],
+            proximal_log_probs=named[self._objective.proximal],
+            response_mask=usable,
+            uniforms=batch["jackpot_uniforms"],
+            advantages=batch["jackpot_advantages"][:, None].expand(rollout.shape),
+            z=(old if self._objective.target == "old" else now).z,
+        )
+
+    def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs]]) -> None:
+        """Put the weights of batches onto their advantages, by sums over all of them and over all processes."""
+        objective, has_z = self._objective, self._reads_z
+        correction, sums = objective.correction, []
+        totals = all_reduce_sums(add_sums(*(correction.measure(inputs) for _, inputs in parts)))
+        for batch, inputs in parts:
+            done = correction.apply(inputs, totals)
+            batch["advantages"] = inputs.advantages * done.weights * done.accept_mask
+            if objective.proximal == "rollout":
+                batch["old_per_token_logps"] = inputs.proximal_log_probs
+            elif objective.proximal == "new":
+                batch.pop("old_per_token_logps", None)  # TRL then takes the detached current log-probs
+            mask = loss_mask(batch)
+            unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
+            sums.append(correction_sums(done, inputs, correction.lam, has_z) | unusable)
+        metrics = {name: one.value for name, one in to_host(all_reduce_sums(add_sums(*sums))).items()}
+        for name, value in (metrics | ({"obrs/kappa": done.kappa} if has_z else {})).items():
+            self._metrics["train"][f"jackpot/{name}"].append(float(value))

@@ -1,0 +1,83 @@
+"""What TRL's trainer can do and a correction of single tokens cannot be combined with: an error that names it."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import ProcessorMixin
+
+from jackpot.adapters.trl.base import GRPOTrainer
+from jackpot.core.errors import ConfigError
+from jackpot.objectives.joint import PolicyObjective
+
+_OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weigh all tokens of a response alike
+
+
+def refuse(given: Mapping[str, Any], objective: PolicyObjective) -> None:
+    """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with a correction of ours."""
+    args, rollout_func, settings = given.get("args"), given.get("rollout_func"), objective.correction.settings
+    name, reads_z = settings.name, "z" in objective.correction.reads
+    if objective.normalizer == "exact":
+        raise ConfigError(
+            f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
+            f"its most probable tokens at best; use normalizer: topk, and no budget"
+        )
+    if "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in GRPOTrainer.__mro__):
+        raise ConfigError("Unsloth rewrites the loss of TRL's trainer, so no correction of ours would reach it")
+    if isinstance(given.get("processing_class"), ProcessorMixin):
+        raise ConfigError("models that read images are not supported; give a model of text and its tokenizer")
+    if args is None or not (args.use_vllm or rollout_func):
+        raise ConfigError(
+            "neither use_vllm=True nor a rollout_func was given: transformers generates with the policy itself and "
+            "reports no log-probs, so there is nothing to correct; use TRL's GRPOTrainer"
+        )
+    if args.use_vllm and args.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"vllm_importance_sampling_correction is True, TRL's own correction, and correction {name} would come on "
+            f"top of it; set GRPOConfig(vllm_importance_sampling_correction=False)"
+        )
+    if getattr(args, "use_liger_kernel", False):
+        raise ConfigError("use_liger_kernel is True; its loss takes no weights of single tokens. Set it to False")
+    if args.importance_sampling_level == "sequence" and name not in _OF_RESPONSES:
+        raise ConfigError(
+            f"importance_sampling_level is 'sequence', where every token has the gradient of its whole response, so "
+            f"correction {name} could not weigh or reject a token; use 'token', or one of the corrections "
+            f"{', '.join(sorted(_OF_RESPONSES))}"
+        )
+    if reads_z and (given.get("tools") or given.get("environment_factory")):
+        raise ConfigError(
+            f"correction {name} needs the top-k of every token, which TRL drops between the turns of tools and "
+            f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func"
+        )
+
+
+def refuse_placement(trainer: GRPOTrainer) -> None:
+    """Raise ConfigError where the output layer's weight is not whole in this process, or is not that of a text model.
+
+    The names of TRL's and accelerate's settings decide, as these are known after their set-up alone.
+    """
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    sharded = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed ZeRO-3" if plugin and plugin.zero_stage == 3 else None
+    if sharded:
+        raise ConfigError(
+            f"{sharded} shards the policy, and the correction reads its output layer whole; use DDP or DeepSpeed "
+            f"ZeRO-1 or 2, or train with `jackpot train`, which shards (docs/distributed.md)"
+        )
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        raise ConfigError("models that read images are not supported; give a model of text and its tokenizer")
+
+
+def check_server(trainer: GRPOTrainer) -> None:
+    """Raise ConfigError where a vLLM server reports other log-probs than of what it samples from.
+
+    TRL looks for that only where its own correction is on; servers of TRL's before 1.16 do not tell.
+    """
+    client = getattr(trainer.vllm_generation, "vllm_client", None)  # of the first process alone
+    if client is None or not hasattr(client, "get_server_info"):
+        return
+    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        raise ConfigError(
+            f"the vLLM server runs with --logprobs-mode {mode}, so its log-probs are not those of what it samples "
+            f"from; start it with --logprobs-mode processed_logprobs"
+        )

@@ -1,0 +1,88 @@
+"""What TRL's users have beside the loss goes on: resume, peft, several processes, evaluations, the model card."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from helpers.paths import TESTS
+from helpers.trl_runs import ROLLOUT_MODEL, arguments
+from jackpot.models.load import load_model
+
+pytestmark = pytest.mark.trl
+
+
+def trainer_of(adapter: ModuleType, folder: Path, correction="obrs", **changes):
+    rollouts = adapter.EngineRollouts(ROLLOUT_MODEL)
+    return adapter.CorrectedGRPOTrainer(**arguments(folder, **changes), rollout_func=rollouts, correction=correction)
+
+
+def weights(trainer) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in trainer.model.parameters()]
+
+
+def test_a_resumed_run_is_bit_equal_and_its_card_names_us(adapter: ModuleType, tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 16}
+    whole = trainer_of(adapter, tmp_path, **settings)
+    whole.train()
+    again = trainer_of(adapter, tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(map(torch.equal, weights(whole), weights(again)))
+    assert "jackpot" in (tmp_path / "README.md").read_text()
+    assert load_model(tmp_path / "checkpoint-4", torch.float32).num_parameters() == whole.model.num_parameters()
+
+
+def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
+    """The policy's log-probs are those of the model with its adapter, as TRL itself computes them."""
+    peft = pytest.importorskip("peft")
+    trainer = adapter.CorrectedGRPOTrainer(
+        **arguments(tmp_path, max_steps=2),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
+        correction={"name": "obrs", "proximal": "new"},
+    )
+    before = load_model(trainer.model.get_base_model().name_or_path, torch.float32)
+    trainer.train()
+    batch = trainer._buffered_inputs[0]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    trainer.model.eval()
+    with torch.no_grad():
+        width = batch["completion_ids"].shape[1]
+        found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, seen, width)[0]
+        plain = before(ids, attention_mask=seen).logits[:, -width - 1 : -1].log_softmax(-1)
+    mask = batch["completion_mask"].bool()
+    own = trainer._read(batch, True).log_probs
+    torch.testing.assert_close(own[mask], found[mask], atol=1e-5, rtol=1e-5)
+    without = plain.gather(-1, batch["completion_ids"][..., None])[..., 0]
+    assert (own - without)[mask].abs().max() > 1e-2
+    named = dict(trainer.model.named_parameters())
+    frozen = [name for name, one in before.named_parameters() if "lm_head" not in name and "q_proj" not in name]
+    assert torch.equal(named["base_model.model." + frozen[0]], dict(before.named_parameters())[frozen[0]])
+
+
+def test_an_evaluation_is_trls_own(adapter: ModuleType, tmp_path):
+    trainer = trainer_of(adapter, tmp_path, max_steps=1, per_device_eval_batch_size=16)
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(2)))
+    assert any("eval_reward" in line for line in trainer.state.log_history)
+
+
+def test_two_processes_take_the_steps_of_one(adapter: ModuleType, tmp_path):
+    """With kappa of all that was generated, and the accept mask's mean: uniforms are hashed from the process too."""
+    results = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        program = [str(TESTS / "helpers" / "trl_ranks.py"), str(folder), str(32 // processes)]
+        done = subprocess.run([sys.executable, *launch, *program], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(json.loads((folder / "result.json").read_text()))
+    one, two = results
+    assert one["kappa"] == pytest.approx(two["kappa"], rel=1e-6)
+    assert one["moved"] > 1e-2
+    torch.testing.assert_close(torch.tensor(one["weights"]), torch.tensor(two["weights"]), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,45 @@
+"""docs/trl.md: its script of TRL's runs, and with its diff, an import and two arguments, it is ours and runs too."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from helpers.paths import ROOT
+
+pytestmark = pytest.mark.trl
+PAGE = (ROOT / "docs" / "trl.md").read_text()
+[SCRIPT] = re.findall(r"```python\n(# train_grpo.py\n.*?)```", PAGE, re.DOTALL)
+[DIFF] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+
+
+def patched() -> str:
+    text = SCRIPT
+    for hunk in DIFF.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(one[1:] for one in lines if one[0] != other) for other in "+-")
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.mark.parametrize("is_ours", [False, True], ids=["trl", "ours"])
+def test_the_script_runs(adapter: ModuleType, tmp_path: Path, is_ours: bool) -> None:
+    text = patched() if is_ours else SCRIPT
+    short = {"max_steps=30": "max_steps=2", "logging_steps=10": "logging_steps=1", "size=128": "size=16"}
+    for old, new in short.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "train_grpo.py").write_text(text)
+    shutil.copy(ROOT / "examples" / "word_problems.jsonl", tmp_path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "train_grpo.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("jackpot/obrs/kappa" in done.stdout) == is_ours
+    assert len(re.findall(r"'reward':", done.stdout)) == 2

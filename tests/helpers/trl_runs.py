@@ -1,0 +1,138 @@
+"""Short runs of TRL's trainer on the starters, and our learner that walks beside one on the same tensors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from jackpot.config.objective import ObjectiveConfig
+from jackpot.config.run import OptimizerConfig
+from jackpot.config.tasks import ArithmeticConfig
+from jackpot.core.types import TokenBatch
+from jackpot.models.load import load_model, load_tokenizer, starter_path
+from jackpot.rollout.tasks.registry import make_task
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.objectives import policy_objective
+from jackpot.training.optimizer import ModelOptimizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+POLICY, ROLLOUT_MODEL = str(starter_path("policy")), "starter:rollout_model"
+MAX_NEW = 24
+# An eps this large makes AdamW's step proportional to the gradient, so that equal weights mean equal gradients.
+LINEAR = OptimizerConfig(learning_rate=0.1, eps=1.0, max_grad_norm=1e6)
+ALIKE = {  # of TRL's arguments, what LINEAR is
+    "learning_rate": LINEAR.learning_rate,
+    "adam_epsilon": LINEAR.eps,
+    "adam_beta1": LINEAR.betas[0],
+    "adam_beta2": LINEAR.betas[1],
+    "max_grad_norm": LINEAR.max_grad_norm,
+    "lr_scheduler_type": "constant",
+}
+
+
+def data(rows: int = 64) -> Dataset:
+    from datasets import Dataset
+
+    task = make_task(ArithmeticConfig(), load_tokenizer("starter:policy"))
+    prompts = [task.prompt("train", number) for number in range(rows)]
+    return Dataset.from_list([{"prompt": one.text, "answer": one.answer} for one in prompts])
+
+
+def reward(completions: list[str], answer: list[str], **others: Any) -> list[float]:
+    """1 for the right answer, and a little for short completions, so that no group is equal throughout."""
+    return [
+        float(text.partition("#")[2] == one) + 0.02 * (len(text) % 5)
+        for text, one in zip(completions, answer, strict=True)
+    ]
+
+
+def config(folder: Path, **changes: Any) -> GRPOConfig:
+    from trl import GRPOConfig
+
+    settings = dict(
+        output_dir=str(folder),
+        per_device_train_batch_size=32,
+        num_generations=8,
+        max_completion_length=MAX_NEW,
+        max_steps=3,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        beta=0.0,
+        seed=3,
+    )
+    return GRPOConfig(**settings | ALIKE | changes)
+
+
+def arguments(folder: Path, rows: int = 64, **changes: Any) -> dict[str, Any]:
+    """Arguments of a trainer of TRL's kind."""
+    return dict(
+        model=POLICY,
+        reward_funcs=reward,
+        args=config(folder, **changes),
+        train_dataset=data(rows),
+        processing_class=load_tokenizer("starter:policy"),
+    )
+
+
+def token_batch(batch: dict[str, Any], name: str = "") -> TokenBatch:
+    """The tensors of one of TRL's micro-batches, by its name, as ours, with advantages from before the correction."""
+    exists = batch["completion_mask"].bool()
+    size, width = exists.shape
+    none = torch.zeros(size, width, 0)
+    return TokenBatch(
+        uids=tuple(f"{name}/{row}" for row in range(size)),
+        prompt_ids=batch["prompt_ids"],
+        prompt_mask=batch["prompt_mask"].bool(),
+        prompt_index=torch.arange(size),
+        response_ids=batch["completion_ids"],
+        attention_mask=exists,
+        response_mask=exists,
+        response_index=exists.flatten().nonzero()[:, 0],
+        rollout_log_probs=torch.where(exists, batch["sampling_per_token_logps"], 0.0),
+        advantages=batch["jackpot_advantages"][:, None] * exists,
+        uniforms=batch["jackpot_uniforms"],
+        top_ids=batch.get("jackpot_top_ids", none.long()),
+        top_log_probs=batch.get("jackpot_top_log_probs", none),
+        versions=torch.full((size, width, 2), -1),
+    )
+
+
+def learner_of(objective: ObjectiveConfig) -> JointLearner:
+    """Our learner, of the policy alone, from the start of the run."""
+    policy = load_model("starter:policy", torch.float32)
+    return JointLearner(
+        policy=policy,
+        policy_optimizer=ModelOptimizer(policy.parameters(), LINEAR, 100),
+        rollout_model=None,
+        rollout_model_optimizer=None,
+        objective=policy_objective(objective),
+        rollout_model_objective=None,
+        temperature=1.0,
+        num_top_log_probs=20,
+        max_length=MAX_NEW,
+        exact_engines=(),
+        autocast=None,
+        advantage="grpo",
+    )
+
+
+def movement(now: list[Tensor], other: list[Tensor], start: list[Tensor]) -> tuple[float, float]:
+    """How far two models are apart, relative to how far the first has moved; and that."""
+
+    def distance(these: list[Tensor], those: list[Tensor]) -> float:
+        return math.sqrt(sum(float((a - b).detach().square().sum()) for a, b in zip(these, those, strict=True)))
+
+    moved = distance(now, start)
+    return distance(now, other) / moved, moved
