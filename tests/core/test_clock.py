@@ -4,6 +4,7 @@ import pytest
 
 from jackpot.core import clock
 from jackpot.core.clock import Clock, Seconds
+from jackpot.core.stages import listening
 
 
 def test_phases_add_up_to_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +31,15 @@ def test_phases_add_up_to_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> Non
                     work(1.0, 1.0)
     inner = {"rollout": Seconds(1.0, 1.0), "score": Seconds(2.0, 2.0)}
     assert clocked.take() == {"save": Seconds(2.0, 0.0), **inner, "other": Seconds(0.0, 0.0)}
+
+
+def test_an_inner_phase_that_ends_leaves_the_name_of_the_outer_one() -> None:
+    said: list[str] = []
+    clocked = Clock()
+    with listening(said.append), clocked("rollout"):
+        with clocked("score"):
+            pass
+        with pytest.raises(KeyError), clocked("check"):
+            raise KeyError
+    outer = "generating rollouts"
+    assert said == [outer, "scoring responses", outer, "checking the engine's log-probs", outer]

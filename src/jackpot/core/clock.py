@@ -40,13 +40,20 @@ class Clock:
         self._seconds: dict[str, Seconds] = {}
         self._begin = _now()  # of the time that `take` returns
         self._inner = Seconds()  # time of the phases that ended within the one that is open
+        self._open: list[str] = []  # phases that have begun and not ended, the outermost first
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to `phase`."""
-        stage(STAGES.get(phase, phase))
+        """Add the time of the block to `phase`, and say so; after it, say again what goes on."""
+        self._open.append(STAGES.get(phase, phase))
+        stage(self._open[-1])
         begin, before, self._inner = _now(), self._inner, Seconds()
-        yield
+        try:
+            yield
+        finally:
+            self._open.pop()
+            if self._open:
+                stage(self._open[-1])
         whole = _now().plus(begin, -1.0)
         self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(whole).plus(self._inner, -1.0)
         self._inner = before.plus(whole)
