@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from helpers.commands import jackpot
 from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
-from helpers.runs import SMALL, metrics, run, small_config, weights
+from helpers.runs import SMALL, FinishedRuns, metrics, run, small_config, weights
 from jackpot.launch.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
@@ -321,3 +322,26 @@ def test_starter_makes_the_models_of_the_package_or_of_the_study(options, names,
     assert result.exit_code == 0, result.output
     assert {folder.name for folder in tmp_path.iterdir()} == names
     assert all(str(tmp_path / name) in result.output for name in names)
+
+
+def test_every_answer_fits_80_columns(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    """All but lines with commands and names of files, which are copied and never broken."""
+    run = str(finished_run())
+    answers = {
+        ("recipes",): [],
+        ("train", "quickstart", "--dry-run"): SMALL,
+        ("plan", "quickstart", "--gpus", "3", "--response-length", "20", "--all"): SMALL,
+        ("diagnose", run): [],
+        ("replay", run): [],
+        ("report", run, "--out", str(tmp_path / "page.html")): [],
+        ("sample", run): [],
+    }
+    wide = {}
+    for command, settings in answers.items():
+        result = CliRunner().invoke(cli.app, [*command, *settings], env={"COLUMNS": "80", "TTY_COMPATIBLE": "1"})
+        assert result.exit_code == 0 and result.stdout, (command, result.output, result.exception)
+        lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", result.stdout).splitlines()
+        copied = ("  jackpot ", run, str(tmp_path))
+        lines = [line for line in lines if cell_len(line) > 80 and not any(text in line for text in copied)]
+        wide |= {command[0]: lines} if lines else {}
+    assert wide == {}

@@ -35,7 +35,7 @@ def _tables(plan: ClusterPlan) -> tuple[Table, ...]:
     machine = f"{plan.runs[0].placement.gpus} {plan.kind}"
     heads = ("generate + train", "GB each", *(f"ahead {ahead}" for ahead in AHEAD), "eval h", "hours")
     placements = [_placement(run) for run in plan.runs]
-    placements += [[str(placement), "no room", *[""] * (len(heads) - 2)] for placement in plan.no_room]
+    placements += [[str(placement), "no room", *["-"] * (len(heads) - 2)] for placement in plan.no_room]
     whole = plan.deaths[max(plan.deaths)]
     deaths = [
         (
@@ -52,6 +52,7 @@ def _tables(plan: ClusterPlan) -> tuple[Table, ...]:
             title=f"Seconds an iteration on {machine}, simulated (docs/cost.md)",
             columns=heads,
             rows=tuple(map(tuple, placements)),
+            note="-: shared GPUs generate nothing ahead, and models that do not fit cannot run",
         ),
         Table(
             title="What batch.ahead buys",
@@ -83,14 +84,14 @@ def _placement(run: PlacedRun) -> list[str]:
     best = min(run.hours(ahead) for ahead in run.by_ahead)
     memory = [f"{shard.peak / _GB:.0f}" for shard in (run.generating, run.training)]
     each = memory[0] if run.placement.is_shared else " + ".join(memory)
-    seconds = [f"{run.by_ahead[ahead].seconds:.1f}" if ahead in run.by_ahead else "" for ahead in AHEAD]
+    seconds = [f"{run.by_ahead[ahead].seconds:.1f}" if ahead in run.by_ahead else "-" for ahead in AHEAD]
     return [str(run.placement), each, *seconds, f"{run.evaluating:.1f}", f"{best:.1f}"]
 
 
 def _ahead(plan: ClusterPlan, ahead: int) -> list[str]:
     run, _ = plan.fastest([ahead])
     found = run.by_ahead[ahead]
-    in_flight = ""
+    in_flight = "-"
     if ahead in IN_FLIGHT:
         other, _ = plan.fastest([ahead], in_flight=True)
         in_flight = f"{other.in_flight[ahead].seconds:.1f} on {other.placement}"
