@@ -18,9 +18,12 @@ from helpers.runs import FinishedRuns, assert_same_run, metrics, read_lines, sma
 from jackpot.config.run import PlacementConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Version
+from jackpot.launch.engine_processes import own_gpu
 from jackpot.launch.local import make_engines, model_paths, train_run
 from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.hosted import EngineHost
 from jackpot.rollout.engines.process import ProcessLink
+from jackpot.training.joint_learner import JointLearner
 
 
 @pytest.fixture
@@ -93,6 +96,61 @@ def test_a_share_and_drafts_go_through_ranks_and_engines(ahead: int, drafts: tup
     assert "reward/mean_by_policy" in names and ("draft/acceptance" in names) == bool(drafts)
 
 
+def noting(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Have ranks and engine processes, forks of this one, write what they do to a file, in its order."""
+
+    def note(word: str) -> None:
+        with path.open("a") as file:
+            file.write(f"{word}\n")
+
+    def noted(owner: type, name: str, say: Callable[..., str]) -> None:
+        done = getattr(owner, name)
+
+        def do(self: object, *given: object, **named: object) -> object:
+            note(f"{say(*given)} begins")
+            result = done(self, *given, **named)
+            note(f"{say(*given)} ends")
+            return result
+
+        monkeypatch.setattr(owner, name, do)
+
+    noted(EngineHost, "_do", lambda ask: f"{ask['do']} {ask.get('engine', 'all')}")
+    noted(JointLearner, "train", lambda *_: "train")
+    noted(JointLearner, "release_memory", lambda *_: "release")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transfer", ["host", "device"])
+def test_engines_that_share_with_two_ranks_sleep_while_these_train(transfer, forked, tmp_path, monkeypatch) -> None:
+    """Both ranks train between the sleep of both processes and the next weights, before which both release memory. The
+    run is that of engines which never sleep, bit for bit."""
+    overrides = ("placement.engines=2", "placement.chunk=4")
+    sleeping = ("engine.enable_sleep_mode=true", f"placement.weight_transfer={transfer}")
+    assert run_ranks(2, small_config(*overrides), tmp_path / "awake").codes == [0, 0]
+    noting(monkeypatch, tmp_path / "notes")
+    ended = run_ranks(2, small_config(*overrides, *sleeping), tmp_path / "asleep")
+    assert ended.codes == [0, 0], ended.printed
+    assert_same_run(tmp_path / "awake", tmp_path / "asleep", ["policy", "rollout_model"])
+    notes = (tmp_path / "notes").read_text().splitlines()
+    asleep, released, trained = {"engine": 0, "evaluation.engine": 0}, 0, 0
+    for one in notes:
+        match one.split():
+            case ["sleep", engine, "ends"]:
+                asleep[engine] += 1
+            case ["train", "begins"]:
+                assert min(asleep.values()) == 2, notes
+            case ["train", "ends"]:
+                trained, released = trained + 1, 0
+            case ["release", "ends"]:
+                released += 1
+            case ["take", engine, "begins"]:
+                assert trained == 0 or released >= 2, notes
+                asleep[engine] = 0
+            case ["generate", engine, "begins"]:
+                assert asleep[engine] == 0, notes
+    assert trained == 2 * 4 and notes.count("generate engine begins") > 4
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_engines_and_without(forked, finished_run: FinishedRuns, tmp_path) -> None:
     """The processes read the models of the settings, and get the weights of the checkpoint before they generate."""
@@ -133,7 +191,10 @@ def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_
         (("rollout_model=null", "objective.correction=none", "engine={name: vllm_server, urls: 'http://127.0.0.1:1', "
           "weights_folder: w}"), "placement.engines is 2, but all engines are servers"),
         (("engine={name: vllm, device: 1}",), "engine.device is for an engine in the process that trains"),
-        (("engine={name: vllm, enable_sleep_mode: true}",), "engine.enable_sleep_mode is for an engine in the process"),
+        (("engine={name: vllm, enable_sleep_mode: true}",), "vLLM has one engine that sleeps in a process"),
+        (("engine.enable_sleep_mode=true", "batch.ahead=1"), "with batch.ahead 1 they generate then"),
+        (("engine={draft: {}, enable_sleep_mode: true}", "rollout_model.share=0.5"), "two engines generate together"),
+        (("placement.engines=0", "placement.weight_transfer=device"), "there are no engine processes to send weights"),
         (("placement.engines=-1",), "placement.engines"),
         (("placement.engines=0", "placement.chunk=4"), "chunk is 4, but there are no engine processes"),
     ],
@@ -141,3 +202,12 @@ def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_
 def test_engines_that_cannot_be_placed_are_refused_by_name(overrides: tuple[str, ...], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         small_config("placement.engines=2", *overrides)
+
+
+@pytest.mark.parametrize(("ranks", "shares", "gpus"), [(2, True, "0120"), (2, False, "2012"), (1, True, "0120")])
+def test_an_engine_that_sleeps_gets_the_gpu_of_a_rank_and_others_one_without(ranks, shares, gpus, monkeypatch) -> None:
+    names = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+    for name, number in names.items():
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert [own_gpu(number, shares)["CUDA_VISIBLE_DEVICES"] for number in range(4)] == list(gpus)

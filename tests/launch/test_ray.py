@@ -25,7 +25,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import Version
-from jackpot.launch.ray import EngineActor, Spot, environments
+from jackpot.launch.ray import EngineActor, Spot, bundles, environments
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 PATIENCE = 400.0  # seconds; on a busy machine Ray takes a minute to start
@@ -174,3 +174,9 @@ def test_ranks_get_the_variables_of_torchrun() -> None:
     assert {one["MASTER_ADDR"] + ":" + one["MASTER_PORT"] for one in found} == {"10.0.0.1:4000"}
     alone = environments(spots[:1])
     assert alone[0]["MASTER_ADDR"] == "127.0.0.1" and alone[0]["WORLD_SIZE"] == "1"
+
+
+def test_engines_that_sleep_are_placed_with_the_ranks_in_turn_and_others_alone() -> None:
+    placed = ("placement.launcher=ray", "placement.ranks=2", "placement.engines=3")
+    assert bundles(small_config(*placed)) == [0, 1, 2, 3, 4]
+    assert bundles(small_config(*placed, "engine.enable_sleep_mode=true")) == [0, 1, 0, 1, 0]

@@ -88,6 +88,9 @@ class TransformersEngineConfig(_Engine):
     GPU."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
+    enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
+    """Release the memory of the weights while the learner trains, until new ones are sent. An engine process that does
+    so shares the GPU of a rank (docs/distributed.md). Not run on a GPU."""
 
 
 class VLLMEngineConfig(_Engine):
@@ -103,7 +106,8 @@ class VLLMEngineConfig(_Engine):
     device: Annotated[Annotated[int, Field(ge=0)] | None, MAY_CHANGE] = None
     """Number of the GPU that vLLM runs on; null: the learner's."""
     enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
-    """Release the GPU's memory while the learner trains. Only one engine of a process can."""
+    """Release the GPU's memory while the learner trains. Only one engine of a process can. An engine process that does
+    so shares the GPU of a rank (docs/distributed.md)."""
     draft: DraftConfig | None = None
     """Have the rollout model draft what the policy generates: its share of the rollouts (`rollout_model.share`, 0 for
     all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Not run on a
@@ -125,10 +129,9 @@ class VLLMEngineConfig(_Engine):
                 f"draft.lam is {self.draft.lam:g}, but vLLM accepts drafts as an exact sample needs it; use lam 1, or "
                 f"engine=transformers"
             )
-        if is_quantized(self) or self.enable_sleep_mode:
+        if is_quantized(self):
             raise ValueError(
-                "vLLM's draft model gets plain weights and is awake; leave quantization, kv_cache_dtype and "
-                "enable_sleep_mode out, or draft"
+                "vLLM's draft model gets plain weights; leave quantization and kv_cache_dtype out, or draft"
             )
         return self
 
@@ -205,6 +208,11 @@ def is_remote(engine: "EngineConfig") -> bool:
     return isinstance(engine, ServerEngineConfig)
 
 
+def sleeps(engine: "EngineConfig") -> bool:
+    """Return whether the engine releases memory while the learner trains."""
+    return getattr(engine, "enable_sleep_mode", False)
+
+
 def is_quantized(engine: "EngineConfig") -> bool:
     """Return whether the engine computes with other numbers than weights, keys and values in its dtype."""
     return bool(engine.quantization or engine.kv_cache_dtype)
@@ -233,6 +241,52 @@ def check_filters(*engines: EngineConfig, top_p: float, top_k: int) -> None:
         raise ValueError(
             f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}, but sglang_server returns log-probs before these "
             f"filters; use top_p 1 and top_k 0, or engine=vllm_server"
+        )
+
+
+def check_placed(*engines: EngineConfig, number: int, ahead: int) -> None:
+    """Raise ValueError for what engines in processes of their own cannot do.
+
+    Args:
+        engines: of rollouts and of the policy in evaluations.
+        number: of processes (`placement.engines`).
+        ahead: `batch.ahead`.
+    """
+    if number and all(is_remote(engine) for engine in engines):
+        raise ValueError(
+            f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
+            f"leave placement.engines out, or use engine=transformers"
+        )
+    if number and any(getattr(engine, "device", None) is not None for engine in engines):
+        raise ValueError(
+            f"engine.device is for an engine in the process that trains, but placement.engines is {number}; leave one "
+            f"of the two out"
+        )
+    if number and ahead and sleeps(engines[0]):
+        raise ValueError(
+            f"engine.enable_sleep_mode has engine processes sleep on the GPUs of ranks while these train, but with "
+            f"batch.ahead {ahead} they generate then; set engine.enable_sleep_mode=false, or batch.ahead=0"
+        )
+
+
+def check_sleep(engine: EngineConfig, other: EngineConfig, are_two: bool, draft: bool) -> None:
+    """Raise ValueError where an engine is to sleep that cannot.
+
+    Args:
+        engine, other: of rollouts, and of the policy in evaluations.
+        are_two: they are two engines.
+        draft: the model of the one drafts for that of the other.
+    """
+    if draft and (sleeps(engine) or sleeps(other)):
+        raise ValueError(
+            "engine.draft has two engines generate together, and one that sleeps waits for weights of its own; set "
+            "enable_sleep_mode=false for both, or engine.draft=null"
+        )
+    if are_two and all(isinstance(one, VLLMEngineConfig) and sleeps(one) for one in (engine, other)):
+        raise ValueError(
+            "engine and evaluation.engine are both vllm with enable_sleep_mode, and vLLM has one engine that sleeps in "
+            "a process; set evaluation.engine={name: transformers, enable_sleep_mode: true}, or "
+            "evaluation.engine.enable_sleep_mode=false"
         )
 
 

@@ -28,10 +28,13 @@ from jackpot.config.engines import (
     Quantization,
     TransformersEngineConfig,
     check_filters,
+    check_placed,
+    check_sleep,
     is_quantized,
     is_remote,
     quantized_numbers,
     server_urls,
+    sleeps,
 )
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.placement import PlacementConfig
@@ -436,6 +439,12 @@ class Config(Strict):
         return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
 
     @property
+    def shares_gpus(self) -> bool:
+        """Return whether engine processes are on the GPUs of the ranks, and sleep while these train."""
+        placed = self.evaluation.engine if is_remote(self.engine) else self.engine
+        return self.placement.engines > 0 and placed is not None and sleeps(placed)
+
+    @property
     def compute_dtype(self) -> Dtype:
         """Return the number format of what training computes outside of quantized linear layers."""
         return self.engine.dtype if self.scheme else self.precision
@@ -502,7 +511,9 @@ class Config(Strict):
                 f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
                 f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
             )
-        self._check_engines()
+        check_placed(*engines, number=self.placement.engines, ahead=self.batch.ahead)
+        are_two = self.rollout_model is not None or self.evaluation.engine is not None
+        check_sleep(*engines, are_two=are_two, draft=bool(self.draft))
         control = self.rollout_model and self.rollout_model.distill_control
         most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
         if control and control.metric == "acceptance" and getattr(self.objective.correction, "budget", None):
@@ -521,21 +532,6 @@ class Config(Strict):
                 f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
             )
         return self
-
-    def _check_engines(self) -> None:
-        """Refuse what engines in processes of their own cannot do."""
-        number, engines = self.placement.engines, [self.engine, self.evaluation.engine or self.engine]
-        if number and all(is_remote(engine) for engine in engines):
-            raise ValueError(
-                f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
-                f"leave placement.engines out, or use engine=transformers"
-            )
-        for name in ("device", "enable_sleep_mode"):
-            if number and any(getattr(engine, name, None) for engine in engines):
-                raise ValueError(
-                    f"engine.{name} is for an engine in the process that trains, but placement.engines is {number}; "
-                    f"leave one of the two out"
-                )
 
     def _check_fp8(self) -> None:
         if self.precision != "fp8" and self.fp8_backward != "dequantized":

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from jackpot.config.build import build_config
+from jackpot.config.engines import sleeps
 from jackpot.config.run import Config
 from jackpot.core.place import place
 from jackpot.core.types import Role, Version
@@ -69,6 +70,8 @@ def engine_pool(
         version,
         chunk=chunk,
         patience=config.placement.timeout,
+        sleeping=[name for name, (settings, _) in parts.items() if sleeps(settings)],
+        device=device if config.placement.weight_transfer == "device" else None,
     )
 
 
@@ -76,16 +79,16 @@ def process_links(config: Config, setup: dict[str, Any]) -> dict[str, ProcessLin
     """Return connections to processes of this machine, which are started when they are opened."""
     links = {}
     for number in range(config.placement.engines):
-        start = starting(ENTRY, _own_gpu(number) if setup["device"] == "cuda" else {})
+        start = starting(ENTRY, own_gpu(number, config.shares_gpus) if setup["device"] == "cuda" else {})
         links[f"engine process {number + 1}"] = ProcessLink(start, setup, config.placement.timeout)
     return links
 
 
-def _own_gpu(number: int) -> dict[str, str]:
-    """Return what gives an engine a GPU that no rank trains on, as far as there are enough."""
+def own_gpu(number: int, shares: bool) -> dict[str, str]:
+    """Return what gives an engine a GPU: a rank's where it `shares`, else one without, as far as there are enough."""
     given = os.environ.get(_GPUS)
     gpus = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
-    return {_GPUS: gpus[(place().local_size + number) % len(gpus)]}
+    return {_GPUS: gpus[(number if shares else place().local_size + number) % len(gpus)]}
 
 
 def main() -> None:

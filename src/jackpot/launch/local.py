@@ -36,7 +36,7 @@ from jackpot.launch.ray import check_placed, ray_links
 from jackpot.models.cost import forward_cost
 from jackpot.models.forward import checkpoint_activations, output_layer, widen_head
 from jackpot.models.fused import fuse
-from jackpot.models.gathered import shard
+from jackpot.models.gathered import CPU, shard
 from jackpot.models.load import (
     DTYPES,
     check_same_tokenizer,
@@ -422,7 +422,8 @@ def make_learner(
     policy, rollout_model = models["policy"], models.get("rollout_model")
     settings, head = config.rollout_model, head_options(config)
     reference = _reference(config, models, head)  # its digest is of whole weights
-    gathered = shard(models, mesh, config.placement.offload) if mesh else None
+    sends_from = pick_device(config) if config.placement.weight_transfer == "device" else CPU
+    gathered = shard(models, mesh, config.placement.offload, sends_from) if mesh else None
     trains = rollout_model is not None and settings.optimizer is not None
     each_step = settings is None or settings.update == "step"
     rollout_steps = _total_steps(config) if each_step else config.iterations

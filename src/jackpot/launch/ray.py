@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -140,17 +141,15 @@ class RayLink(Link):
     """
 
     def __init__(self, actor: Any, setup: Any, silence: float) -> None:
-        self._actor, self._setup, self._silence = actor, pack(setup).numpy(), silence
+        self._actor, self._setup, self.silence = actor, pack(setup).numpy(), silence
         self._node = ""
         self._hangs = False
 
     async def open(self) -> None:
-        ray = _ray()
-        if self._hangs:
-            ray.kill(self._actor, no_restart=False)
-        self._hangs = False
+        await self.close()
+        self.address = _ray().util.get_node_ip_address()
         with self._lost_named():
-            async with asyncio.timeout(self._silence):
+            async with asyncio.timeout(self.silence):
                 await self._actor.begin.remote(self._setup)
                 self._node = await self._actor.node.remote()
 
@@ -159,13 +158,16 @@ class RayLink(Link):
             answer = self._actor.answer.options(num_returns="streaming")
             answers = answer.remote(message.numpy(), self._weights(message))
             while True:
-                async with asyncio.timeout(self._silence):
+                async with asyncio.timeout(self.silence):
                     found = await (await anext(answers))
                     if len(found):
                         return _tensor(found)
 
     async def close(self) -> None:
-        return  # the driver ends its actors
+        if self._hangs:
+            _ray().kill(self._actor, no_restart=False)
+            self._hangs = False
+        # else the driver ends its actors
 
     def _weights(self, message: Tensor) -> Any:
         """Return the weights that a message names, where the actor cannot read them from this machine's memory."""
@@ -173,7 +175,7 @@ class RayLink(Link):
         if self._node == ray.get_runtime_context().get_node_id():
             return None
         asked = unpack(message)
-        return ray.put(np.fromfile(asked["path"], np.uint8)) if asked["do"] == "take" else None
+        return ray.put(np.fromfile(asked["path"], np.uint8)) if "path" in asked else None
 
     @contextlib.contextmanager
     def _lost_named(self) -> Iterator[None]:
@@ -184,7 +186,7 @@ class RayLink(Link):
             raise PeerLost("its actor was started again") from None
         except TimeoutError:
             self._hangs = True
-            raise PeerLost(f"its actor gave no sign of life for {self._silence:g} seconds") from None
+            raise PeerLost(f"its actor gave no sign of life for {self.silence:g} seconds") from None
         except ray.exceptions.RayTaskError:
             raise  # an error of the program
         except ray.exceptions.RayError as error:
@@ -304,33 +306,43 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 
 def _place(ray: Any, config: Config) -> Any:
-    """Reserve a place for every rank and every engine, ranks on as few nodes as there is room."""
+    """Reserve a place for every rank, and every engine that shares none of these, on as few nodes as there is room."""
     has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    bundle = {"CPU": 1, "GPU": 1} if has_gpus or config.device == "cuda" else {"CPU": 1}
-    placement = config.placement
-    count = placement.ranks + placement.engines
-    group = ray.util.placement_group([bundle] * count, strategy="PACK")
+    gpu = {"GPU": 1} if has_gpus or config.device == "cuda" else {}
+    placement, tenants = config.placement, Counter(bundles(config))
+    bundle = {"CPU": max(tenants.values())} | gpu
+    group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")
     if not group.wait(placement.timeout):
         raise ConfigError(
             f"Ray has no room for {placement.ranks} ranks and {placement.engines} engines after placement.timeout = "
-            f"{placement.timeout:g} seconds: each needs {bundle}, and the cluster has {ray.cluster_resources()}; lower "
-            f"placement.ranks or placement.engines"
+            f"{placement.timeout:g} seconds: {len(tenants)} places need {bundle}, and the cluster has "
+            f"{ray.cluster_resources()}; lower placement.ranks or placement.engines"
         )
     return group
 
 
-def _options(ray: Any, group: Any, index: int) -> dict[str, Any]:
-    """Return the options of the actor in a bundle: all of it, and no other actor there."""
-    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
-    bundle = group.bundle_specs[index]
-    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+def bundles(config: Config) -> list[int]:
+    """Return the number of the place of every rank, then of every engine, from 0: one GPU, where there are GPUs.
+
+    Engines that share GPUs are in the places of the ranks, in turn, all others in places of their own.
+    """
+    ranks, engines = range(config.placement.ranks), range(config.placement.engines)
+    return [*ranks, *(one % len(ranks) if config.shares_gpus else one + len(ranks) for one in engines)]
+
+
+def _options(ray: Any, group: Any, config: Config, number: int) -> dict[str, Any]:
+    """Return the options of an actor: a CPU, and as much of the GPU of its place as of each other one there."""
+    places = bundles(config)
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, places[number])
+    gpus = group.bundle_specs[places[number]].get("GPU", 0) / places.count(places[number])
+    return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
 def _engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
     """Start the engine actors, which live as long as this process and the list."""
     actor, first = ray.remote(EngineActor), config.placement.ranks
     return [
-        actor.options(name=_engine_name(one + 1), max_restarts=-1, **_options(ray, group, first + one)).remote(
+        actor.options(name=_engine_name(one + 1), max_restarts=-1, **_options(ray, group, config, first + one)).remote(
             os.getcwd(), make
         )
         for one in range(config.placement.engines)
@@ -344,7 +356,7 @@ class _Group:
         self._ray = ray
         actor = ray.remote(RankActor)
         self._actors = [
-            actor.options(max_restarts=0, **_options(ray, group, rank)).remote()
+            actor.options(max_restarts=0, **_options(ray, group, config, rank)).remote()
             for rank in range(config.placement.ranks)
         ]
 

@@ -22,6 +22,7 @@ from jackpot.models.parts import Part
 
 _Result = TypeVar("_Result")
 
+CPU = torch.device("cpu")
 BUCKET = 2**30
 """Bytes of whole weights that are gathered at once, unless one weight is larger."""
 
@@ -34,12 +35,15 @@ class Gathered(nn.Module):
     Args:
         models: by any name.
         device: that a rank computes on.
+        sends_from: where the first rank keeps whole weights until they are sent.
     """
 
-    def __init__(self, models: Mapping[str, PreTrainedModel], device: torch.device) -> None:
+    def __init__(
+        self, models: Mapping[str, PreTrainedModel], device: torch.device, sends_from: torch.device = CPU
+    ) -> None:
         super().__init__()
         self.models = nn.ModuleDict(models)
-        self.device = device
+        self.device, self._sends_from = device, sends_from
 
     def __call__(self, work: Callable[[], _Result]) -> _Result:
         """Run a part of a forward pass, and return what it returns: tensors in lists, tuples or dicts.
@@ -58,17 +62,19 @@ class Gathered(nn.Module):
         return Part(dist.get_rank(), dist.get_world_size())
 
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Go through the weights that `gather` yields, and keep them on the first rank's CPU.
+        """Go through the weights that `gather` yields, and keep them on the first rank, where it sends them from.
 
         Nothing waits for another rank afterwards. The other ranks get none.
         """
-        return [(name, tensor.cpu()) for name, tensor in weights]
+        return [(name, tensor.to(self._sends_from)) for name, tensor in weights]
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool) -> Gathered:
+def shard(
+    models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool, sends_from: torch.device = CPU
+) -> Gathered:
     """Shard models in place over all ranks of a mesh, which must be all ranks of torch.distributed.
 
     Their parameters become DTensors in float32 on the mesh's device: optimizers have to be made afterwards. Only one
@@ -79,6 +85,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     Args:
         models: all that a learner reads, by any name; equal on all ranks.
         offload: keep parts of weights, gradients and moments in the memory of the CPU between their uses.
+        sends_from: as in `Gathered`.
 
     Raises:
         ModelError: a model has no layers, or two weights that were one became two.
@@ -100,7 +107,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
         ]
         for module in (*alone, *layers):
             fully_shard(_in_memory(module), mesh=mesh, offload_policy=policy)
-    root = fully_shard(_in_memory(Gathered(models, device)), mesh=mesh, offload_policy=policy)
+    root = fully_shard(_in_memory(Gathered(models, device, sends_from)), mesh=mesh, offload_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):  # each setting is of one module
             module.set_gradient_divide_factor(1.0)  # numerators add up

@@ -79,6 +79,8 @@ class RunComponents:
             numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
             weights = quantize_named(numbers, codes.names, codes.scheme)
         weights = digest.watch(weights)
+        if engine.capabilities.sleeps:
+            self.learner.release_memory()
         held = engine.update_weights(weights, self.learner.version)
         deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
         sent = digest.hexdigest()

@@ -91,7 +91,7 @@ class JointLearner(Learner):
     """Trains both models on one device; several ranks, each with a learner, sum their gradients.
 
     Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
-    in each (`batching.deal`). `weights` gives the first rank whole tensors on its CPU, and the others nothing; each
+    in each (`batching.deal`). `weights` gives the first rank whole tensors, and the others nothing; each
     rank saves a part, and any number of ranks loads what some number has saved.
 
     Args:
@@ -346,6 +346,11 @@ class JointLearner(Learner):
         if self._gathered:
             return self._gathered.keep(merged_weights(self._models[role], dtype))
         return merged_weights(self._models[role])
+
+    def release_memory(self) -> None:
+        """Release memory of the GPU that torch keeps for later (not run)."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
         files, failed = {}, None

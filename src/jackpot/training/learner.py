@@ -86,6 +86,10 @@ class Learner(ABC):
             dtype: that the caller casts them to; weights that have to be copied anyway come in it. None: their own.
         """
 
+    def release_memory(self) -> None:
+        """Release memory that is held for the next training and that engines take meanwhile."""
+        return  # of most learners engines take none
+
     @abstractmethod
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
         """Write the models and the moments of their optimizers, which `state_dict` lacks.

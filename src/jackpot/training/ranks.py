@@ -210,6 +210,9 @@ class LedLearner(Learner):
         """Return all weights: no rank waits for another while they are sent to an engine."""
         return self._on_all("weights", role=role, dtype=dtype and str(dtype).removeprefix("torch."))
 
+    def release_memory(self) -> None:
+        self._on_all("release_memory")
+
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
         part = {"folder": str(folder.resolve()), "roles": list(roles)}
         own, others = self._all("save", [part] * self._ranks.size)

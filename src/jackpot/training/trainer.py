@@ -99,6 +99,8 @@ class Trainer:
         with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
                 self._rollback.check(self._finish_iteration({}))
+            else:
+                self._rest()
             while self.iteration < config.iterations and not stop.requested:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
@@ -140,6 +142,12 @@ class Trainer:
             for role, check in self._engine_checks.items():
                 own = [one for one in rollouts if one.sampled_by == role]
                 check.check_batch(self._components.writers[role], own, number)
+
+    def _rest(self) -> None:
+        """Have engines sleep that a start has made and that wait for weights before they generate."""
+        waiting = {self._components.engine, self._components.policy_engine}
+        for engine in waiting.difference(self._next_writers(self.iteration).values()):
+            engine.sleep()
 
     def _next_writers(self, number: int) -> dict[Role, Engine]:
         """Return the engines that are to generate rollouts with the weights of after iteration `number`."""

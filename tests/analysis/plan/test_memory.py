@@ -55,6 +55,8 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
     known = {name: 2**number for number, name in enumerate(MemoryPlan.__slots__)}
     lasting = sum(known[name] for name in ("weights", "engines", "optimizer", "kept"))
     memory = MemoryPlan(**known)
+    assert replace(memory, training=200).peak == lasting + known["gradients"] + 200 - known["sleeping"]
+    memory = replace(memory, sleeping=0)
     assert memory.peak == lasting + known["generation"]  # 64 against 16 + 32
     assert replace(memory, training=100).peak == lasting + known["gradients"] + 100
 

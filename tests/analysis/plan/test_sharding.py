@@ -64,9 +64,30 @@ def test_a_rank_holds_its_share_and_the_first_one_the_engines_too() -> None:
     first, others = rank_memory(small_config("placement.offload=true"), sizes, memory, PARTS, 2)
     assert (others.device, others.host) == (PARTS.gathered + 7, (40 + 80 + 24 + 60) / 2)
     assert (first.device, others.ranks, first.is_known) == (300_500, "rank 1", True)
-    first, others = rank_memory(small_config("placement.engines=2"), sizes, memory, PARTS, 2)
+    first, others, engines = rank_memory(small_config("placement.engines=2"), sizes, memory, PARTS, 2)
     assert first.device == others.device and first.host > others.host
+    assert (engines.ranks, engines.device, engines.host) == ("each of 2 engine processes", 500 + 300_000, 0.0)
     assert not rank_memory(small_config(), sizes, replace(memory, training=None), PARTS, 2)[1].is_known
+
+
+def test_engines_that_sleep_are_counted_on_the_gpus_of_ranks_while_these_do_not_train() -> None:
+    sizes = {"policy": ModelSize(5_000, 5_000), "rollout_model": ModelSize(2_000, 2_000)}
+    memory = replace(MEMORY, engines=500, sleeping=400, generation=300_000, kept=60)
+    settings, lasting = ("engine.enable_sleep_mode=true", "placement.engines=3"), (40 + 80) / 4
+    first, busy, idle = rank_memory(small_config(*settings), sizes, memory, PARTS, 4)
+    assert [one.ranks for one in (first, busy, idle)] == ["rank 0", "each of ranks 1 to 2", "rank 3"]
+    assert first.device == busy.device == lasting + 500 + 300_000 > idle.device
+    assert idle.device == lasting + 24 / 4 + PARTS.gathered + 7
+    first, busy, idle = rank_memory(small_config(*settings), sizes, replace(memory, generation=0), PARTS, 4)
+    assert busy.device == idle.device + 100  # what does not sleep
+    over_device = "placement.weight_transfer=device"
+    sender, *_ = rank_memory(small_config(*settings, over_device), sizes, memory, PARTS, 4)
+    assert sender.device == lasting + 500 + 300_000 + 4 * 7_000 + 4 * 5_000
+    assert (first.host, sender.host) == (60 / 4 + 4 * 5_000, 60 / 4)
+    crowded, _ = rank_memory(small_config(*settings), sizes, memory, PARTS, 2)
+    assert crowded.device == (40 + 80) / 2 + 2 * (500 + 300_000)
+    sender, other, _ = rank_memory(small_config("placement.engines=2", over_device), sizes, memory, PARTS, 2)
+    assert sender.device == (40 + 80 + 24) / 2 + PARTS.gathered + 7 + 4 * 7_000 == other.device + 4 * 7_000
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
@@ -142,8 +163,8 @@ def test_a_run_has_the_engines_that_the_launcher_makes() -> None:
     assert {name: one.role for name, one in needs.items()} == {"engine": "rollout_model", "evaluation.engine": "policy"}
     assert (needs["engine"].weights, needs["evaluation.engine"].weights) == (2 * 1_720_574_976, 2 * 8_190_735_360)
     assert (needs["engine"].token, needs["engine"].longest) == (2 * 2 * 28 * 8 * 128, 1024 + 8192)
-    same = engine_needs(resolve("joint_8b", None, ["evaluation.engine=null"]), 1024)
-    assert same["evaluation.engine"].role == "policy" and same["evaluation.engine"].settings == needs["engine"].settings
+    same = engine_needs(resolve("joint_8b", None, ["evaluation.engine=null", "engine.enable_sleep_mode=false"]), 1024)
+    assert same["evaluation.engine"].role == "policy" and same["evaluation.engine"].settings == same["engine"].settings
     alone = engine_needs(resolve("joint_8b", "on_policy", []), 1024)
     assert {name: one.role for name, one in alone.items()} == {"engine": "policy"}
     drafted = engine_needs(small_config("rollout_model.share=0.0", "engine={name: vllm, draft: {}}"), 6)

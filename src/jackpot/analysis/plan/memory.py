@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from jackpot.analysis.plan.dry_step import MicroBatchShape, dry_step
 from jackpot.analysis.plan.sizes import ModelSize, outline
-from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.engines import TransformersEngineConfig, sleeps
 from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
@@ -31,6 +31,7 @@ class MemoryPlan:
 
     weights: int  # of all models in training, float32
     engines: int  # the engines' own copies of the weights
+    sleeping: int = 0  # of these, what is released while the learner trains
     optimizer: int  # AdamW's two moments
     kept: int  # copies of trained weights, which check what is generated ahead; in the host's memory
     gradients: int  # of all trained weights, and those that wait for the end of the iteration
@@ -41,7 +42,7 @@ class MemoryPlan:
     def peak(self) -> int:
         """Return the bytes at the peak, the larger one of training and generation."""
         lasting = self.weights + self.engines + self.optimizer + self.kept
-        return lasting + max(self.gradients + (self.training or 0), self.generation)
+        return lasting + max(self.gradients + (self.training or 0) - self.sleeping, self.generation)
 
 
 def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: int) -> MemoryPlan:
@@ -58,6 +59,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     return MemoryPlan(
         weights=4 * (sum(size.parameters for size in sizes.values()) + reference),
         engines=_engine_weights(config, sizes),
+        sleeping=0 if config.batch.ahead else _engine_weights(config, sizes, only_sleeping=True),
         optimizer=8 * trained,
         kept=_kept_weights(config, sizes),
         gradients=4 * (trained + waiting),
@@ -86,7 +88,7 @@ def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
     return 4 * sum(sizes[role].trained for role in roles)
 
 
-def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
+def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleeping: bool = False) -> int:
     """Count the weights in the engine of rollouts and, where that is another, in the policy's engine of evaluations."""
     sampled: Role = "rollout_model" if "rollout_model" in sizes else "policy"
     engines: list[tuple[Role, Any]] = [(sampled, config.engine)]
@@ -96,7 +98,7 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
     return sum(
         _held(settings, paths[role], sizes[role].parameters)
         for role, settings in engines
-        if isinstance(settings, TransformersEngineConfig)
+        if isinstance(settings, TransformersEngineConfig) and (sleeps(settings) or not only_sleeping)
     )
 
 

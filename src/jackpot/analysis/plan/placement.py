@@ -246,6 +246,7 @@ def residents(config: Config, ranks: int) -> dict[str, list[str]]:
             place = f"servers {', '.join(settings.urls)}"
         elif config.placement.engines:
             place = f"each of {config.placement.engines} engine processes"
+            place += ", on the ranks' GPUs, asleep while these train" if config.shares_gpus else ""
         elif isinstance(settings, VLLMEngineConfig) and settings.device is not None:
             place = f"{here}, GPU {settings.device}"
         places.setdefault(place, []).append(f"{settings.name} engine of {holds}")

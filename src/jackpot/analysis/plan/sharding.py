@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from jackpot.analysis.plan.cost_model import Gpu
 from jackpot.analysis.plan.memory import MemoryPlan
 from jackpot.analysis.plan.sizes import ModelSize, outline
-from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
@@ -184,7 +184,7 @@ def shard(
         gradients=kept * memory.gradients,
         gathered=2 * parts.copied if gpus == 1 else parts.gathered,
         training=memory.training,
-        resting=sum(size for name, size in held.items() if not _sleeps(needs[name])),
+        resting=sum(size for name, size in held.items() if not sleeps(needs[name].settings)),
         generation=sum(held.values()) + memory.generation,
         tensor_parallel=degrees,
     )
@@ -193,24 +193,45 @@ def shard(
 def rank_memory(
     config: Config, sizes: Mapping[Role, ModelSize], memory: MemoryPlan, parts: Blocks, ranks: int
 ) -> list[RankMemory]:
-    """Return the memory of rank 0, with all engines that are no processes of their own, and of the other ranks.
+    """Return the memory of rank 0, with all engines that are no processes of their own, of the other ranks, and of
+    engine processes, which is that of a rank's GPU too where they share it.
 
     Args:
         memory: must have been planned inside `sharded`.
         ranks: at least 2.
     """
+    placement = config.placement
     lasting, gradients = (memory.weights + memory.optimizer) / ranks, memory.gradients / ranks
-    offloaded, kept = (lasting + gradients if config.placement.offload else 0.0), memory.kept / ranks
-    here = (0.0, 0.0) if config.placement.offload else (lasting, gradients)
+    offloaded, kept = (lasting + gradients if placement.offload else 0.0), memory.kept / ranks
+    here = (0.0, 0.0) if placement.offload else (lasting, gradients)
     training = here[1] + parts.gathered + (memory.training or 0)
-    sent = max(size.parameters * DTYPES[config.engine.dtype].itemsize for size in sizes.values())
-    engines, generation = (0, 0) if config.placement.engines else (memory.engines, memory.generation)
-    leader = engines + max(training, float(generation), float(min(sent, BUCKET)))
-    others = "rank 1" if ranks == 2 else f"each of ranks 1 to {ranks - 1}"
-    return [
-        RankMemory("rank 0", here[0] + leader, offloaded + kept + sent, memory.training is not None),
-        RankMemory(others, here[0] + training, offloaded + kept, memory.training is not None),
-    ]
+    weights = [size.parameters * DTYPES[config.engine.dtype].itemsize for size in sizes.values()]
+    sent, resting = max(weights), memory.engines - memory.sleeping
+    over_device = placement.weight_transfer == "device"
+    process = memory.engines + max(memory.generation, sent if over_device else 0)
+    shared = -(-placement.engines // ranks) if config.shares_gpus else 0  # engine processes on one GPU, at most
+    is_known = memory.training is not None
+
+    def rank(label: str, leads: bool, processes: int) -> RankMemory:
+        generating, beside = float(process * processes), float(resting * processes)
+        if leads and not placement.engines:
+            generating, beside = float(memory.engines + memory.generation), float(resting)
+        if leads and over_device:  # all weights for as long as they may be asked for, and those on their way there
+            generating, beside = generating + sum(weights) + sent, beside + (0 if config.shares_gpus else sum(weights))
+        elif leads:
+            generating = max(generating, resting + min(sent, BUCKET))
+        device = here[0] + max(training + beside, generating)
+        return RankMemory(label, device, offloaded + kept + (sent if leads and not over_device else 0), is_known)
+
+    busy = min(placement.engines, ranks) if config.shares_gpus else 0  # ranks whose GPU has engine processes
+    found = [rank("rank 0", True, shared)]
+    for first, end, processes in ((1, max(1, busy), shared), (max(1, busy), ranks, 0)):
+        if first < end:
+            label = f"rank {first}" if end - first == 1 else f"each of ranks {first} to {end - 1}"
+            found.append(rank(label, False, processes))
+    if placement.engines and not config.shares_gpus:
+        found.append(RankMemory(f"each of {placement.engines} engine processes", float(process), 0.0, True))
+    return found
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
@@ -258,7 +279,3 @@ def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
     if isinstance(settings, VLLMEngineConfig):
         return one.weights / spread + settings.kv_cache_memory_bytes + ENGINE_BYTES
     return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0
-
-
-def _sleeps(one: EngineNeeds) -> bool:
-    return isinstance(one.settings, VLLMEngineConfig) and one.settings.enable_sleep_mode

@@ -44,6 +44,7 @@ class Capabilities:
     codes: Codes | None = None  # weights that the trainer sends as codes and scales; None: it sends all as numbers
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on: "cpu", "cuda"
+    sleeps: bool = False  # True where `sleep` releases memory
 
 
 class Engine(ABC):
@@ -100,7 +101,8 @@ class Engine(ABC):
         """
 
     def sleep(self) -> None:
-        """Release memory until the next `update_weights`; the caller promises to generate nothing before it."""
+        """Release memory until the next `update_weights`, before which an engine that `sleeps` raises EngineError where
+        it is to generate or score."""
         return  # most engines have no memory to release
 
     def take_events(self) -> list[dict[str, Any]]:

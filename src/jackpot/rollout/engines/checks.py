@@ -11,6 +11,8 @@ from jackpot.models.quantization.convert import Codes
 from jackpot.models.quantization.quantizer import LARGEST
 from jackpot.rollout.engines.base import Capabilities, Request
 
+ASLEEP = "the engine sleeps and has no weights; send them with update_weights first"
+
 
 def check_request(request: Request, capabilities: Capabilities) -> None:
     """Raise EngineError for a request that the engine cannot fulfill: its prompt, top log-probs or seed."""

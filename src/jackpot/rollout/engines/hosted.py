@@ -6,12 +6,14 @@
 A host holds the engines of all models of the run that generate, so that one may draft for another. The pool cuts every
 call of `submit` into chunks of a fixed number of requests, in their order, and a host generates one chunk at a time.
 So neither the number of hosts nor what happens to them changes how responses are batched. Messages are those of
-`core.messages`. Weights do not travel in them: hosts read them from memory that they share with this process.
+`core.messages`. Weights do not travel in them: hosts read them from memory that they share with this process, or get
+them from its device (`device_weights`). While an engine sleeps there are none, neither in hosts nor in this process.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -26,10 +28,11 @@ from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
 from jackpot.models.quantization.convert import Codes
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_scores, check_weights
+from jackpot.rollout.engines.checks import ASLEEP, check_scores, check_weights
+from jackpot.rollout.engines.device_weights import Channel, DeviceWeights, gpu_name, open_handle
 from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
 from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted, Pool, PoolLimits
-from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
+from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights, views
 
 SIGN_SECONDS = 1.0  # at most, between two signs of life of a host that generates; a step of decoding is not interrupted
 _ATTEMPTS = 5  # at one chunk
@@ -46,6 +49,7 @@ class EngineHost:
         """
         self._engines, self._sign = engines, sign
         self._held: dict[str, str] = {}  # name of the weights of each engine; none are those that it was made with
+        self._channel: tuple[dict[str, Any], Channel] | None = None  # to the process that leads, and what it is made of
 
     def answer(self, message: Tensor) -> Tensor:
         """Do what a message asks for; return the answer, both as `core.messages.pack` makes them."""
@@ -60,6 +64,10 @@ class EngineHost:
         engine = self._engines[ask["engine"]]
         if ask["do"] == "take":
             return self._take(engine, ask)
+        if ask["do"] == "sleep":
+            engine.sleep()
+            self._held[ask["engine"]] = ask["name"]
+            return {}
         if self._held != ask["held"]:
             return {"stale": self._held}
         return _generated(engine, ask, self._sign) if ask["do"] == "generate" else _scored(engine, ask)
@@ -67,11 +75,27 @@ class EngineHost:
     def _take(self, engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
         self._held.pop(ask["engine"], None)
         try:
-            digest = engine.update_weights(read_weights(ask["path"]), Version(*ask["version"]))
+            weights = self._received(engine, ask) if "head" in ask else read_weights(ask["path"])
+        except (OSError, RuntimeError) as error:
+            return {"lost": f"does not receive the weights {ask['name']}: {error}"}
+        try:
+            digest = engine.update_weights(weights, Version(*ask["version"]))
         except OSError as error:  # newer ones have replaced them
             return {"lost": f"cannot read the weights {ask['name']}: {error}"}
         self._held[ask["engine"]] = ask["name"]
         return {"digest": digest}
+
+    def _received(self, engine: Engine, ask: dict[str, Any]) -> Iterable[tuple[str, Tensor]]:
+        """Return weights from the device of the process that leads."""
+        device = torch.device(engine.capabilities.device)
+        if "handle" in ask:
+            return views(open_handle(ask["handle"], device), ask["head"])
+        if self._channel is None or self._channel[0] != ask["channel"]:
+            self._channel = ask["channel"], Channel(**ask["channel"], device=device)
+        size = max(one["data_offsets"][1] for one in ask["head"].values())
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._channel[1].broadcast(memory)
+        return views(memory, ask["head"])
 
 
 def _described(engine: Engine) -> dict[str, Any]:
@@ -79,7 +103,8 @@ def _described(engine: Engine) -> dict[str, Any]:
     names = {"dtype": str(capabilities.dtype).removeprefix("torch.")}
     names |= {"codes": capabilities.codes and tuple(capabilities.codes)}
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__} | names
-    return {"capabilities": facts, "events": engine.take_events()}
+    gpu = gpu_name(torch.device(capabilities.device))
+    return {"capabilities": facts, "events": engine.take_events(), "gpu": gpu}
 
 
 def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) -> dict[str, Any]:
@@ -109,6 +134,9 @@ def _scored(engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
 class Link(ABC):
     """Connects a peer with its host, in whatever way the host was placed."""
 
+    address: str = "127.0.0.1"  # of the interface on which this process is reached from the host
+    silence: float = 600.0  # seconds without any sign of life after which a host counts as lost
+
     @abstractmethod
     async def open(self) -> None:
         """Start the host, or a new one in place of one that does not answer as it should.
@@ -137,8 +165,14 @@ class SentWeights:
 
     name: str  # unlike that of any others
     version: Version
-    memory: SharedWeights
+    memory: SharedWeights | DeviceWeights | None  # None: there are none, for as long as the engine sleeps
     digest: str | None = None  # what the first host that took them computed
+
+
+class Newest(dict[str, SentWeights]):
+    """Holds the newest weights of every engine, by the setting that describes it."""
+
+    is_resting = False  # whether the engines that can sleep do, so that others use their memory
 
 
 class _Job(NamedTuple):
@@ -151,21 +185,40 @@ class _Job(NamedTuple):
 class HostPeer(Peer):
     """Asks one host."""
 
-    weights: Mapping[str, SentWeights] | None
+    weights: Newest | None
 
     def __init__(self, name: str, link: Link) -> None:
         super().__init__(name, capacity=1)
         self._link = link
         self._held: dict[str, str] = {}
-        self._is_open = False
+        self._is_open = self._is_starting = False
+        self._channel: Channel | None = None  # by which its host gets weights from a device
         self.engines: dict[str, Any] = {}  # what the host last said of each of its engines
 
-    async def sync(self, newest: Mapping[str, SentWeights]) -> None:
-        if not self._is_open or self.error is not None:
-            await self._meet()
-        for engine, weights in newest.items():
-            if self._held.get(engine) != weights.name:
-                await self._send(engine, weights)
+    async def sync(self, newest: Newest) -> None:
+        """Make sure that the host holds the newest weights, as `Peer.sync` says.
+
+        One that was lost is not started while engines rest, as they are awake when they are made, but with the next
+        weights.
+        """
+        if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
+            await self.close()
+            self._is_open, self.was_restarted = False, True
+        if newest.is_resting and not self._is_open:
+            return
+        self._is_starting = not self._is_open or self.error is not None
+        try:
+            if self._is_starting:
+                await self._meet()
+            for engine, weights in newest.items():
+                if self._held.get(engine) != weights.name:
+                    await self._send(engine, weights)
+        finally:
+            self._is_starting = False
+
+    def is_awaited(self, newest: Newest) -> bool:
+        """Return whether an update waits for it: also for one that is being started when engines are to rest."""
+        return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, job: _Job) -> Any:
         held = {engine: weights.name for engine, weights in self.weights.items()}
@@ -175,11 +228,13 @@ class HostPeer(Peer):
         return job.parse(answer)
 
     async def close(self) -> None:
+        self._hang_up()
         await self._link.close()
 
     async def _meet(self) -> None:
         """Reach the host, and learn what it holds."""
-        if not isinstance(self.error, PeerRestarted):
+        if not self._is_open or not isinstance(self.error, PeerRestarted):
+            self._hang_up()
             await self._link.open()
         self._is_open = True
         answer = await self._ask({"do": "hello"})
@@ -187,14 +242,16 @@ class HostPeer(Peer):
         self._held, self.engines = answer["held"], answer["engines"]
 
     async def _send(self, engine: str, weights: SentWeights) -> None:
-        message = {
-            "do": "take",
-            "engine": engine,
-            "name": weights.name,
-            "version": list(weights.version),
-            "path": str(weights.memory.path),
-        }
-        answer = await self._ask(message)
+        message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
+        memory = weights.memory
+        if memory is None:
+            await self._ask(message | {"do": "sleep"})
+            self._held[engine] = weights.name
+            return
+        if isinstance(memory, SharedWeights):
+            answer = await self._ask(message | {"path": str(memory.path)})
+        else:
+            answer = await self._hand_over(message | {"head": memory.head}, memory)
         if "lost" in answer:
             raise PeerLost(answer["lost"])
         self._held[engine] = weights.name
@@ -204,6 +261,33 @@ class HostPeer(Peer):
                 f"{self.name} read the weights {weights.name} and holds digest {answer['digest'][:12]}, another one "
                 f"{weights.digest[:12]}; its memory or its version of this program differs. Take it out of the run"
             )
+
+    async def _hand_over(self, message: dict[str, Any], memory: DeviceWeights) -> dict[str, Any]:
+        """Have a host take weights from a device: on the same GPU it reads them, elsewhere they are sent meanwhile."""
+        device = memory.memory.device
+        if device.type == "cuda" and self.engines[message["engine"]]["gpu"] == gpu_name(device):
+            return await self._ask(message | {"handle": memory.handle()})
+        if self._channel is None:
+            self._channel = Channel(self._link.address, None, device, self._link.silence)
+        ticket = {"channel": self._channel.ticket | {"timeout": self._link.silence}}
+        sending = asyncio.create_task(asyncio.to_thread(self._channel.broadcast, memory.memory))
+        try:
+            answer = await self._ask(message | ticket)
+            if "lost" not in answer:
+                await sending
+            return answer
+        except (OSError, RuntimeError) as error:
+            raise PeerLost(f"it does not take the weights {message['name']}: {error}") from error
+        finally:
+            if not sending.done():
+                self._hang_up()
+            await asyncio.wait([sending])
+            sending.exception()  # the host's answer says why
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         answer = unpack(await self._link.ask(pack(message)))
@@ -229,11 +313,15 @@ class EnginePool:
         *,
         chunk: int,
         patience: float,
+        sleeping: Collection[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         """Wait until a host holds the weights, and all others do or are lost.
 
         Args:
             links: connections to the hosts by name.
+            sleeping: the engines that release memory when they sleep.
+            device: from whose memory hosts get weights; None: from that of this machine.
 
         Raises:
             EngineError: no host can be reached, or one refuses.
@@ -248,11 +336,11 @@ class EnginePool:
             attempts_setting="the most attempts",
             failing="it ends every engine that it is given; their own errors stand above",
         )
-        self._numbers = count()
+        self._numbers, self._sleeping, self._device = count(), frozenset(sleeping), device
         self._shapes = {name: {key: one.shape for key, one in named} for name, (named, _) in weights.items()}
         self._dtypes = {name: dtype for name, (_, dtype) in weights.items()}
         newest = {name: self._shared(name, named, version, dtype) for name, (named, dtype) in weights.items()}
-        self.pool = Pool(limits, newest, thread_name="the engines' thread")
+        self.pool = Pool(limits, Newest(newest), thread_name="the engines' thread")
         try:
             self.pool.call(self._start([HostPeer(name, link) for name, link in links.items()]))
         except BaseException:
@@ -288,9 +376,21 @@ class EnginePool:
         """
         check_weights(sent, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(sent)
+        if self._device is not None:
+            self.pool.newest[name].memory = None  # no job needs them any more, and a device may lack room for both
         weights = self._shared(name, sent, version, None if as_codes else self._dtypes[name])
-        self.pool.update({**self.pool.newest, name: weights})
+        self.pool.update(Newest({**self.pool.newest, name: weights}))
         return weights.digest
+
+    def sleep(self, name: str) -> None:
+        """Have one engine sleep in all hosts, and free its weights here too.
+
+        Returns once all hosts have done so, but for those that are lost, which are started when there are new weights.
+        """
+        asleep = SentWeights(f"{name} asleep {next(self._numbers)}", self.pool.newest[name].version, None)
+        newest = Newest({**self.pool.newest, name: asleep})
+        newest.is_resting = all(newest[one].memory is None for one in self._sleeping)
+        self.pool.update(newest)
 
     def release(self, name: str) -> None:
         """Close the pool once all of its engines are closed."""
@@ -301,8 +401,9 @@ class EnginePool:
     def _shared(
         self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
+        is_here = self._device is None
         try:
-            memory = SharedWeights(sent, dtype)
+            memory = SharedWeights(sent, dtype) if is_here else DeviceWeights(sent, dtype, self._device)
         except OSError as error:
             raise EngineError(
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "
@@ -330,6 +431,7 @@ class PooledEngine(BackgroundEngine):
         super().__init__(version)
         self._pool, self._name, self._capabilities, self._events = pool, name, capabilities, list(events)
         self._draft_counts: deque[DraftCounts] = deque()  # of finished chunks
+        self._is_asleep = False
         pool.pool.on_failure.append(self._fail)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -343,6 +445,23 @@ class PooledEngine(BackgroundEngine):
 
     def take_draft_counts(self) -> DraftCounts:
         return take_all(self._draft_counts)
+
+    def sleep(self) -> None:
+        """Release the memory that the engine has in all hosts until the next `update_weights`, where it can."""
+        self._check_open()
+        if self.capabilities.sleeps and not self._is_asleep:
+            self._in_flight.check_empty()
+            self._pool.sleep(self._name)
+            self._is_asleep = True
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._check_awake()
+        super().submit(requests)
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._is_asleep:
+            raise EngineError(ASLEEP)
 
     def _begin(self, requests: Sequence[Request]) -> None:
         chunks = _chunks(requests, self._pool.chunk)
@@ -367,7 +486,7 @@ class PooledEngine(BackgroundEngine):
         self._complete(rollouts)
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        self._check_open()
+        self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}
         jobs = [
@@ -385,7 +504,7 @@ class PooledEngine(BackgroundEngine):
         self._check_open()
         self._in_flight.check_empty()
         digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.codes)
-        self._version = version
+        self._version, self._is_asleep = version, False
         return digest
 
     def close(self) -> None:

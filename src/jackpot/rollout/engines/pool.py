@@ -67,6 +67,10 @@ class Peer(ABC):
         """Return whether the peer has failed and has not been synced since."""
         return self.lost_since is not None
 
+    def is_awaited(self, newest: Any) -> bool:
+        """Return whether an update waits until the peer holds the newest weights."""
+        return not self.is_lost
+
     @abstractmethod
     async def sync(self, newest: Any) -> None:
         """Make sure that the peer holds the newest weights, those that `Pool.update` was given. It has no jobs.
@@ -251,7 +255,7 @@ class Pool:
                 raise self.failure
             is_synced = [peer.weights is self.newest for peer in self.peers]
             pairs = zip(is_synced, self.peers, strict=True)
-            if any(is_synced) and all(synced or peer.is_lost for synced, peer in pairs):
+            if any(is_synced) and not any(not synced and peer.is_awaited(self.newest) for synced, peer in pairs):
                 return
             await self._state_changed.wait()
 

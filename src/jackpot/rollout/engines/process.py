@@ -73,7 +73,7 @@ class ProcessLink(Link):
     """
 
     def __init__(self, start: Start, setup: Any, silence: float) -> None:
-        self._start, self._setup, self._silence = start, setup, silence
+        self._start, self._setup, self.silence = start, setup, silence
         self.child: Child | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -93,12 +93,12 @@ class ProcessLink(Link):
         await self._send(message)
         try:
             while True:
-                async with asyncio.timeout(self._silence):
+                async with asyncio.timeout(self.silence):
                     if size := int.from_bytes(await self._reader.readexactly(_HEAD), "little"):
                         data = await self._reader.readexactly(size)
                         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
         except TimeoutError:
-            raise PeerLost(f"its process gave no sign of life for {self._silence:g} seconds") from None
+            raise PeerLost(f"its process gave no sign of life for {self.silence:g} seconds") from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise PeerLost(await self._end()) from error
 
@@ -116,7 +116,7 @@ class ProcessLink(Link):
         try:
             self._writer.write(len(message).to_bytes(_HEAD, "little"))
             self._writer.write(message.numpy().data)
-            async with asyncio.timeout(self._silence):
+            async with asyncio.timeout(self.silence):
                 await self._writer.drain()
         except (TimeoutError, ConnectionError) as error:
             raise PeerLost(await self._end()) from error

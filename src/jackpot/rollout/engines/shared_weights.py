@@ -10,8 +10,9 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,6 +27,36 @@ _NAMES = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
+Head = dict[str, dict[str, Any]]  # by name: `dtype`, `shape` and `data_offsets` of a tensor, as safetensors has them
+
+
+def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Head, int]:
+    """Return where tensors stand in one piece of memory, and its bytes.
+
+    Args:
+        dtype: that they are cast to; None: each keeps its own.
+    """
+    head: Head = {}
+    end = 0
+    for name, tensor in tensors.items():
+        kind = dtype or tensor.dtype
+        begin, end = end, end + tensor.numel() * kind.itemsize
+        head[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return head, end
+
+
+def views(memory: Tensor, head: Head) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that stand in memory, [bytes] uint8, by name; they share it."""
+    kinds = {name: kind for kind, name in _NAMES.items()}
+    for name, one in head.items():
+        begin, end = one["data_offsets"]
+        yield name, memory[begin:end].view(kinds[one["dtype"]]).view(one["shape"])
+
+
+def copy_in(memory: Tensor, head: Head, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors of any device to their places in memory, [bytes] uint8, in the dtypes that they have there."""
+    for name, place in views(memory, head):
+        place.copy_(tensors[name].detach())
 
 
 class SharedWeights:
@@ -44,13 +75,8 @@ class SharedWeights:
             OSError: there is no room.
         """
         tensors = dict(named_tensors)
-        head, end = {"__metadata__": {"format": "pt"}}, 0
-        kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            kind = kinds[name]
-            begin, end = end, end + tensor.numel() * kind.itemsize
-            head[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        text = json.dumps(head).encode()
+        head, end = lay_out(tensors, dtype)
+        text = json.dumps({"__metadata__": {"format": "pt"}} | head).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNED)
         data = 8 + len(text)
         number = self._open()
@@ -58,9 +84,7 @@ class SharedWeights:
         os.ftruncate(number, data + end)
         os.pwrite(number, len(text).to_bytes(8, "little") + text, 0)
         memory = torch.frombuffer(mmap.mmap(number, data + end), dtype=torch.uint8)
-        for name, tensor in tensors.items():
-            begin, end = (data + offset for offset in head[name]["data_offsets"])
-            memory[begin:end].view(kinds[name]).view(tensor.shape).copy_(tensor.detach())
+        copy_in(memory[data:], head, tensors)
 
     def _open(self) -> int:
         """Open a new file, set `path`, and return its descriptor."""

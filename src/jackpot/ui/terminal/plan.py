@@ -73,7 +73,10 @@ def _peak(memory: MemoryPlan | Sequence[RankMemory], on_gpu: bool) -> str:
     """Say how many bytes the run holds at its peak, and in which parts, or on which ranks."""
     if not isinstance(memory, MemoryPlan):
         return "; ".join(f"{one.ranks} {_held(one, on_gpu)}" for one in memory) + ", with all responses of full length"
-    parts = ", ".join(f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__)
+    parts = ", ".join(
+        f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__ if name != "sleeping"
+    )
+    parts += f" (engines release {_bytes(memory.sleeping)} while the learner trains)" if memory.sleeping else ""
     if memory.training is None:
         return f"more than {_bytes(memory.peak)}: {parts}; the activations depend on values and are not known"
     return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {parts}"

@@ -24,7 +24,7 @@ from jackpot.models.forward import output_layer
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_request, check_scores
+from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.in_flight import InFlightRequests
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
@@ -93,6 +93,7 @@ class TransformersEngine(Engine):
             codes=self._weights.codes,
             dtype=self._weights.dtype,
             device=model.device.type,
+            sleeps=settings.enable_sleep_mode,
         )
         self._events = self._weights.events
         self._capture: GraphCapture | None = None  # None: `DecodingBatch` decodes
@@ -119,7 +120,7 @@ class TransformersEngine(Engine):
         return self._version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._check_open()
+        self._check_awake()
         self._in_flight.check_new(requests)
         for request in requests:
             check_request(request, self.capabilities)
@@ -143,7 +144,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        model = self._check_open()
+        model = self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         scores: dict[int, Tensor] = {}
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
@@ -162,6 +163,19 @@ class TransformersEngine(Engine):
         digest = self._weights.load(named_tensors)
         self._version = version
         return digest
+
+    def sleep(self) -> None:
+        """Release the memory of the weights until the next `update_weights`, with `enable_sleep_mode`.
+
+        On a GPU that memory is then free for other processes (not run).
+        """
+        self._check_open()
+        if not self._settings.enable_sleep_mode or self._weights.are_released:
+            return
+        self._in_flight.check_empty()
+        self._weights.release()
+        if self.capabilities.device == "cuda":
+            torch.cuda.empty_cache()
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return the event `quantized` at the first call, where the settings quantize, and `decoding` where
@@ -186,6 +200,13 @@ class TransformersEngine(Engine):
         if self._model is None:
             raise EngineError("the engine is closed; make a new one")
         return self._model
+
+    def _check_awake(self) -> PreTrainedModel:
+        """Return the model, or raise EngineError after `close` and while it sleeps."""
+        model = self._check_open()
+        if self._weights.are_released:
+            raise EngineError(ASLEEP)
+        return model
 
     def _step(self) -> None:
         """Generate one token in every row of the batch; after an error queue its requests again, from the start."""

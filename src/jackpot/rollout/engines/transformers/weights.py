@@ -55,12 +55,26 @@ class ModelWeights:
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
             self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}
         self._parameters = dict(model.named_parameters())
+        self._released: dict[str, torch.Size] = {}  # shapes of what `release` freed
+
+    @property
+    def are_released(self) -> bool:
+        """Return whether there are no weights until the next `load`."""
+        return bool(self._released)
+
+    def release(self) -> None:
+        """Free the memory of all weights until the next `load`; the layers keep the same parameters and buffers."""
+        held = self._parameters | self._buffers
+        self._released = {name: tensor.shape for name, tensor in held.items()}
+        for tensor in held.values():
+            tensor.data = tensor.new_empty(0)
 
     @torch.no_grad()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Replace all weights; return the digest of the weights as loaded.
 
-        All tensors are held until all are checked, so an error leaves the old weights. Each is cast to `dtype` first,
+        All tensors are held until all are checked, so an error leaves the old weights, or none where they were
+        released. Each is cast to `dtype` first,
         and the digest is that before quantization. Codes and scales are held as they came, and the digest is of these.
 
         Raises:
@@ -69,6 +83,10 @@ class ModelWeights:
         sent = list(named_tensors)
         check_weights(sent, self._shapes, self.codes)
         as_codes = self.codes is not None and self.codes.are_in(sent)
+        for name, shape in self._released.items():
+            tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+            tensor.data = tensor.new_empty(shape)
+        self._released = {}
         places = self._parameters | self._buffers if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
         for name, tensor in sent:

@@ -35,7 +35,7 @@ from jackpot.core.types import Rollout, Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model, resolve_path
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores, check_weights
 from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
 from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_requests, make_rollout
 from jackpot.rollout.engines.vllm.drafts import (
@@ -208,7 +208,7 @@ class VLLMEngine(ThreadEngine):
 
     def _check_awake(self) -> None:
         if self._is_asleep:
-            raise EngineError("the engine sleeps and has no weights; send them with update_weights first")
+            raise EngineError(ASLEEP)
 
     # On vLLM's thread
 
@@ -276,6 +276,7 @@ class VLLMEngine(ThreadEngine):
             codes=self._weight_format.codes,
             dtype=self._dtype,
             device=self._device.type,
+            sleeps=settings.enable_sleep_mode,
         )
 
     def _add_all(self, requests: Sequence[Request], version: Version) -> None:
