@@ -60,7 +60,7 @@ def test_relaxed_drafts_are_corrected_as_the_distribution_that_drew_them(tmp_pat
         (("engine={name: vllm, draft: {tokens: auto}}",), "vLLM drafts the same number"),
         (("engine={name: vllm, draft: {lam: 0.5}}",), "draft.lam is 0.5"),
         (("engine={name: vllm, draft: {}, kv_cache_dtype: fp8}",), "plain weights"),
-        (("engine={name: vllm, draft: {}, enable_sleep_mode: true}",), "awake"),
+        (("engine={name: vllm, draft: {}, enable_sleep_mode: true}",), "one that sleeps waits"),
         (("engine={name: vllm_server, urls: http://a:1, weights_folder: w, draft: {}}",), "not for servers"),
     ],
 )

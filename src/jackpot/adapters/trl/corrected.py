@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from jackpot.adapters.trl.base import Batch, GRPOTrainer, RolloutFunc, columns, loss_mask, plain_model
 from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement
+from jackpot.adapters.trl.rollouts import NUM_TOP
 from jackpot.config.build import validated
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.core.errors import ConfigError, DataError
@@ -98,7 +99,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
     _tag_names = (*GRPOTrainer._tag_names, "jackpot")
 
     def __init__(
-        self, *args: Any, correction: str | Mapping[str, Any] = "obrs", num_top_log_probs: int = 20, **kwargs: Any
+        self, *args: Any, correction: str | Mapping[str, Any] = "obrs", num_top_log_probs: int = NUM_TOP, **kwargs: Any
     ) -> None:
         given = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]

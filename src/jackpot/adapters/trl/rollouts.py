@@ -13,6 +13,9 @@ from jackpot.models.load import DTYPES, check_same_tokenizer, eos_token_ids, loa
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
+NUM_TOP = Sampling().num_top_log_probs
+_DTYPE = TransformersEngineConfig().dtype
+
 
 class EngineRollouts:
     """Is a rollout function of TRL: one of our engines generates, with another model than the one in training.
@@ -26,7 +29,7 @@ class EngineRollouts:
         num_top_log_probs: K of the top-k that it returns.
     """
 
-    def __init__(self, model: str | Path | Engine, *, dtype: str = "fp32", num_top_log_probs: int = 20) -> None:
+    def __init__(self, model: str | Path | Engine, *, dtype: str = _DTYPE, num_top_log_probs: int = NUM_TOP) -> None:
         self._model, self._dtype, self._top = model, dtype, num_top_log_probs
         self._engine = model if isinstance(model, Engine) else None
         self._last = (0, 0)  # optimizer steps, and calls since the last of them
