@@ -374,6 +374,10 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def _never(*_: Any) -> bool:
+    return False
+
+
 def _keep_scales(model: torch.nn.Module) -> None:
     """Keep the scales of INT8 weights alive on a CPU, where oneDNN reads them from the memory of their first tensor.
 
@@ -484,6 +488,7 @@ def _import_vllm(compiles: bool) -> _VLLM:
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.inputs import tokens_input
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu as cpu_int8
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -520,6 +525,7 @@ def _import_vllm(compiles: bool) -> _VLLM:
         _pack_tied_head(model)
 
     cpu_triton_utils._expand_kernel_impl = expand
+    cpu_int8.check_cpu_sgl_kernel = _never  # its INT8 kernel for AMX takes no float32; oneDNN, else the same on any CPU
     return _VLLM(
         EngineArgs=EngineArgs,
         LLMEngine=LLMEngine,
