@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test docs check-docs test-all test-browser chromium test-trl test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
+.PHONY: train test docs check-docs test-all test-browser chromium test-trl test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -33,6 +33,7 @@ test-all: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile
 	-$(MAKE) --no-print-directory $(VENV)-trl/ready
 	if [ -e $(VENV)-trl/ready ]; then $(MAKE) --no-print-directory test-trl; else echo "TRL cannot be had: skipped"; fi
+	$(MAKE) --no-print-directory test-adapters
 	$(MAKE) --no-print-directory test-vllm
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
@@ -47,6 +48,11 @@ chromium:  # without it the tests of the page say that they were skipped
 test-trl: $(VENV)/ready $(VENV)-trl/ready  # the adapters inside the oldest and the newest TRL that are supported
 	PYTHONPATH=$(VENV)-trl/oldest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
 	PYTHONPATH=$(VENV)-trl/newest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
+
+test-adapters: $(VENV)/ready  # our corrections inside other frameworks; tests of what cannot be had say that they were skipped
+	-$(MAKE) --no-print-directory $(VENV)-adapters/ready
+	PYTHONPATH=$(VENV)-adapters/verl-oldest:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/verl $(ARGS)
+	PYTHONPATH=$(VENV)-adapters/verl-newest:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/verl $(ARGS)
 
 test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \
@@ -87,7 +93,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-vllm $(VENV)-docs site
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-docs site
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -107,6 +113,15 @@ $(VENV)-trl/ready: constraints.txt $(VENV)/ready
 	rm -rf $(VENV)-trl
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt --target $(VENV)-trl/oldest trl==1.0.0 requests charset-normalizer urllib3 certifi idna
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt --target $(VENV)-trl/newest trl==1.16.0
+	touch $@
+
+# Other frameworks, in folders for PYTHONPATH: without their dependencies, but for what the files that we use import.
+$(VENV)-adapters/ready: tests/adapters/requirements.txt constraints.txt $(VENV)/ready
+	rm -rf $(VENV)-adapters
+	$(BIN)/pip install --quiet -c constraints.txt ray
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/common -r tests/adapters/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/verl-oldest verl==0.8.0
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/verl-newest verl==0.9.1
 	touch $@
 
 # vLLM for the CPU, apart from ours: without CUDA, see the list.
