@@ -21,6 +21,7 @@ from jackpot.analysis.plan.cost_model import (
     Gpu,
     Hours,
     Lengths,
+    Linear,
     ModelCost,
     Work,
     evaluation_hours,
@@ -39,7 +40,14 @@ HEAD = 4 * 5
 
 
 def writing(**settings: object) -> EngineSpeed:
-    known = {"model": MODEL, "number_bytes": 2, "max_num_seqs": 256, "cache_bytes": math.inf, "gpus": 1}
+    known = {
+        "model": MODEL,
+        "weight_bytes": 2,
+        "number_bytes": 2,
+        "max_num_seqs": 256,
+        "cache_bytes": math.inf,
+        "gpus": 1,
+    }
     return EngineSpeed(**known | {"peak": GPU.bf16} | settings)
 
 
@@ -215,7 +223,9 @@ def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
     )
     gpu = Gpu(bf16=312e12, fp32=19.5e12, bandwidth=1.555e12, memory=40e9)
     lengths = Lengths(prompt=1024, mean=128, limit=128)
-    engine = EngineSpeed(model=model, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
+    engine = EngineSpeed(
+        model=model, weight_bytes=2, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16
+    )
     assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)
 
 
@@ -242,3 +252,21 @@ def test_drafts_need_room_for_the_keys_of_both_models() -> None:
     room = 2.5 * 6 * 2 * (3 + 25 / 10)  # of two and a half sequences of the model alone
     alone, drafted = writing(cache_bytes=room), writing(cache_bytes=room, drafts=Drafts(DRAFT, 2, 0.5))
     assert drafted.concurrent(100, FIXED) == pytest.approx(alone.concurrent(100, FIXED) * 6 / 8)
+
+
+def test_fewer_bits_are_read_sooner_and_multiplied_sooner() -> None:
+    slow = GPU._replace(bandwidth=1e9)  # so that operations decide
+    read = writing(weight_bytes=1.0).seconds(4, FIXED, GPU) - writing(weight_bytes=0.0).seconds(4, FIXED, GPU)
+    assert read == pytest.approx(5 * MODEL.parameters / (GPU.bandwidth * BANDWIDTH_SHARE))  # 5 steps read all weights
+    plain, half = writing(peak=1.0), writing(peak=1.0, linear=0.5)
+    saved = plain.seconds(4, FIXED, slow) - half.seconds(4, FIXED, slow)
+    assert saved == pytest.approx(4 * 8 * MODEL.body / 2 / GENERATION_SHARE)  # of 4 sequences of 8 tokens
+
+
+def test_quantized_layers_are_trained_sooner_forward_and_backward() -> None:
+    tokens, again = 8 * MODEL.body, True
+    plain = MODEL.training(FIXED, again, 1.0)
+    assert plain - MODEL.training(FIXED, again, 1.0, Linear(0.5, 1.0)) == tokens * 3 / 2  # forward, again, and extra
+    assert plain - MODEL.training(FIXED, again, 1.0, Linear(1.0, 0.5)) == tokens * 2 / 2  # backward is two passes
+    frozen = replace(MODEL, trained=0)
+    assert frozen.training(FIXED, again, 0.0, Linear(0.5, 0.1)) == frozen.forward(FIXED) - tokens / 2

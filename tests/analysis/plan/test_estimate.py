@@ -101,6 +101,19 @@ def test_on_policy_most_of_the_time_is_rollouts_as_the_papers_say() -> None:
 
 
 @pytest.mark.slow
+def test_fp8_saves_what_it_multiplies_and_reads() -> None:
+    """At most 2 in training and in the bytes of weights; docs/cost.md has what Jet-RL measured."""
+    bf16, rollouts, both = (planned("jet_rl", f"{arm}_7b").stated.hours for arm in ("bf16", "fp8_rollouts", "jet_rl"))
+    assert 1.3 < bf16.generation / rollouts.generation < 2 and 1.5 < bf16.sending / rollouts.sending < 2
+    assert rollouts.training == bf16.training and both.generation == rollouts.generation
+    assert 1.5 < bf16.training / both.training < 2
+    half = planned("jet_rl", "jet_rl_7b", "fp8_backward=dequantized").stated.hours.training
+    assert both.training < half < bf16.training
+    cached = planned("jet_rl", "jet_rl_7b", "engine.kv_cache_dtype=fp8").stated.hours
+    assert cached.generation < both.generation
+
+
+@pytest.mark.slow
 def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
     stale = planned("stale_8b", "jackpot").stated
     assert 2 < stale.alone.iterations / stale.hours.iterations < 4

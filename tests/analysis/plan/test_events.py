@@ -96,7 +96,9 @@ def test_one_engine_takes_as_long_as_the_cost_model_says(slots: int, sequences: 
     Where responses wait for a slot the cost model has the longest begin last, which is too long for few of them.
     """
     gpu = GPUS["H100"]
-    engine = EngineSpeed(model=MODEL, number_bytes=2, max_num_seqs=slots, cache_bytes=math.inf, gpus=1, peak=gpu.bf16)
+    engine = EngineSpeed(
+        model=MODEL, weight_bytes=2, number_bytes=2, max_num_seqs=slots, cache_bytes=math.inf, gpus=1, peak=gpu.bf16
+    )
     scale = LENGTHS.scale
     lengths = [min(8192, math.ceil(-scale * math.log(1 - (place + 0.5) / sequences))) for place in range(sequences)]
     draws = random.Random(0)

@@ -22,13 +22,15 @@ class Gpu(NamedTuple):
     fp32: float  # FLOP/s without TF32, which torch leaves off
     bandwidth: float  # of the memory, bytes/s
     memory: float  # capacity, bytes
+    fp8: float | None = None  # FLOP/s of dense matrix products; None: it has none
+    int8: float | None = None  # as `fp8`
 
 
 GPUS = {  # NVIDIA's data sheets, SXM where there is a choice; half of what they give "with sparsity"
-    "A6000": Gpu(154.8e12, 38.7e12, 768e9, 48e9),
-    "A100": Gpu(312e12, 19.5e12, 2.039e12, 80e9),
-    "H100": Gpu(989.4e12, 66.9e12, 3.35e12, 80e9),
-    "H200": Gpu(989.4e12, 66.9e12, 4.8e12, 141e9),
+    "A6000": Gpu(154.8e12, 38.7e12, 768e9, 48e9, int8=309.7e12),
+    "A100": Gpu(312e12, 19.5e12, 2.039e12, 80e9, int8=624e12),
+    "H100": Gpu(989.4e12, 66.9e12, 3.35e12, 80e9, fp8=1978.9e12, int8=1978.9e12),
+    "H200": Gpu(989.4e12, 66.9e12, 4.8e12, 141e9, fp8=1978.9e12, int8=1978.9e12),
 }
 
 TRAINING_SHARE = 0.33
@@ -116,6 +118,16 @@ def _cut_mean(scale: float, limit: int) -> float:
     return scale * (1 - math.exp(-limit / scale))
 
 
+class Linear(NamedTuple):
+    """Holds how long an operation of quantized linear layers takes in training, beside one of the others."""
+
+    forward: float
+    backward: float
+
+
+PLAIN = Linear(1.0, 1.0)  # where nothing is quantized
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
     """Holds the size of a model and the FLOPs of its forward pass, as models/cost.py counts them."""
@@ -127,22 +139,24 @@ class ModelCost:
     pair: int  # cost of one (query, key) pair, FLOPs
     cache: int  # numbers in the keys and values of a token
 
-    def training(self, lengths: Lengths, checkpoints: bool, extra: float) -> float:
-        """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes.
+    def training(self, lengths: Lengths, checkpoints: bool, extra: float, linear: Linear = PLAIN) -> float:
+        """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes;
+        those of quantized linear layers as the FLOPs of other layers that take as long.
 
         A backward pass costs two forward passes, or one where the weights themselves are frozen. The joint head
         computes its logits again in backward, always.
         """
         if not self.trained:
-            return (1 + extra) * self.forward(lengths)
+            return (1 + extra) * self.forward(lengths, linear)
         backward = 2 if self.trained == self.parameters else 1
-        again = 1 if checkpoints else 0
-        body = self.body * (lengths.prompt + lengths.mean) + self.pair * lengths.pairs
-        return (1 + backward + again + extra) * body + (2 + backward + extra) * self.head * lengths.mean
+        forward = 1 + (1 if checkpoints else 0) + extra
+        body = (forward * linear.forward + backward * linear.backward) * self.body * (lengths.prompt + lengths.mean)
+        head = (2 + backward + extra) * self.head * lengths.mean
+        return body + (forward + backward) * self.pair * lengths.pairs + head
 
-    def forward(self, lengths: Lengths) -> float:
+    def forward(self, lengths: Lengths, linear: Linear = PLAIN) -> float:
         """Return the FLOPs of one forward pass over a sequence, with the output layer on its response."""
-        body = self.body * (lengths.prompt + lengths.mean) + self.pair * lengths.pairs
+        body = linear.forward * self.body * (lengths.prompt + lengths.mean) + self.pair * lengths.pairs
         return body + self.head * lengths.mean
 
 
@@ -179,11 +193,13 @@ class EngineSpeed:
     """Computes how fast an engine generates, from its model, limits and GPUs."""
 
     model: ModelCost
-    number_bytes: int  # size of a number in weights and cache, bytes
+    weight_bytes: float  # mean size of a number in the weights, bytes
+    number_bytes: int  # size of a number in the cache, bytes
     max_num_seqs: int  # most sequences that one engine decodes at once
     cache_bytes: float  # room of one engine for keys and values, bytes
     gpus: int  # tensor-parallel GPUs of one engine
     peak: float  # FLOP/s of one GPU at the engine's precision
+    linear: float = 1.0  # how long an operation of linear layers takes, beside one of the others
     drafts: Drafts | None = None  # None: the model generates alone
 
     def concurrent(self, sequences: float, lengths: Lengths) -> float:
@@ -210,21 +226,21 @@ class EngineSpeed:
         """Return what decoding takes, without reading prompts."""
         count = self.drafts.tokens if self.drafts else 0
         given = tokens_per_verification(self.drafts.acceptance, count) if self.drafts else 1.0  # tokens of a step
-        moved = self.number_bytes / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE) / given  # seconds of a number
+        moved = 1 / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE) / given  # seconds of a byte
         read = (count + 1) / self._flop_rate / given  # seconds of an operation on one token
         models = self._models()
         return Decoding(
             overhead=(count + 1) * STEP_SECONDS / given,
-            step_moved=moved * sum(passes * model.parameters for model, passes in models),
-            pair_moved=moved * sum(passes * model.cache for model, passes in models),
-            token_flops=read * sum(model.body + model.head for model, _ in models),
+            step_moved=moved * self.weight_bytes * sum(passes * model.parameters for model, passes in models),
+            pair_moved=moved * self.number_bytes * sum(passes * model.cache for model, passes in models),
+            token_flops=read * sum(self.linear * model.body + model.head for model, _ in models),
             pair_flops=read * sum(model.pair for model, _ in models),
         )
 
     def prefill(self, prompt: float) -> float:
         """Return the seconds in which one engine reads a prompt of `prompt` tokens."""
-        flops = sum(model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in self._models())
-        return flops / self._flop_rate
+        body = sum(self.linear * model.body * prompt + model.pair * prompt**2 / 2 for model, _ in self._models())
+        return (body + sum(model.head for model, _ in self._models())) / self._flop_rate
 
     def _models(self) -> list[tuple[ModelCost, int]]:
         """Return each model with its passes in a step."""
@@ -282,6 +298,7 @@ def run_hours(
     gpu: Gpu,
     gpus: int,
     peak: float,
+    linear: Linear = PLAIN,
 ) -> Hours:
     """Return the hours of all iterations on `gpus` GPUs that generate, then train, one after the other.
 
@@ -290,15 +307,16 @@ def run_hours(
         models: policy and rollout model, which read every sequence in training.
         others: FLOPs of the reference and the critic for one sequence.
         peak: FLOP/s of one GPU at the precision of training.
+        linear: what quantized linear layers take in training.
     """
-    engines = gpus / engine.gpus
-    flops = sum(model.training(work.lengths, work.checkpoints, work.extra / work.epochs) for model in models) + others
+    engines, extra = gpus / engine.gpus, work.extra / work.epochs
+    flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + others
     moved = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     seconds = Hours(
         generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu, engines),
         training=flops * work.sequences * work.epochs / (gpus * peak * TRAINING_SHARE)
         + moved / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
-        sending=engine.model.parameters * engine.number_bytes / WEIGHT_BYTES_PER_SECOND,
+        sending=engine.model.parameters * engine.weight_bytes / WEIGHT_BYTES_PER_SECOND,
     )
     return Hours(*(part * iterations / 3600 for part in seconds))
 

@@ -12,11 +12,13 @@ from jackpot.analysis.plan.cost_model import (
     ACCEPTANCE,
     DYNAMIC_ROUNDS,
     GPUS,
+    PLAIN,
     Drafts,
     EngineSpeed,
     Gpu,
     Hours,
     Lengths,
+    Linear,
     ModelCost,
     Work,
     evaluation_hours,
@@ -24,7 +26,7 @@ from jackpot.analysis.plan.cost_model import (
     on_policy,
     run_hours,
 )
-from jackpot.analysis.plan.memory import MemoryPlan, plan_memory
+from jackpot.analysis.plan.memory import MemoryPlan, engine_weights, plan_memory
 from jackpot.analysis.plan.sharding import (
     COUNTS,
     EngineNeeds,
@@ -40,6 +42,7 @@ from jackpot.analysis.plan.sharding import (
     sharded,
 )
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.published import GpusConfig
 from jackpot.config.run import Config
 from jackpot.core.types import Role
@@ -123,10 +126,13 @@ class ShareHours:
     gpu: Gpu
     gpus: int
     peak: float  # FLOP/s of one GPU at the precision of training
+    linear: Linear  # what quantized linear layers take in training
 
     def run(self, work: Work, engine: EngineSpeed, models: Sequence[ModelCost]) -> Hours:
         """Return the hours of all iterations of some work, with one engine."""
-        return run_hours(work, engine, models, self.others, self.iterations, self.gpu, self.gpus, self.peak)
+        return run_hours(
+            work, engine, models, self.others, self.iterations, self.gpu, self.gpus, self.peak, self.linear
+        )
 
     def alone(self) -> Hours:
         """Return the hours of the policy without a rollout model."""
@@ -272,17 +278,22 @@ class Estimator:
             iterations=self._config.iterations,
             gpu=gpu,
             gpus=count,
-            peak=gpu.fp32 if self._config.precision == "fp32" else gpu.bf16,
+            peak=_peak(self._config.compute_dtype, gpu),
+            linear=_linear(self._config, gpu),
         )
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
+        cost, settings = self._costs[one.role], one.settings
+        weights = engine_weights(settings, model_paths(self._config, None)[one.role])
         return EngineSpeed(
-            model=self._costs[one.role],
-            number_bytes=DTYPES[one.settings.dtype].itemsize,
-            max_num_seqs=one.settings.max_num_seqs,
+            model=cost,
+            weight_bytes=weights / cost.parameters,
+            number_bytes=1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize,
+            max_num_seqs=settings.max_num_seqs,
             cache_bytes=cache_bytes(one, spread, gpu),
             gpus=spread,
-            peak=gpu.bf16 if one.settings.dtype == "bf16" else gpu.fp32,
+            peak=_peak(settings.dtype, gpu),
+            linear=_operation(settings, gpu),
         )
 
     def work(self) -> Work:
@@ -297,6 +308,28 @@ class Estimator:
             checkpoints=config.activation_checkpointing,
             extra=extra_passes(config),
         )
+
+
+def _peak(dtype: str, gpu: Gpu) -> float:
+    return gpu.bf16 if dtype == "bf16" else gpu.fp32
+
+
+def _operation(settings: EngineConfig, gpu: Gpu) -> float:
+    """Return how long an operation of an engine's linear layers takes, beside one of the others.
+
+    Only vLLM multiplies INT8 codes as such.
+    """
+    in_int8 = settings.quantization == "int8_w8a8" and not isinstance(settings, TransformersEngineConfig)
+    fast = gpu.fp8 if settings.quantization == "fp8" else gpu.int8 if in_int8 else None
+    return min(1.0, _peak(settings.dtype, gpu) / fast) if fast else 1.0
+
+
+def _linear(config: Config, gpu: Gpu) -> Linear:
+    """Return what quantized linear layers take in training, where the GPU multiplies FP8."""
+    if config.scheme != "fp8" or gpu.fp8 is None:
+        return PLAIN
+    quantized = _peak(config.compute_dtype, gpu) / gpu.fp8
+    return Linear(quantized, quantized if config.fp8_backward == "fp8" else 1.0)
 
 
 def extra_passes(config: Config) -> float:

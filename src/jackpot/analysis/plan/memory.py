@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from jackpot.analysis.plan.dry_step import MicroBatchShape, dry_step
 from jackpot.analysis.plan.sizes import ModelSize, outline
-from jackpot.config.engines import TransformersEngineConfig, sleeps
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig, sleeps
 from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
@@ -96,18 +96,17 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
         engines.append(("policy", config.evaluation.engine or config.engine))
     paths = model_paths(config, None)
     return sum(
-        _held(settings, paths[role], sizes[role].parameters)
+        engine_weights(settings, paths[role])
         for role, settings in engines
         if isinstance(settings, TransformersEngineConfig) and (sleeps(settings) or not only_sleeping)
     )
 
 
-def _held(settings: TransformersEngineConfig, path: str, parameters: int) -> int:
-    """Count the weights that an engine holds, quantized ones as they are kept after its start."""
-    dtype = DTYPES[settings.dtype]
-    if settings.quantization is None:
-        return parameters * dtype.itemsize
-    return weight_bytes(outline(path), SCHEMES[settings.quantization], dtype)
+def engine_weights(settings: EngineConfig, path: str) -> int:
+    """Count the bytes of the weights that an engine holds, quantized ones as they are kept after its start."""
+    plain = settings.quantization == "int8_w8a16" and not isinstance(settings, TransformersEngineConfig)  # in vLLM
+    scheme = SCHEMES[settings.quantization] if settings.quantization and not plain else None
+    return weight_bytes(outline(path), scheme, DTYPES[settings.dtype])
 
 
 def _merged_weights(config: Config) -> int:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.analysis.plan.cost_model import Gpu
-from jackpot.analysis.plan.memory import MemoryPlan
+from jackpot.analysis.plan.memory import MemoryPlan, engine_weights
 from jackpot.analysis.plan.sizes import ModelSize, outline
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.config.run import Config
@@ -158,10 +158,14 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
     """Return the needs of an engine with `settings` that holds the model of `role`."""
-    model, size = outline(model_paths(config, None)[role]), DTYPES[settings.dtype].itemsize
-    weights = size * sum(parameter.numel() for parameter in model.parameters())
+    path = model_paths(config, None)[role]
+    size = 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
     return EngineNeeds(
-        role, settings, weights, cached_numbers(model) * size, prompt_tokens + config.sampling.max_new_tokens
+        role=role,
+        settings=settings,
+        weights=engine_weights(settings, path),
+        token=cached_numbers(outline(path)) * size,
+        longest=prompt_tokens + config.sampling.max_new_tokens,
     )
 
 
