@@ -53,6 +53,7 @@ test-adapters: $(VENV)/ready  # our corrections inside other frameworks; tests o
 	-$(MAKE) --no-print-directory $(VENV)-adapters/ready
 	PYTHONPATH=$(VENV)-adapters/verl-oldest:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/verl $(ARGS)
 	PYTHONPATH=$(VENV)-adapters/verl-newest:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/verl $(ARGS)
+	PYTHONPATH=$(VENV)-adapters/others:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/recipes $(ARGS)
 
 test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \
@@ -122,6 +123,8 @@ $(VENV)-adapters/ready: tests/adapters/requirements.txt constraints.txt $(VENV)/
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/common -r tests/adapters/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/verl-oldest verl==0.8.0
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/verl-newest verl==0.9.1
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/others skyrl==0.3.0 skyrl-gym==0.4.0 areal==1.0.4
+	-$(BIN)/pip install --quiet --no-deps --target $(VENV)-adapters/others openrlhf==0.11.2  # for Linux and Python 3.11 alone
 	touch $@
 
 # vLLM for the CPU, apart from ours: without CUDA, see the list.

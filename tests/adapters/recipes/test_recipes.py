@@ -1,0 +1,336 @@
+"""docs/adapters.md: its code runs as it stands there, and agrees with each framework's own correction.
+
+SkyRL, OpenRLHF and AReaL are installed without their dependencies, and the files of their losses are loaded past the
+`__init__` of their packages. slime and prime-rl cannot be installed; recorded.json has what their functions are called
+with and what they answered.
+"""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import json
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.paths import ROOT
+from jackpot import correct
+
+pytestmark = pytest.mark.adapters
+RECIPES = {
+    name: code
+    for name, code in re.findall(
+        r"```python\n# jackpot_(\w+)\.py\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL
+    )
+}
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
+INPUTS = {name: [torch.tensor(row) for row in rows] for name, rows in RECORDED["inputs"].items()}
+MASKS = [row.bool() for row in INPUTS["mask"]]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def imports() -> Iterator[None]:
+    """What a test imports or puts in its place is gone after it."""
+    before = dict(sys.modules)
+    yield
+    for name in sys.modules.keys() - before.keys():
+        if name.partition(".")[0] in ("skyrl", "openrlhf", "areal", "prime_rl", "deepspeed"):
+            del sys.modules[name]
+
+
+def recipe(framework: str, **changes: Any) -> ModuleType:
+    """The module that the code of the page makes."""
+    module = ModuleType(f"jackpot_{framework}")
+    exec(compile(RECIPES[framework], f"jackpot_{framework}.py", "exec"), vars(module))
+    assert not changes or module.CORRECTION
+    vars(module).update(changes)
+    return module
+
+
+def without_init(*packages: str) -> Path:
+    """Make packages importable without their `__init__`, and return the folder of the first."""
+    if (found := importlib.util.find_spec(packages[0].partition(".")[0])) is None:
+        pytest.skip(f"{packages[0]} is not installed here; `make test-adapters` has it where it can be had")
+    root = Path(found.submodule_search_locations[0])
+    for package in packages:
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(root.joinpath(*package.split(".")[1:]))]
+    return root
+
+
+def batch() -> dict[str, Tensor]:
+    """Responses as padded tensors [B, T], with a policy that has moved since and is trained."""
+    random = torch.Generator().manual_seed(0)
+    rollout = -3.0 * torch.rand(8, 20, generator=random) - 0.01
+    old = (rollout + 0.6 * torch.randn(8, 20, generator=random)).clamp(max=0.0)
+    new = old + 0.3 * torch.randn(8, 20, generator=random)
+    lengths = torch.tensor([20, 13, 7, 20, 1, 11, 20, 4])
+    mask = (torch.arange(20) < lengths[:, None]) & (torch.rand(8, 20, generator=random) > 0.1)
+    mask[:, 0] = True
+    advantages = torch.randn(8, 1, generator=random).expand(8, 20)
+    return {"rollout": rollout, "old": old, "new": new.requires_grad_(), "mask": mask, "advantages": advantages}
+
+
+def with_gradient(loss: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    return loss.detach(), torch.autograd.grad(loss, log_probs)[0]
+
+
+def test_no_recipe_is_longer_than_thirty_lines():
+    assert sorted(RECIPES) == ["areal", "openrlhf", "prime_rl", "skyrl", "slime"]
+    for name, code in RECIPES.items():
+        assert len(code.splitlines()) + 1 <= 30, name
+
+
+# SkyRL
+
+
+@pytest.fixture
+def skyrl() -> ModuleType:
+    without_init("skyrl.backends", "skyrl.backends.skyrl_train")
+    return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+
+
+@pytest.mark.parametrize(
+    ("correction", "theirs"),
+    [
+        ({"name": "none"}, {}),
+        ({"name": "tis", "cap": 2.0}, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}),
+        ({"name": "seq_tis", "cap": 3.0}, {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 3.0}),
+    ],
+)
+def test_skyrls_loss_with_its_own_tis_is_that_of_the_recipe(skyrl, correction, theirs):
+    settings = skyrl.AlgorithmConfig()
+    settings.policy_loss_type = "regular"
+    for name, value in theirs.items():
+        assert hasattr(settings.off_policy_correction, name)
+        setattr(settings.off_policy_correction, name, value)
+    given = batch()
+    arguments = given["new"], given["old"], given["advantages"], settings, given["mask"].float(), given["rollout"]
+    recipe("skyrl", CORRECTION=correction)
+    registered = skyrl.PolicyLossRegistry.get("jackpot")
+    ours, metrics = registered(*arguments)
+    expected, _ = skyrl.PolicyLossRegistry.get("regular")(*arguments)
+    for mine, its in zip(with_gradient(ours, given["new"]), with_gradient(expected, given["new"]), strict=True):
+        torch.testing.assert_close(mine, its, **CLOSE)
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert metrics["jackpot/mismatch/ratio_max"] > 2.0
+
+
+def test_skyrl_sends_the_loss_to_its_workers_by_value(skyrl):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    assert skyrl.cloudpickle is cloudpickle
+    given = batch()
+    arguments = given["new"], given["old"], given["advantages"], skyrl.AlgorithmConfig(), given["mask"].float()
+    loss = recipe("skyrl").jackpot_loss
+    sent = pickle.loads(cloudpickle.dumps(loss))
+    assert torch.equal(sent(*arguments, given["rollout"])[0], loss(*arguments, given["rollout"])[0])
+
+
+# slime
+
+
+@pytest.mark.parametrize("answer", RECORDED["slime"]["answers"], ids=lambda answer: answer["function"])
+def test_slime_gets_what_its_own_functions_answered(answer):
+    loss, masks = torch.cat(INPUTS["pg_loss"]), INPUTS["mask"]
+    keywords = dict.fromkeys(RECORDED["slime"]["keywords"]) | {
+        "pg_loss": loss,
+        "train_log_probs": INPUTS["log_probs"],
+        "rollout_log_probs": INPUTS["rollout_log_probs"],
+        "loss_masks": masks,
+    }
+    ours, kept, metrics = recipe("slime", CORRECTION=answer["correction"]).jackpot_tis(**keywords)
+    expected, sampled = torch.tensor(answer["pg_loss"]), torch.cat(MASKS)
+    torch.testing.assert_close(ours[sampled], expected[sampled], **CLOSE)
+    assert not torch.equal(ours[sampled], loss[sampled])
+    assert kept is masks
+    assert all(value.shape == loss.shape for value in metrics.values())  # slime splits them by sample
+
+
+def test_slimes_chunks_of_context_parallelism_are_an_error():
+    halves = {"train_log_probs": [row[:2] for row in INPUTS["log_probs"]]}
+    given = {name: INPUTS[name] for name in ("rollout_log_probs",)} | halves | {"loss_masks": INPUTS["mask"]}
+    with pytest.raises(Exception, match="both must be"):
+        recipe("slime").jackpot_tis(None, pg_loss=torch.cat(INPUTS["pg_loss"]), **given)
+
+
+# prime-rl
+
+
+@pytest.fixture
+def prime_rl() -> ModuleType:
+    """A module with the two classes of recorded.json, in the place of prime-rl's."""
+    module = ModuleType("prime_rl.trainer.rl.loss")
+    for name in ("LossInputs", "LossOutputs"):
+        setattr(module, name, dataclasses.make_dataclass(name, RECORDED["prime-rl"][name]))
+    for name in ("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[module.__name__] = module
+    return module
+
+
+@pytest.mark.parametrize("answer", RECORDED["prime-rl"]["answers"], ids=lambda answer: answer["function"])
+def test_prime_rl_gets_the_gradient_of_its_own_loss(prime_rl, answer):
+    loss_of = recipe("prime_rl").jackpot_loss
+    rejected = 0.0
+    for row, gradient in enumerate(answer["gradients"]):
+        log_probs = INPUTS["log_probs"][row].clone().requires_grad_()
+        inputs = prime_rl.LossInputs(
+            trainer_logprobs=log_probs,
+            inference_logprobs=INPUTS["rollout_log_probs"][row],
+            ref_logprobs=None,
+            advantages=INPUTS["advantages"][row],
+            loss_mask=MASKS[row],
+            loss_weights=INPUTS["pg_loss"][row],
+        )
+        done = loss_of(inputs, **answer["correction"])
+        [found] = torch.autograd.grad(done.loss, log_probs)
+        torch.testing.assert_close(found, torch.tensor(gradient), **CLOSE)
+        assert all(value.dim() == 0 for value in done.metrics.values())  # prime-rl stacks these
+        rejected += 1.0 - float(done.metrics["jackpot/correction/accepted"])
+    assert rejected > 0.5
+
+
+# OpenRLHF
+
+
+@pytest.fixture
+def openrlhf() -> ModuleType:
+    without_init("openrlhf.models")
+    sys.modules.setdefault("deepspeed", ModuleType("deepspeed"))  # which a file beside the losses imports
+    return importlib.import_module("openrlhf.models.loss")
+
+
+@pytest.mark.parametrize(
+    ("correction", "level", "mode", "threshold"),
+    [
+        ({"name": "tis", "cap": 2.0}, "token", "clip", [0.0, 2.0]),
+        ({"name": "icepop", "low": 0.5, "high": 2.0}, "token", "mask", [0.5, 2.0]),
+    ],
+)
+@pytest.mark.parametrize("token_level_loss", [True, False])
+def test_openrlhfs_loss_with_its_own_correction_is_that_of_the_recipe(
+    openrlhf, correction, level, mode, threshold, token_level_loss
+):
+    given = batch()
+    settings = {"is_correction_level": level, "is_correction_mode": mode, "is_correction_threshold": threshold}
+    settings |= {"token_level_loss": token_level_loss, "dual_clip": 3.0}
+    arguments = {"action_mask": given["mask"].float(), "rollout_log_probs": given["rollout"]}
+    first = given["new"], given["old"], given["advantages"]
+    theirs = openrlhf.PolicyLoss(**settings)(*first, **arguments)
+    ours = recipe("openrlhf", CORRECTION=correction).PolicyLoss(**settings)(*first, **arguments)
+    assert len(ours) == len(theirs)
+    for mine, its in zip(with_gradient(ours[0], given["new"]), with_gradient(theirs[0], given["new"]), strict=True):
+        torch.testing.assert_close(mine, its, **CLOSE)
+    torch.testing.assert_close(ours[3].float(), theirs[3], **CLOSE)  # vllm_kl
+    if mode == "mask":
+        torch.testing.assert_close(ours[4].float(), theirs[4], **CLOSE)  # is_filter_ratio
+    plain = openrlhf.PolicyLoss(**settings | {"is_correction_level": "off"})(*first, **arguments)
+    assert abs(float((plain[0] - ours[0]).detach())) > 1e-3
+
+
+# AReaL
+
+
+@pytest.fixture
+def areal() -> ModuleType:
+    """`areal.trainer.ppo.actor` with AReaL's own functions of the loss, and without what only logs."""
+    root = without_init("areal", "areal.trainer", "areal.trainer.ppo")
+    space = {"torch": torch, "dataclass": dataclasses.dataclass, "field": dataclasses.field, "Any": Any}
+    space |= {"__name__": __name__, "ProxLogpMethod": None, "PROX_LOGP_METHOD_RECOMPUTE": "recompute"}
+    space |= dict.fromkeys(("PROX_LOGP_METHOD_LOGLINEAR", "PROX_LOGP_METHOD_METRICS"))
+    space |= {"infer_token_denominator": lambda data, mask: mask, "_log_version_staleness_stats": None}
+    silent = SimpleNamespace(denominator=lambda **given: None, stat=lambda **given: None, scalar=lambda **given: None)
+    space |= {"stats_tracker": silent, "_log_proximal_approximation_stats": lambda **given: None}
+    wanted = {
+        "api/cli_args.py": ["RejectionSamplingConfig"],
+        "utils/functional/functional.py": [
+            "RejectionSamplingResult",
+            "_check_bounds",
+            "apply_rejection_sampling",
+            "ppo_actor_loss_fn",
+        ],
+        "trainer/ppo/actor.py": ["_resolve_proximal_logp", "grpo_loss_fn"],
+    }
+    for path, names in wanted.items():
+        found = {one.name: one for one in ast.parse((root / path).read_text()).body if hasattr(one, "name")}
+        exec(compile(ast.Module([found[name] for name in names], type_ignores=[]), path, "exec"), space)
+    module = sys.modules["areal.trainer.ppo.actor"] = ModuleType("areal.trainer.ppo.actor")
+    module.grpo_loss_fn, module.RejectionSamplingConfig = space["grpo_loss_fn"], space["RejectionSamplingConfig"]
+    sys.modules["areal.trainer.ppo"].actor = module
+    return module
+
+
+def packed() -> tuple[dict[str, Tensor], Tensor]:
+    """The batch as AReaL packs it, and the log-probs that are trained."""
+    given = batch()
+    lengths = [20, 13, 7, 20, 1, 11, 20, 4]
+
+    def pack(rows: Tensor) -> Tensor:
+        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+    names = {"logprobs": "rollout", "prox_logp": "old", "loss_mask": "mask", "advantages": "advantages"}
+    data = {name: pack(given[mine]) for name, mine in names.items()}
+    data["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    return data, pack(given["new"].detach()).requires_grad_()
+
+
+SETTINGS = {"eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": 3.0, "use_decoupled_loss": True}
+
+
+@pytest.mark.parametrize(
+    ("correction", "theirs"),
+    [
+        ({"name": "tis", "cap": 2.0}, {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0}),
+        ({"name": "drop", "cap": 2.0}, {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0}),
+    ],
+)
+def test_areals_loss_with_its_own_correction_is_that_of_the_recipe(areal, correction, theirs):
+    data, new = packed()
+    own = areal.grpo_loss_fn
+    sampling = areal.RejectionSamplingConfig(**theirs)
+    expected = own(new, torch.zeros_like(new), data, **SETTINGS, rejection_sampling=sampling)
+    recipe("areal", CORRECTION=correction)
+    assert areal.grpo_loss_fn is not own
+    ours = areal.grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS, rejection_sampling=None)
+    for mine, its in zip(with_gradient(ours, new), with_gradient(expected, new), strict=True):
+        torch.testing.assert_close(mine, its, **CLOSE)
+    plain = own(new, torch.zeros_like(new), data, **SETTINGS)
+    assert abs(float((plain - ours).detach())) > 1e-3
+
+
+def test_areals_packed_responses_are_taken_apart(areal):
+    """A correction of whole responses weighs each by its own ratio."""
+    data, new = packed()
+    recipe("areal", CORRECTION={"name": "seq_tis", "cap": 3.0})
+    ours = areal.grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS)
+    given = batch()
+    weights = correct(
+        "seq_tis",
+        cap=3.0,
+        rollout_log_probs=given["rollout"],
+        target_log_probs=given["old"],
+        response_mask=given["mask"],
+    ).weights
+    ratio, advantages = (given["new"] - given["old"]).exp(), given["advantages"]
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
+    loss = torch.minimum(loss, 3.0 * advantages.abs())
+    torch.testing.assert_close(ours, (weights * loss)[given["mask"]].sum() / given["mask"].sum(), **CLOSE)
+
+
+def test_areals_settings_that_would_correct_twice_or_nothing_are_an_error(areal):
+    data, new = packed()
+    recipe("areal")
+    sampling = areal.RejectionSamplingConfig(level="token", action="clamp", metric="ratio", upper=2.0)
+    for change in ({"rejection_sampling": sampling}, {"use_decoupled_loss": False}):
+        with pytest.raises(ValueError, match="set rejection_sampling: null"):
+            areal.grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS | change)
