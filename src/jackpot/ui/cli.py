@@ -401,7 +401,10 @@ def replay(
     path: Annotated[Path, typer.Argument(help="Run folder, or a file or folder of saved rollouts.")],
     form: Annotated[
         str,
-        typer.Option("--format", help="Format of the rollouts: auto, jackpot, verl, trl, jsonl, openrlhf or slime."),
+        typer.Option(
+            "--format",
+            help="Format of the rollouts: auto, jackpot, verl, trl, prime_rl, areal, jsonl, openrlhf, slime or skyrl.",
+        ),
     ] = "auto",
     model: Annotated[
         str | None,
@@ -424,9 +427,24 @@ def replay(
     """Apply every correction to saved rollouts, without training, and recommend one for this run.
 
     Says what a rollout is then worth, and what a share of the rollout model or its drafts would save. Reads rollouts
-    of Jackpot, verl, TRL, OpenRLHF and slime, and plain JSONL: docs/replay.md.
+    of Jackpot, verl, TRL, SkyRL, slime, prime-rl, OpenRLHF and AReaL, and plain JSONL: docs/replay.md.
 
     --model is not yet run on a GPU.
+    """
+
+
+@command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder with saved rollouts.")],
+    form: Annotated[str, typer.Option("--format", help="Format to write: jsonl, prime_rl, slime, trl or verl.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder, empty or not there yet; default that of the run with -FORMAT."),
+    ] = None,
+) -> None:
+    """Write the saved rollouts of a run in the format of another trainer, a file for each iteration.
+
+    `jackpot replay` reads them back; docs/replay.md says what each format is, and what of ours it does not have.
     """
 
 

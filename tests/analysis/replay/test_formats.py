@@ -1,9 +1,13 @@
-"""Rollouts as verl, TRL, OpenRLHF and slime write them once they are told to, and what they say without."""
+"""Rollouts as the other trainers write them once they are told to, and what they say without."""
 
+import io
 import json
+import pickle
 import shutil
+import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -126,18 +130,107 @@ def slime(folder: Path, **left_out) -> Path:
     return folder
 
 
-WRITERS = {"verl": verl, "trl": trl, "openrlhf": openrlhf, "slime": slime}
+def prime_rl(folder: Path, **left_out) -> Path:
+    """`TokenExporter._write`: whole sequences, with a uniform log-prob at the first token, which is masked."""
+    (folder / "token_exports" / "step_3").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for row in range(2):
+        prompt = [0.0] * len(PROMPTS[row])
+        length = len(prompt) + len(RESPONSES[row])
+        line = {
+            **{"schema_version": 1, "step": 3, "rank": 3, "micro_step": 0, "micro_sequence_idx": row},
+            **{"export_sequence_idx": row, "env_name": "math", "token_ids": PROMPTS[row] + RESPONSES[row]},
+            "position_ids": list(range(length)),
+            "loss_mask": [False] * len(prompt) + [bool(kept) for kept in MASKS[row]],
+            "advantages": prompt + ADVANTAGES[row],
+            "inference_logprobs": [None, *prompt[1:], *ROLLOUT[row]],
+            "trainer_logprobs": [-3.5, *prompt[1:], *OLD[row]],
+            **{"entropy": [1.0] * length, "rl_weights": [None] * length, "ce_weights": [None] * length},
+        }
+        lines.append({name: column for name, column in line.items() if name not in left_out})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "token_exports" / "step_3" / "rank_3.jsonl").write_text(text)
+    return folder
+
+
+def skyrl(folder: Path, **left_out) -> Path:
+    """`TensorBatch.save`: padded on the left, one row copied to fill the batch up."""
+    (folder / "dumped_data").mkdir(parents=True, exist_ok=True)
+    whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    columns = {
+        "sequences": torch.tensor(padded(whole, PAD, left=True)),
+        "attention_mask": torch.tensor(padded([[1] * len(row) for row in whole], 0, left=True)),
+        "response_mask": torch.tensor(padded([[1] * len(row) for row in RESPONSES], 0, left=True)),
+        "loss_mask": torch.tensor(padded(MASKS, 0.0, left=True)),
+        "rollout_logprobs": torch.tensor(padded(ROLLOUT, 0.0, left=True)),
+        "action_log_probs": torch.tensor(padded(OLD, 0.0, left=True)).bfloat16(),
+        "advantages": torch.tensor(padded(ADVANTAGES, 0.0, left=True)),
+        "values": None,
+    }
+    columns = {name: column for name, column in columns.items() if name not in left_out}
+    path = folder / "dumped_data" / "global_step_3_training_input.pkl"
+    path.write_bytes(skyrl_pickle({name: one if one is None else one[[0, 1, 0]] for name, one in columns.items()}))
+    return folder
+
+
+def skyrl_pickle(columns: dict[str, torch.Tensor | None]) -> bytes:
+    """The last row fills the batch up. The classes that it names are made up, as SkyRL's would be imported."""
+    module = ModuleType("skyrl.backends.skyrl_train.training_batch")
+
+    def _rebuild_tensor_batch(*_: object) -> None:
+        raise AssertionError("the reader called what the pickle names")
+
+    class TrainingInputBatch(dict):
+        def __reduce__(self):
+            state = {"batch_dict": {name: packed(one) for name, one in self.items()}, "batch_size": 3}
+            state |= {"device": torch.device("cpu"), "metadata": {"pad_size": 1, "mean": np.float32(0.5)}}
+            return _rebuild_tensor_batch, (type(self), state)
+
+    def packed(tensor: torch.Tensor | None) -> dict | None:
+        if tensor is None or tensor.dtype != torch.bfloat16:
+            array = tensor if tensor is None else tensor.numpy()
+            return (
+                array
+                if array is None
+                else dict(format="numpy", data=array.tobytes(), shape=array.shape, dtype=str(array.dtype))
+            )
+        with io.BytesIO() as buffer:
+            torch.save(tensor, buffer)
+            return {"format": "torch", "data": buffer.getvalue()}
+
+    for one in (_rebuild_tensor_batch, TrainingInputBatch):
+        one.__module__, one.__qualname__ = module.__name__, one.__name__
+        setattr(module, one.__name__, one)
+    names = ["skyrl", "skyrl.backends", "skyrl.backends.skyrl_train"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, module.__name__, module)
+        return pickle.dumps(TrainingInputBatch(columns))
+
+
+WRITERS = {
+    "verl": verl,
+    "trl": trl,
+    "openrlhf": openrlhf,
+    "slime": slime,
+    "prime_rl": prime_rl,
+    "skyrl": skyrl,
+}
 SAMPLER = {  # its log-probs, as each calls them
     "verl": "rollout_log_probs",
     "trl": "sampling_per_token_logps",
     "openrlhf": "rollout_log_probs",
     "slime": "rollout_log_probs",
+    "prime_rl": "inference_logprobs",
+    "skyrl": "rollout_logprobs",
 }
 OF_POLICY = {
     "verl": "old_log_probs",
     "trl": "old_per_token_logps",
     "openrlhf": "action_log_probs",
     "slime": "log_probs",
+    "skyrl": "action_log_probs",
 }
 
 
@@ -161,7 +254,8 @@ def test_a_dump_is_recognised_and_read_token_by_token(name, tmp_path):
         assert one.token_ids.tolist() == RESPONSES[row]
         assert one.sampled_mask.tolist() == [bool(mask) for mask in MASKS[row]]
         assert sampled(one, one.rollout_log_probs) == pytest.approx([ROLLOUT[row][place] for place in kept])
-        assert sampled(one, one.old_log_probs) == pytest.approx([OLD[row][place] for place in kept])
+        policy = one.log_probs if one.old_log_probs is None else one.old_log_probs
+        assert sampled(one, policy) == pytest.approx([OLD[row][place] for place in kept])
         assert sampled(one, one.advantages) == pytest.approx([ADVANTAGES[row][place] for place in kept])
 
 
@@ -174,7 +268,7 @@ def test_a_dump_without_the_samplers_log_probs_says_what_is_missing_and_how_to_l
     assert str(error.value).endswith(FORMATS[name].how)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", OF_POLICY)
 def test_a_dump_without_the_policys_log_probs_asks_for_a_model(name, tmp_path):
     with pytest.raises(DataError, match="give --model PATH"):
         replay(WRITERS[name](tmp_path / name, **{OF_POLICY[name]: True}))

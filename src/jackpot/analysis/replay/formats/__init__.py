@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+from jackpot.analysis.replay.formats import areal, jsonl, openrlhf, prime_rl, skyrl, slime, trl, verl
 from jackpot.analysis.replay.formats import jackpot as own
-from jackpot.analysis.replay.formats import jsonl, openrlhf, slime, trl, verl
 from jackpot.analysis.replay.formats.base import DumpFormat, ReadLimits
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"
-FORMATS = {module.FORMAT.name: module.FORMAT for module in (own, verl, trl, jsonl, openrlhf, slime)}  # cheap ones first
+_MODULES = (own, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # cheap ones first
+FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
+WRITABLE = {name: found for name, found in FORMATS.items() if found.write}
 LOOK_AT = 8  # files whose columns are compared with those of a format
 
 

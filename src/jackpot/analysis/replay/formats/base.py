@@ -1,5 +1,6 @@
 """Shared parts of the readers of saved rollouts: finding files, reading records, and warnings about damaged ones."""
 
+import io
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,16 @@ class ReadLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SavedIteration:
+    """One saved iteration of a run of ours, for the writers of formats."""
+
+    number: int
+    rows: Callable[[Sequence[str]], Iterator[DumpRecord]]  # yields the responses with these columns, in their order
+    prompt_width: int  # tokens of the longest prompt
+    width: int  # tokens of the longest response
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DumpFormat:
     """The reader of one library's saved rollouts."""
 
@@ -66,6 +77,9 @@ class DumpFormat:
     read: Callable[[Path, Warn, ReadLimits], Iterator[SavedResponse]]
     how: str  # instructions for logging the columns that are missing
     mark: Callable[[Path, ReadLimits], str | None] = lambda *_: None  # one of neighbouring files of equal marks is read
+    file_name: Callable[[int], str] | None = None  # of an iteration, below the folder of an export
+    write: Callable[[SavedIteration, Path], None] | None = None  # writes an iteration to a file
+    lost: str = ""  # columns of ours that the format does not have
 
 
 def read_files(found: DumpFormat, files: Iterable[Path], warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
@@ -100,7 +114,11 @@ def matching(path: Path, *patterns: str) -> list[Path]:
     if path.is_file():
         return [path] if any(path.match(pattern) for pattern in patterns) else []
     found = {file for pattern in patterns for file in path.rglob(pattern) if file.is_file()}
-    return sorted(found, key=lambda file: (file.parent, [_part(text) for text in file.stem.split("_")]))
+    return sorted(found, key=lambda file: [[_part(text) for text in name.split("_")] for name in _names(file)])
+
+
+def _names(file: Path) -> tuple[str, ...]:
+    return (*file.parent.parts, file.stem)
 
 
 def _part(text: str) -> tuple[int, int, str]:
@@ -116,14 +134,14 @@ def json_lines(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int
                 try:
                     record = json.loads(line) if line.strip() else None
                 except (ValueError, RecursionError) as error:
-                    warn(f"{path.name} line {number} is no JSON and is left out: {_first_line(error)}")
+                    warn(f"{path.name} line {number} is no JSON and is left out: {first_line(error)}")
                     continue
                 if isinstance(record, dict):
                     yield number, record
                 elif line.strip():
                     warn(f"{path.name} line {number} is no JSON object and is left out")
     except (OSError, DamagedRecord) as error:
-        warn(f"{path.name} is left out: {_first_line(error)}")
+        warn(f"{path.name} is left out: {first_line(error)}")
 
 
 def parquet_rows(
@@ -144,7 +162,7 @@ def parquet_rows(
                     warn(f"{path.name}, response {number}: {error}; left out")
                 number += 1
     except Exception as error:  # pyarrow raises many kinds on a damaged file, ValueError and OverflowError among them
-        warn(f"{path.name} cannot be read after row {number}: {_first_line(error)}")
+        warn(f"{path.name} cannot be read after row {number}: {first_line(error)}")
 
 
 def _check_columns(metadata: pq.FileMetaData, limits: ReadLimits) -> None:
@@ -168,24 +186,57 @@ def _checked_row(row: pa.RecordBatch, limits: ReadLimits) -> DumpRecord:
     return row.to_pylist()[0]
 
 
+def write_lines(path: Path, records: Iterable[DumpRecord]) -> None:
+    """Write one JSON object a line."""
+    with path.open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
 def torch_file(path: Path, warn: Warn, limits: ReadLimits) -> Any:
     """Load tensors and plain values that torch.save wrote; warn and return None where it is damaged or too large.
 
     Tensors are memory-mapped, so that opening a file costs no memory.
     """
     try:
-        is_zip = zipfile.is_zipfile(path)
-        if is_zip:
-            with zipfile.ZipFile(path) as content:
-                limits.check_file(sum(entry.file_size for entry in content.infolist()))
         limits.check_file(path.stat().st_size)
+        is_zip = zipfile.is_zipfile(path)
+        _check_zip(path, limits)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch raises many kinds, and refuses code in a pickle by one of them
-        warn(f"{path.name} cannot be read and is left out: {_first_line(error)}")
+        warn(f"{path.name} cannot be read and is left out: {first_line(error)}")
         return None
 
 
-def _first_line(error: Exception) -> str:
+def torch_bytes(content: bytes, limits: ReadLimits) -> Any:
+    """Load what torch.save wrote into memory. Raises DamagedRecord where it is too large, and what torch raises."""
+    _check_zip(io.BytesIO(content), limits)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _check_zip(file: Path | io.BytesIO, limits: ReadLimits) -> None:
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as content:
+            limits.check_file(sum(entry.file_size for entry in content.infolist()))
+
+
+def batch_rows(batch: DumpRecord, where: str, warn: Warn, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    """Yield the responses of a batch [B, ...] of `sequences`, each with those columns of the batch that reach to it.
+
+    Warns of a batch that is too large. A batch without sequences counts as one response.
+    """
+    columns = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
+    try:
+        for column in columns.values():
+            limits.check_file(column.numel() * column.element_size())
+    except DamagedRecord as error:
+        warn(f"{where}: a batch is left out: {error}")
+        return
+    sequences = columns.get("sequences")
+    for row in range(max(1, len(sequences)) if sequences is not None and sequences.ndim else 1):
+        yield {name: column[row] for name, column in columns.items() if column.ndim and row < len(column)}
+
+
+def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -196,7 +247,7 @@ def first_keys(path: Path, warn: Warn, limits: ReadLimits) -> set[str]:
     try:
         return set(pq.read_schema(path).names)
     except (OSError, pa.ArrowException) as error:
-        warn(f"{path.name} cannot be read: {_first_line(error)}")
+        warn(f"{path.name} cannot be read: {first_line(error)}")
         return set()
 
 
@@ -235,7 +286,7 @@ def responses_of(
         except DamagedRecord as error:
             warn(f"{error if str(error).startswith(where) else f'{place}: {error}'}; left out")
         except Exception as error:  # a stranger's file may hold anything in place of lists of numbers
-            warn(f"{place}: {type(error).__name__}: {_first_line(error)}; left out")
+            warn(f"{place}: {type(error).__name__}: {first_line(error)}; left out")
         else:
             yield response
     if lacking and not is_whole:

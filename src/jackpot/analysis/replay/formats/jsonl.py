@@ -1,4 +1,4 @@
-"""Reads bare JSONL: one response a line, columns by Jackpot's names (docs/replay.md)."""
+"""Reads and writes bare JSONL: one response a line, columns by Jackpot's names (docs/replay.md)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,11 +6,13 @@ from pathlib import Path
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     ReadLimits,
+    SavedIteration,
     Warn,
     first_keys,
     json_lines,
     matching,
     responses_of,
+    write_lines,
 )
 from jackpot.analysis.replay.responses import NEEDED, SavedResponse
 
@@ -20,6 +22,12 @@ HOW = """Write one JSON object for each response and line, with
   old_log_probs        [T] by the policy in training; or give --model, and it is scored
 Optional: log_probs, advantages (a number or [T]), sampled_mask, prompt_ids, tokens, uid, rollout_top_ids,
 rollout_top_log_probs, policy_top_ids, policy_top_log_probs ([T, K]); docs/replay.md says what each is for."""
+
+_COLUMNS = (
+    *("uid", "prompt_ids", "token_ids", "tokens", "sampled_mask", "advantages"),
+    *("rollout_log_probs", "old_log_probs", "log_probs"),
+    *("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs"),
+)
 
 
 def files(path: Path) -> list[Path]:
@@ -37,4 +45,23 @@ def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     yield from responses_of(json_lines(path, warn, limits), path.name, warn, limits, NEEDED, HOW)
 
 
-FORMAT = DumpFormat(name="jsonl", files=files, recognizes=recognizes, read=read, how=HOW)
+def file_name(iteration: int) -> str:
+    """Return the file of an iteration."""
+    return f"iteration-{iteration:06d}.jsonl"
+
+
+def write(saved: SavedIteration, path: Path) -> None:
+    """Write an iteration with all columns that a replay can use."""
+    write_lines(path, saved.rows(_COLUMNS))
+
+
+FORMAT = DumpFormat(
+    name="jsonl",
+    files=files,
+    recognizes=recognizes,
+    read=read,
+    how=HOW,
+    file_name=file_name,
+    write=write,
+    lost="rewards, text",
+)

@@ -8,18 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
     ReadLimits,
     Warn,
+    batch_rows,
     matching,
     responses_of,
     torch_file,
 )
-from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse
+from jackpot.analysis.replay.responses import SavedResponse
 
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
 add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
@@ -48,30 +47,8 @@ def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
     experiences = _experiences(content)
     if content is not None and not experiences:
         warn(f"{path.name} has no experiences and is left out")
-    rows = (_row(one, row) for one in experiences for row in range(_length(one, path.name, warn, limits)))
+    rows = (row for one in experiences for row in batch_rows(one, path.name, warn, limits))
     yield from responses_of(enumerate(rows), path.name, warn, limits, _NEEDED, HOW, _renamed)
-
-
-def _length(experience: DumpRecord, where: str, warn: Warn, limits: ReadLimits) -> int:
-    """Count the responses of a batch; none where it is too large. A batch without sequences counts as one."""
-    try:
-        for column in experience.values():
-            if isinstance(column, Tensor):
-                limits.check_file(column.numel() * column.element_size())
-    except DamagedRecord as error:
-        warn(f"{where}: a batch is left out: {error}")
-        return 0
-    sequences = experience.get("sequences")
-    return max(1, len(sequences)) if isinstance(sequences, Tensor) and sequences.ndim else 1
-
-
-def _row(experience: DumpRecord, row: int) -> dict[str, Any]:
-    """Return one response of a batch with those columns of the batch that reach to it."""
-    return {
-        name: column[row]
-        for name, column in experience.items()
-        if isinstance(column, Tensor) and column.ndim and row < len(column)
-    }
 
 
 def _experiences(content: Any) -> list[DumpRecord]:

@@ -1,4 +1,4 @@
-"""Reads slime's debug dumps, of training or of rollouts.
+"""Reads and writes slime's debug dumps, of training or of rollouts.
 
 `--save-debug-train-data` and `--save-debug-rollout-data` write {"rollout_id", "samples": [...]} with torch.save (read
 at 624b824, version 0.3.1). A sample's `tokens` are prompt and response, the other columns the response only. Only the
@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
     ReadLimits,
+    SavedIteration,
     Warn,
     matching,
     responses_of,
@@ -23,6 +26,7 @@ from jackpot.analysis.replay.responses import SavedResponse
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
 and advantages. --save-debug-rollout-data has only the engine's: give --model, and the policy's are scored (at
 --temperature)."""
+_STATUS = {"stop": "completed", "length": "truncated", "aborted": "aborted"}
 _NEEDED = ("tokens", "rollout_log_probs")
 
 
@@ -66,4 +70,53 @@ def _uid(sample: DumpRecord) -> str:
     return f"{sample.get('rollout_ids', sample.get('rollout_id'))}/{sample.get('sample_index', sample.get('index'))}"
 
 
-FORMAT = DumpFormat(name="slime", files=files, recognizes=recognizes, read=read, how=HOW)
+def file_name(iteration: int) -> str:
+    """Return the file of an iteration."""
+    return f"{iteration}.pt"
+
+
+def write(saved: SavedIteration, path: Path) -> None:
+    """Write an iteration as a dump of rollouts, which `--load-debug-rollout-data` reads, with two columns of training.
+
+    `Sample.from_dict` keeps `log_probs` and `advantages`, which are not among its fields, as attributes.
+    """
+    texts = ("prompt_uid", "prompt", "answer", "response", "finish", "reward")
+    tokens = ("prompt_ids", "token_ids", "sampled_mask", "rollout_log_probs", "old_log_probs", "advantages")
+    groups: dict[str, int] = {}
+    samples = [
+        _sample(number, groups.setdefault(row["prompt_uid"], len(groups)), row)
+        for number, row in enumerate(saved.rows((*texts, *tokens)))
+    ]
+    torch.save({"rollout_id": saved.number, "samples": samples}, path)
+
+
+def _sample(number: int, group: int, row: DumpRecord) -> dict[str, Any]:
+    return {
+        "group_index": group,
+        "index": number,
+        "rollout_id": None,
+        "prompt": row["prompt"],
+        "tokens": row["prompt_ids"] + row["token_ids"],
+        "response": row["response"],
+        "response_length": len(row["token_ids"]),
+        "label": row["answer"],
+        "reward": row["reward"],
+        "loss_mask": [*map(int, row["sampled_mask"])],
+        "rollout_log_probs": row["rollout_log_probs"],
+        "status": _STATUS[row["finish"]],
+        "metadata": {},
+        "log_probs": row["old_log_probs"],
+        "advantages": row["advantages"],
+    }
+
+
+FORMAT = DumpFormat(
+    name="slime",
+    files=files,
+    recognizes=recognizes,
+    read=read,
+    how=HOW,
+    file_name=file_name,
+    write=write,
+    lost="top-k lists, log_probs at the update",
+)

@@ -1,12 +1,15 @@
-"""Reads TRL's `log_completions`: OUTPUT_DIR/completions/completions_STEP.parquet.
+"""Reads and writes TRL's `log_completions`: OUTPUT_DIR/completions/completions_STEP.parquet.
 
-GRPOTrainer writes `step, prompt, completion`, a column for each reward function, `advantage`, and what is in
-`_logs["extra"]` (read at f2cd577, version 1.10.0.dev). Log-probs and token ids are not among them, so a subclass must
-add them. Its tensors are padded: prompts on the left, completions on the right. Run with 1.16.0 too, without vLLM.
+GRPOTrainer writes `step, prompt, completion`, a column for each reward function, what is in `_logs["extra"]`, and
+`advantage` (read at f2cd577, version 1.10.0.dev, and in 1.16.0). Log-probs and token ids are not among them, so a
+subclass must add them. Its tensors are padded: prompts on the left, completions on the right. The tests run it with
+1.0.0 and 1.16.0, without vLLM.
 """
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
     ReadLimits,
+    SavedIteration,
     Warn,
     first_keys,
     matching,
@@ -25,9 +29,9 @@ from jackpot.analysis.replay.formats.base import (
     responses_of,
 )
 from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.core.errors import DataError
 
-HOW = """TRL's completions have only text and rewards. With log_completions=True, use_vllm=True and one process, train
-with
+HOW = """TRL's completions have only text and rewards. With log_completions=True and one process, train with
     class Logged(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
@@ -38,6 +42,8 @@ with
             return output
 Without old_per_token_logps, give --model and it is scored (at --temperature)."""
 _OF_BATCH = ("prompt", "completion", "advantage", "sampling_per_token_logps")  # columns that differ between batches
+_SAME = 1e-6  # relative difference of the advantages of a response that counts as none
+_ROWS = 64  # of a file in memory at once
 _NEEDED = ("completion_ids", "completion_mask", "sampling_per_token_logps")
 
 
@@ -84,4 +90,73 @@ def _renamed(row: DumpRecord) -> dict[str, Any]:
     return renamed
 
 
-FORMAT = DumpFormat(name="trl", files=files, recognizes=recognizes, read=read, how=HOW, mark=mark)
+def file_name(iteration: int) -> str:
+    """Return the file of an iteration."""
+    return f"completions/completions_{iteration:05d}.parquet"
+
+
+def write(saved: SavedIteration, path: Path) -> None:
+    """Write an iteration with TRL's columns and those of the hint.
+
+    Raises:
+        DataError: the tokens of a response have several advantages, and TRL's file has one.
+    """
+    numbers = ("reward", "sampled_mask", "advantages", "rollout_log_probs", "old_log_probs")
+    rows = saved.rows(("prompt", "response", "prompt_ids", "token_ids", *numbers))
+    with closing(_Writer(path)) as file:
+        while part := [*islice(rows, _ROWS)]:
+            file.add(pa.Table.from_pylist([_row(saved, row) for row in part]))
+
+
+class _Writer:
+    """Writes a parquet file a few rows at a time, with the columns of the first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: pq.ParquetWriter | None = None
+
+    def add(self, table: pa.Table) -> None:
+        self._file = self._file or pq.ParquetWriter(self._path, table.schema)
+        self._file.write_table(table)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _row(saved: SavedIteration, row: DumpRecord) -> dict[str, Any]:
+    prompt, ids = row["prompt_ids"], row["token_ids"]
+    before, behind = [0] * (saved.prompt_width - len(prompt)), [0] * (saved.width - len(ids))
+    sampled = [one for one, kept in zip(row["advantages"], row["sampled_mask"], strict=True) if kept] or [0.0]
+    if max(sampled) - min(sampled) > _SAME * max(map(abs, sampled)):
+        raise DataError(
+            f"TRL has one advantage for a response, and a response of iteration {saved.number} has {min(sampled):.4g} "
+            f"to {max(sampled):.4g}; give --format verl, slime, prime_rl or jsonl"
+        )
+    return {
+        "step": saved.number,
+        "prompt": row["prompt"],
+        "completion": row["response"],
+        "reward": row["reward"],
+        "prompt_ids": before + prompt,
+        "prompt_mask": before + [1] * len(prompt),
+        "completion_ids": ids + behind,
+        "completion_mask": [1] * len(ids) + behind,
+        "tool_mask": [*map(int, row["sampled_mask"]), *[1] * len(behind)],
+        "sampling_per_token_logps": row["rollout_log_probs"] + [0.0] * len(behind),
+        "old_per_token_logps": row["old_log_probs"] + [0.0] * len(behind),
+        "advantage": sampled[0],
+    }
+
+
+FORMAT = DumpFormat(
+    name="trl",
+    files=files,
+    recognizes=recognizes,
+    read=read,
+    how=HOW,
+    mark=mark,
+    file_name=file_name,
+    write=write,
+    lost="top-k lists, log_probs at the update",
+)

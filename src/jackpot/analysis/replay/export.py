@@ -1,0 +1,104 @@
+"""`jackpot export`: writes the saved rollouts of a run in the formats of other trainers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from jackpot.analysis.replay.formats import FORMATS, WRITABLE
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, SavedIteration
+from jackpot.core.errors import ConfigError, DataError, unknown_name
+from jackpot.core.files import cause_of, whole_file
+from jackpot.training.run.folder import run_config
+from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, list_rollout_files
+
+_ROWS = 64  # responses in memory at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What an export has written."""
+
+    format: str
+    files: tuple[Path, ...]
+    responses: int
+    tokens: int
+    lost: str  # columns that the format does not have
+    problems: tuple[str, ...]  # files of the run that are left out
+
+
+def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], None] = lambda _: None) -> Exported:
+    """Write every saved iteration of a run as a file of another format.
+
+    Args:
+        run: the folder of a run.
+        name: of a format that is written.
+        out: a folder that is empty or not there yet.
+        listen: called with the number of responses written so far.
+
+    Raises:
+        CheckpointError: no run.
+        ConfigError: a format that is unknown or only read, or a folder that is not empty.
+        DataError: no saved rollouts, rollouts that the format cannot hold, or a file that cannot be written.
+    """
+    if name not in FORMATS:
+        raise ConfigError(unknown_name("format", name, WRITABLE))
+    if name not in WRITABLE:
+        raise ConfigError(f"{name} is read and not written: docs/replay.md says why. Give one of {', '.join(WRITABLE)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; give --out a folder that is empty or does not exist")
+    run_config(run)
+    there, problems = list_rollout_files(run)
+    written: dict[Path, RolloutFile] = {}
+    for file in there:
+        try:
+            written[_write(WRITABLE[name], file, out)] = file
+        except UnreadableRollouts as error:
+            problems.append(str(error))
+        listen(sum(one.responses for one in written.values()))
+    if not written:
+        why = "; ".join(problems) or "rollouts.every and rollouts.keep decide what a run saves"
+        raise DataError(f"{run} has no saved rollouts to export: {why}")
+    return Exported(
+        format=name,
+        files=tuple(written),
+        responses=sum(file.responses for file in written.values()),
+        tokens=sum(file.tokens for file in written.values()),
+        lost=WRITABLE[name].lost,
+        problems=tuple(problems),
+    )
+
+
+def _write(found: DumpFormat, file: RolloutFile, out: Path) -> Path:
+    """Write one iteration and return its path."""
+    path = out / found.file_name(file.iteration)
+    try:
+        saved = SavedIteration(
+            number=file.iteration,
+            rows=lambda columns: _rows(file.path, columns),
+            prompt_width=_longest(file.path, "prompt_ids"),
+            width=_longest(file.path, "token_ids"),
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as partial:
+            found.write(saved, partial)
+    except (pa.ArrowException, KeyError) as error:  # damaged behind its footer, or without a column
+        raise UnreadableRollouts(f"{file.path} cannot be read and is left out: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise DataError(f"cannot write {path} of {file.path}: {cause_of(error)}") from error
+    return path
+
+
+def _longest(path: Path, column: str) -> int:
+    return pc.max(pc.list_value_length(pq.read_table(path, columns=[column])[column])).as_py() or 0
+
+
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[DumpRecord]:
+    """Yield the responses of a file with those of the columns that it has, a few in memory at a time."""
+    file = pq.ParquetFile(path)
+    there = [name for name in columns if name in file.schema_arrow.names]
+    for part in file.iter_batches(batch_size=_ROWS, columns=there):
+        yield from part.to_pylist()

@@ -1,0 +1,119 @@
+"""Reads SkyRL's `trainer.dump_data_batch`: dumped_data/global_step_N_training_input.pkl.
+
+A file is a pickled `TrainingInputBatch` (skyrl/backends/skyrl_train/training_batch.py, read at a956457): `sequences`
+[B, S] and its `attention_mask`, padded on the left, and columns [B, R] that end where the sequences end. It is read
+without SkyRL, and of all that a pickle can name nothing is imported or called but this module.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jackpot.analysis.replay.formats.base import (
+    DumpFormat,
+    DumpRecord,
+    ReadLimits,
+    Warn,
+    batch_rows,
+    first_line,
+    matching,
+    responses_of,
+    torch_bytes,
+)
+from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse
+
+HOW = """Run SkyRL with trainer.dump_data_batch=true and generator.sampling_params.logprobs not null, so that the engine
+returns log-probs: EXPORT_PATH/dumped_data has what a step trains on. Without action_log_probs, give --model and it is
+scored (at --temperature)."""
+_NEEDED = ("sequences", "attention_mask", "response_mask", "rollout_logprobs")
+
+
+class _Inert:
+    """Stands for whatever a pickle names: keeps what it is made of, and does nothing."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the state."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        """Return the class that does nothing, whatever is asked for."""
+        return _Inert
+
+
+def files(path: Path) -> list[Path]:
+    """Find the dumped batches of a path, in their order."""
+    return matching(path, "*_training_input.pkl")
+
+
+def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
+    """Tell whether a file is of this format."""
+    return path.suffix == ".pkl" and _batch(path, warn, limits) is not None
+
+
+def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
+    """Yield the responses of one file, without the copies that fill a batch up, and warn of those that are damaged."""
+    batch = _batch(path, warn, limits)
+    if batch is not None:
+        yield from responses_of(
+            enumerate(batch_rows(batch, path.name, warn, limits)), path.name, warn, limits, _NEEDED, HOW, _renamed
+        )
+
+
+def _batch(path: Path, warn: Warn, limits: ReadLimits) -> dict[str, Tensor] | None:
+    """Return the columns of a batch; warn and return None where the file is damaged or too large."""
+    try:
+        limits.check_file(path.stat().st_size)
+        with path.open("rb") as file:
+            content = _Unpickler(file).load()
+        state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
+        if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
+            raise DamagedRecord("it holds no batch of SkyRL")
+        padding = int((state.get("metadata") or {}).get("pad_size") or 0)
+        columns = {
+            name: _tensor(value, limits)
+            for name, value in state["batch_dict"].items()
+            if isinstance(value, Mapping) and "data" in value
+        }
+        return {name: column[: len(column) - padding] for name, column in columns.items()}
+    except Exception as error:  # a damaged pickle may raise anything
+        warn(f"{path.name} cannot be read and is left out: {first_line(error)}")
+        return None
+
+
+def _tensor(value: DumpRecord, limits: ReadLimits) -> Tensor:
+    """Make a tensor of its bytes, as numpy has them or as torch.save wrote them."""
+    if value.get("format") == "torch":
+        return torch_bytes(value["data"], limits)
+    return torch.from_numpy(np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy())
+
+
+def _renamed(row: DumpRecord) -> dict[str, Any]:
+    ids = row["sequences"][row["attention_mask"].bool()]
+    length = int(row["response_mask"].sum())
+    start = len(ids) - length
+    mask = row.get("loss_mask", row["response_mask"])
+    renamed = {"prompt_ids": ids[:start], "token_ids": ids[start:], "sampled_mask": _last(mask, length).ne(0)}
+    named = (
+        ("rollout_log_probs", "rollout_logprobs"),
+        ("old_log_probs", "action_log_probs"),
+        ("advantages", "advantages"),
+    )
+    for ours, theirs in named:
+        renamed[ours] = _last(row[theirs], length) if theirs in row else None
+    return renamed
+
+
+def _last(column: Tensor, length: int) -> Tensor:
+    return column[len(column) - length :]
+
+
+FORMAT = DumpFormat(name="skyrl", files=files, recognizes=recognizes, read=read, how=HOW)

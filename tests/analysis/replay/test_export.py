@@ -1,0 +1,129 @@
+"""`jackpot export`: a run's rollouts in every format that is written come back by that format's reader."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from helpers.runs import FinishedRuns
+from jackpot.analysis.replay.export import export_rollouts
+from jackpot.analysis.replay.formats import FORMATS, WRITABLE, find_format
+from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.run import LIMITS
+from jackpot.core.errors import CheckpointError, ConfigError, DataError
+
+SETTINGS = ("rollouts.every=1", "iterations=2", "batch.prompts=8")
+
+
+@pytest.fixture(scope="module")
+def trained(finished_run: FinishedRuns) -> Path:
+    return finished_run(*SETTINGS)
+
+
+def read(path: Path) -> tuple[str, list[SavedResponse]]:
+    told: list[str] = []
+    found, files = find_format(path, "auto", LIMITS)
+    responses = list(read_files(found, files, told.append, LIMITS))
+    assert told == []
+    return found.name, responses
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_every_token_comes_back(name, trained, tmp_path):
+    exported = export_rollouts(trained, name, tmp_path / "out")
+    form, there = read(tmp_path / "out")
+    _, ours = read(trained)
+    assert form == name and exported.responses == len(there) == len(ours) > 60
+    assert exported.tokens == sum(len(one.token_ids) for one in ours)
+    assert len(exported.files) == 2 and all(file.is_file() for file in exported.files)
+    for one, other in zip(ours, there, strict=True):
+        assert other.prompt_ids.tolist() == one.prompt_ids.tolist()
+        assert other.token_ids.tolist() == one.token_ids.tolist()
+        assert other.sampled_mask.tolist() == one.sampled_mask.tolist()
+        assert other.rollout_log_probs.tolist() == one.rollout_log_probs.tolist()
+        assert other.advantages[other.sampled_mask].tolist() == one.advantages[one.sampled_mask].tolist()
+        old = other.log_probs if name == "prime_rl" else other.old_log_probs
+        assert old.tolist() == (one.log_probs if name == "prime_rl" else one.old_log_probs).tolist()
+        assert other.has_lists == (name == "jsonl")
+
+
+def test_a_tools_tokens_stay_masked(finished_run: FinishedRuns, tmp_path):
+    """Their log-probs are no ratio of two models."""
+    run = finished_run("task.name=tool_arithmetic", "iterations=1", "rollouts.every=1", "batch.prompts=8")
+    _, ours = read(run)
+    assert not all(one.sampled_mask.all() for one in ours)
+    for name in WRITABLE:
+        export_rollouts(run, name, tmp_path / name)
+        _, there = read(tmp_path / name)
+        assert [one.sampled_mask.tolist() for one in there] == [one.sampled_mask.tolist() for one in ours], name
+
+
+def test_the_files_have_what_the_other_trainer_writes_itself(trained, tmp_path):
+    [row] = pq.read_table(trained / "rollouts" / "iteration-000002.parquet").slice(0, 1).to_pylist()
+    for name in WRITABLE:
+        export_rollouts(trained, name, tmp_path / name)
+    line = json.loads((tmp_path / "verl" / "2.jsonl").read_text().splitlines()[0])
+    own = {"input": row["prompt"], "output": row["response"], "gts": row["answer"], "score": row["reward"], "step": 2}
+    assert list(line)[:5] == list(own) and {name: line[name] for name in own} == own
+    table = pq.read_table(tmp_path / "trl" / "completions" / "completions_00002.parquet")
+    assert table.column_names[:4] == ["step", "prompt", "completion", "reward"]
+    assert table.column_names[-1] == "advantage" and table["completion"][0].as_py() == row["response"]
+    content = torch.load(tmp_path / "slime" / "2.pt", weights_only=True)
+    [sample] = content["samples"][:1]
+    assert content["rollout_id"] == 2 and sample["status"] in ("completed", "truncated") and sample["index"] == 0
+    assert sample["tokens"] == row["prompt_ids"] + row["token_ids"] and sample["label"] == row["answer"]
+    record = json.loads((tmp_path / "prime_rl/token_exports/step_2/rank_0.jsonl").read_text().splitlines()[0])
+    assert len({len(column) for column in record.values() if isinstance(column, list)}) == 1
+    place = len(row["prompt_ids"])
+    log_ratio = row["log_probs"][0] - row["rollout_log_probs"][0]
+    assert record["log_importance_ratio"][place] == log_ratio and record["log_importance_ratio"][0] == 0.0
+    assert record["importance_ratio"][place] == pytest.approx(torch.tensor(log_ratio).exp().item())
+    assert record["mismatch_kl"][place] == pytest.approx(record["importance_ratio"][place] - log_ratio - 1.0)
+
+
+def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown format 'verrl'; did you mean 'verl'\? Valid: jsonl, prime_rl"):
+        export_rollouts(trained, "verrl", tmp_path / "out")
+    assert set(FORMATS) - set(WRITABLE) == {"jackpot", "openrlhf", "skyrl", "areal"}
+    with pytest.raises(ConfigError, match="openrlhf is read and not written"):
+        export_rollouts(trained, "openrlhf", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is not a run folder"):
+        export_rollouts(tmp_path, "verl", tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(ConfigError, match="give --out a folder that is empty"):
+        export_rollouts(trained, "verl", tmp_path / "full")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_files_of_the_run_are_named_and_the_others_exported(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    first, second = sorted((run / "rollouts").iterdir())
+    second.write_bytes(second.read_bytes()[:500])
+    exported = export_rollouts(run, "verl", tmp_path / "out")
+    assert len(exported.files) == 1 and "iteration-000002.parquet cannot be read" in exported.problems[0]
+    table = pq.read_table(first)
+    pq.write_table(table.drop_columns("old_log_probs"), first)
+    with pytest.raises(DataError, match=r"has no saved rollouts to export: .*old_log_probs"):
+        export_rollouts(run, "verl", tmp_path / "again")
+    first.unlink()
+    second.unlink()
+    with pytest.raises(DataError, match=r"has no saved rollouts to export: rollouts\.every"):
+        export_rollouts(run, "verl", tmp_path / "again")
+
+
+def test_trl_holds_one_advantage_for_a_response(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    path = run / "rollouts" / "iteration-000002.parquet"
+    table = pq.read_table(path)
+    place = table.column_names.index("advantages")
+    uneven = [[float(number) for number, _ in enumerate(row)] for row in table["advantages"].to_pylist()]
+    pq.write_table(table.set_column(place, "advantages", pa.array(uneven)), path)
+    with pytest.raises(DataError, match="TRL has one advantage for a response, and a response of iteration 2 has 0 to"):
+        export_rollouts(run, "trl", tmp_path / "out")
+    export_rollouts(run, "slime", tmp_path / "other")

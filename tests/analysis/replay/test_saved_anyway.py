@@ -1,0 +1,198 @@
+"""What prime-rl, AReaL and verl's default trainer save, and damaged files of theirs and of SkyRL."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from jackpot.analysis.replay.formats import FORMATS, find_format
+from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.run import LIMITS, replay
+from jackpot.core.errors import DataError
+
+
+def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
+    told: list[str] = []
+    found, files = find_format(path, "auto", LIMITS)
+    return found.name, list(read_files(found, files, told.append, LIMITS)), told
+
+
+def lines(path: Path, *records: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def node(parent: int | None, ids: list[int], log_probs: list[float] = (), **more) -> dict:
+    """A message of verifiers' trace: the last tokens of an answer are sampled, and log-probs stand for these only."""
+    mask = [False] * (len(ids) - len(log_probs)) + [True] * len(log_probs)
+    return {
+        "parent": parent,
+        "sampled": bool(log_probs),
+        "token_ids": ids,
+        "mask": mask,
+        "logprobs": [*log_probs],
+    } | more
+
+
+def episode(*nodes: dict, **more) -> dict:
+    return {"id": "e", "env": {}, "task": {}, "ok": True, "traces": [{"nodes": [*nodes]}]} | more
+
+
+def traces(folder: Path, *episodes: object, step: int = 3, kind: str = "train", subset: str = "effective") -> Path:
+    lines(folder / "rollouts" / f"step_{step}" / kind / subset / "traces.jsonl", *episodes)
+    return folder
+
+
+TURNS = (  # a question, an answer, a tool, an answer
+    node(None, [7, 8]),
+    node(0, [5, 1, 2], [-0.5, -0.25], advantages=[0.5, 0.5]),
+    node(1, [6]),
+    node(2, [5, 3], [-1.0], advantages=[0.25]),
+)
+
+
+def test_the_traces_that_prime_rl_writes_anyway_have_the_engines_log_probs(tmp_path):
+    name, [one], told = read(traces(tmp_path, episode(*TURNS)))
+    assert (name, told) == ("prime_rl", [])
+    assert one.prompt_ids.tolist() == [7, 8, 5] and one.token_ids.tolist() == [1, 2, 6, 5, 3]
+    assert one.sampled_mask.tolist() == [True, True, False, False, True]
+    assert one.rollout_log_probs[one.sampled_mask].tolist() == [-0.5, -0.25, -1.0]
+    assert one.advantages[one.sampled_mask].tolist() == [0.5, 0.5, 0.25]
+    assert one.old_log_probs is None and one.log_probs is None
+    with pytest.raises(DataError, match="give --model PATH"):
+        replay(tmp_path)
+
+
+def test_what_two_branches_of_a_trace_share_counts_once(tmp_path):
+    forked = (*TURNS, node(1, [6, 9]), node(4, [4], [-2.0]))
+    _, found, told = read(traces(tmp_path, episode(*forked)))
+    assert told == [] and [one.token_ids.tolist() for one in found] == [[1, 2, 6, 5, 3], [4]]
+    assert found[1].prompt_ids.tolist() == [7, 8, 5, 1, 2, 6, 9] and found[1].sampled_mask.tolist() == [True]
+    assert len({one.uid for one in found}) == 2
+
+
+def test_of_a_run_of_prime_rl_the_batches_that_it_trained_on_are_read_in_their_order(tmp_path):
+    for step in (10, 9):
+        traces(tmp_path, episode(*TURNS), step=step)
+    traces(tmp_path, episode(*TURNS), subset="all")
+    traces(tmp_path, episode(*TURNS), kind="eval")
+    found, files = find_format(tmp_path, "auto", LIMITS)
+    assert [file.parts[-4] for file in files] == ["step_9", "step_10"]
+    assert [one.where for one in read_files(found, files, print, LIMITS)] == [
+        "step_9/traces.jsonl",
+        "step_10/traces.jsonl",
+    ]
+    alone = tmp_path / "rollouts" / "step_3" / "train" / "all" / "traces.jsonl"
+    assert len(read(alone)[1]) == 1
+    export = {"micro_step": 0, "token_ids": [7, 1], "loss_mask": [False, True], "advantages": [0.0, 1.0]}
+    export |= {"inference_logprobs": [0.0, -1.0], "trainer_logprobs": [0.0, -1.5]}
+    lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", export)
+    assert [one.where for one in read(tmp_path)[1]] == ["step_3/rank_0.jsonl"]  # it has both models' log-probs
+
+
+def test_tokens_of_another_loss_of_prime_rl_are_not_sampled_ones_and_what_was_not_finite_is_named(tmp_path):
+    good = {"micro_step": 0, "token_ids": [7, 1, 2], "loss_mask": [False, True, True], "advantages": [0.0, 1.0, 1.0]}
+    good |= {"inference_logprobs": [None, -1.0, -1.0], "trainer_logprobs": [0.0, -1.5, -1.5]}
+    echo = good | {"rl_weights": [0.0, 1.0, 0.0], "inference_logprobs": [None, -1.0, None]}
+    infinite = good | {"trainer_logprobs": [0.0, None, -1.0]}
+    lines(tmp_path / "step_1" / "rank_0.jsonl", good, echo, infinite)
+    _, found, told = read(tmp_path)
+    assert [one.sampled_mask.tolist() for one in found] == [[True, True], [True, False]]
+    assert len(told) == 1 and "log_probs has nan at a sampled token" in told[0] and "step_1/rank_0.jsonl" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (episode(traces=3), "TypeError"),
+        (episode(node(1, [1]), node(0, [2], [-1.0])), "stands before the one that it answers"),
+        (episode({"parent": None}), "lacks token_ids"),
+        (episode(node(None, [1, 2], [-1.0, -1.0]) | {"logprobs": [-1.0]}), "nan at a sampled token"),
+        (episode(node(None, [1, 2], [-1.0]) | {"mask": [True]}), "there are 2 token_ids"),
+        (episode(node(None, [1], [-1.0]) | {"token_ids": "x"}), "left out"),
+    ],
+    ids=range(6),
+)
+def test_a_damaged_episode_costs_itself(bad, why, tmp_path):
+    _, found, told = read(traces(tmp_path, episode(*TURNS), bad, episode(*TURNS)))
+    assert len(found) == 2 and len(told) == 1 and why in told[0]
+
+
+AREAL = {
+    **{"task_id": 4, "sample_idx": 1, "seqlen": 5, "prompt_len": 2, "head_version": 0, "tail_version": 1},
+    **{"reward": 1.0, "prompt": "a", "completion": "b"},
+}
+
+
+def test_areals_text_is_refused_with_the_line_to_add_and_read_with_it(tmp_path):
+    path = lines(tmp_path / "rollout" / "1" / "4.jsonl", AREAL)
+    with pytest.raises(DataError, match="lacks input_ids, loss_mask, logprobs; it has") as error:
+        replay(tmp_path)
+    assert str(error.value).endswith(FORMATS["areal"].how)
+    more = {"input_ids": [7, 8, 1, 6, 2], "loss_mask": [0, 0, 1, 0, 1], "logprobs": [0.0, 0.0, -0.5, 0.0, -1.0]}
+    lines(path, AREAL | more)
+    lines(tmp_path / "eval-rollout" / "1" / "4.jsonl", AREAL | more)
+    name, [one], told = read(tmp_path)
+    assert (name, told) == ("areal", []) and one.uid == "4/1"
+    assert one.prompt_ids.tolist() == [7, 8] and one.token_ids.tolist() == [1, 6, 2]
+    assert one.rollout_log_probs[one.sampled_mask].tolist() == [-0.5, -1.0]
+
+
+def test_verls_default_trainer_logs_rows_without_padding(tmp_path):
+    row = {"input": "a", "output": "b", "gts": None, "score": 1.0, "step": 3, "uid": "u_0_0"}
+    row |= {"prompts": [7, 8], "responses": [1, 6, 2], "response_mask": [1, 0, 1]}
+    row |= {"rollout_log_probs": [-0.5, 0.0, -1.0], "old_log_probs": [-0.6, 0.0, -1.1], "advantages": [1.0, 0.0, 1.0]}
+    lines(tmp_path / "3.jsonl", row)
+    name, [one], told = read(tmp_path)
+    assert (name, told, one.uid) == ("verl", [], "u_0_0")
+    assert one.prompt_ids.tolist() == [7, 8] and one.token_ids.tolist() == [1, 6, 2]
+    assert one.old_log_probs[one.sampled_mask].tolist() == [-0.6, -1.1]
+
+
+class Named:
+    """A pickle of it names a function and its arguments, which Python would call."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.named = function, arguments
+
+    def __reduce__(self):
+        return self.named
+
+
+ARRAY = {"format": "numpy", "data": bytes(8), "shape": (1, 1), "dtype": "int64"}
+
+
+def batch(sequences: dict) -> bytes:
+    """The place of SkyRL's function is taken by one of two arguments that can be imported."""
+    return pickle.dumps(Named(divmod, 1, {"batch_dict": {"sequences": sequences}}))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (pickle.dumps([1, 2]), "it holds no batch of SkyRL"),
+        (pickle.dumps([1, 2])[:3], "cannot be read"),
+        (batch(ARRAY | {"shape": (10**9, 9)}), "cannot be read"),
+        (batch(ARRAY | {"dtype": "object"}), "cannot be read"),
+        (batch(ARRAY), "lacks attention_mask, response_mask"),
+    ],
+    ids=range(5),
+)
+def test_a_damaged_pickle_is_named(content, why, tmp_path):
+    path = tmp_path / "global_step_1_training_input.pkl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=why):
+        replay(path)
+
+
+def test_a_pickle_runs_no_code(tmp_path):
+    path = tmp_path / "global_step_1_training_input.pkl"
+    path.write_bytes(pickle.dumps(Named(Path.touch, tmp_path / "ran")))
+    with pytest.raises(DataError, match="it holds no batch of SkyRL"):
+        read(path)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(path.read_bytes())
+    assert (tmp_path / "ran").exists()
