@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test docs check-docs test-all test-browser chromium test-trl test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels lint clean
+.PHONY: train test docs check-docs test-all test-browser chromium test-trl test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -89,12 +89,16 @@ gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync, fsdp, fp8 
 gpu-wheels:  # what a GPU machine without a network may lack, to carry there
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py wheels
 
+dist: $(VENV)/ready  # what a release uploads; tests/system/test_wheel.py installs it in clean environments
+	$(BIN)/pip install --quiet -c constraints.txt build twine
+	rm -rf build dist && $(BIN)/python -m build --no-isolation && $(BIN)/twine check --strict dist/*
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-docs site
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-docs site build dist
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
