@@ -87,18 +87,18 @@ def test_every_correction_of_the_ratio_has_the_weights_that_it_has_here(plugin, 
 
 
 def test_metrics_stand_before_and_after_masking_beside_verls_own_correction_too(plugin, tensors):
-    rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_4.0"}
+    rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_4.0"}
     log_ratio = (tensors["old_log_prob"] - tensors["rollout_log_prob"]).double()
     every, ratio = tensors["response_mask"].bool(), log_ratio.exp()
-    left = every & (-log_ratio >= math.log(0.5)) & (-log_ratio <= math.log(4.0))
-    band = (ratio >= 0.5) & (ratio <= 1.8)
-    cases = {
-        "jackpot:icepop:high=1.8": (ratio * band, band),
-        "token": (ratio.clamp(max=1.8), torch.ones_like(band)),
-        None: (torch.ones_like(ratio), torch.ones_like(band)),
-    }
-    for rollout_is, (weight, accepted) in cases.items():
-        threshold = {} if rollout_is != "token" else {"rollout_is_threshold": 1.8}
+    left = every & (-log_ratio >= math.log(0.8)) & (-log_ratio <= math.log(4.0))
+    band, every_one = (ratio >= 0.5) & (ratio <= 1.1), torch.ones_like(every)
+    cases = [
+        ("jackpot:icepop:high=1.1", {}, ratio * band, band),
+        ("token", {"rollout_is_threshold": "0.5_1.1"}, ratio * band, band),
+        ("token", {"rollout_is_threshold": 1.8}, ratio.clamp(max=1.8), every_one),
+        (None, {}, torch.ones_like(ratio), every_one),
+    ]
+    for rollout_is, threshold, weight, accepted in cases:
         proto, mask, metrics = plugin.compute_rollout_correction_and_rejection_mask(
             **tensors, rollout_is=rollout_is, **threshold, **rejection
         )
