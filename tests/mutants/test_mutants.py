@@ -120,7 +120,7 @@ FORMULAS = {  # "file::function": tests
         [f"objectives/joint.py::{name}" for name in ("policy_terms", "policy_loss")],
         ("objectives/test_joint.py", "objectives/test_regularizers.py"),
     ),
-    "objectives/joint.py::_rollout_model_loss": ("objectives/test_joint.py",),
+    "objectives/joint.py::rollout_model_loss": ("objectives/test_joint.py",),
     "training/step_totals.py::StepTotals.before_backward": KAPPA,
     **dict.fromkeys(
         [

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.core.types import Rollout, unique_rows
-from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden
+from jackpot.config.run import Sampling
+from jackpot.core.types import Rollout, TokenBatch, unique_rows
+from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden, token_hidden
 from jackpot.models.sampling import log_probs_at
 
 MAX_LOGITS = 2**22  # logits in memory at once: 16 MiB in float32, 32 MiB in float64, several times that with filters
@@ -66,6 +67,18 @@ def token_log_probs(
         for logits, ids in logit_chunks(model, hidden, token_ids)
     ]
     return torch.cat(parts).view_as(token_ids)
+
+
+def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling) -> Tensor:
+    """Return what the model says of the tokens and of the engine's lists of a batch: [B, T, 1 + K] float32, 0 where
+    padded; the sampled token first. Arguments as in `token_log_probs`."""
+    exists = batch.attention_mask
+    ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
+    hidden = token_hidden(model, batch, exists.flatten().nonzero()[:, 0])
+    log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
+    spread = torch.zeros((*exists.shape, ids.shape[-1]), device=exists.device)
+    spread[exists] = log_probs
+    return spread
 
 
 def exact_log_probs(

@@ -354,7 +354,7 @@ def joint_loss(
     terms = policy_terms(policy, batch, scores, inputs)
     correction = policy.correction.apply(inputs, totals)
     policy_sum, _ = policy_loss(policy, terms, correction, max_length)
-    ppo, distill, rollout_metrics = _rollout_model_loss(rollout_model, batch, scores, old, max_length)
+    ppo, distill, rollout_metrics = rollout_model_loss(rollout_model, batch, scores, old, max_length)
     return JointLoss(
         policy=policy_sum,
         rollout_model_ppo=ppo,
@@ -393,10 +393,20 @@ def policy_report(
     )
 
 
-def _rollout_model_loss(
+def rollout_model_loss(
     objective: RolloutModelObjective | None, batch: TokenBatch, scores: TokenScores, old: OldLogProbs, max_length: int
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Compute ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: two numerators and metrics."""
+    """Compute ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: two numerators and metrics.
+
+    Args:
+        objective: None where no rollout model is trained: both are 0, and there are no metrics.
+        old: of which the rollout model's log-probs are read.
+        max_length: as in `joint_loss`.
+
+    Returns:
+        The numerators, scalars with the rollout model's gradient; the count of `rollout_model/loss` is the denominator
+        of both.
+    """
     if objective is None:
         nothing = scores.log_probs.new_zeros(())
         return nothing, nothing, {}

@@ -1,18 +1,19 @@
 """The components of a run stand in one object, which only `launch` builds."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
 from jackpot.core.metrics import Sum, Sums
-from jackpot.core.types import Role
+from jackpot.core.types import Role, Version
 from jackpot.models.cost import ForwardCost
 from jackpot.models.quantization.convert import quantize_named
 from jackpot.rollout.engines.base import Engine
@@ -72,25 +73,10 @@ class RunComponents:
         Raises:
             EngineError: the engine holds other weights than the learner sent.
         """
-        dtype, codes = engine.capabilities.dtype, engine.capabilities.codes
-        digest = WeightsDigest(None if codes else dtype)
-        weights = self.learner.weights(role, dtype)
-        if codes:  # quantized here, once
-            numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
-            weights = quantize_named(numbers, codes.names, codes.scheme)
-        weights = digest.watch(weights)
+        weights = self.learner.weights(role, engine.capabilities.dtype)
         if engine.capabilities.sleeps:
             self.learner.release_memory()
-        held = engine.update_weights(weights, self.learner.version)
-        deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
-        sent = digest.hexdigest()
-        if held != sent:
-            what = "codes and scales of" if codes else "weights of"
-            raise EngineError(
-                f"after the weight update at {self.learner.version} the engine holds {what} digest {held[:12]}, the "
-                f"learner sent {sent[:12]}; training on its rollouts would be training on unknown weights"
-            )
-        return {"mismatch/codes_differ": Sum.number(0)} if codes else {}
+        return send_weights(engine, weights, self.learner.version)
 
     def take_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events of tasks and engines since the last call; `engine` names the setting of an engine."""
@@ -107,3 +93,23 @@ class RunComponents:
                 closing.callback(task.close)
             closing.callback(self.policy_engine.close)
             closing.callback(self.engine.close)
+
+
+def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:
+    """Copy all weights of a model into an engine, as `RunComponents.send_weights`; those are of `version`."""
+    dtype, codes = engine.capabilities.dtype, engine.capabilities.codes
+    digest = WeightsDigest(None if codes else dtype)
+    if codes:  # quantized here, once
+        numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
+        weights = quantize_named(numbers, codes.names, codes.scheme)
+    weights = digest.watch(weights)
+    held = engine.update_weights(weights, version)
+    deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
+    sent = digest.hexdigest()
+    if held != sent:
+        what = "codes and scales of" if codes else "weights of"
+        raise EngineError(
+            f"after the weight update at {version} the engine holds {what} digest {held[:12]}, the learner sent "
+            f"{sent[:12]}; training on its rollouts would be training on unknown weights"
+        )
+    return {"mismatch/codes_differ": Sum.number(0)} if codes else {}

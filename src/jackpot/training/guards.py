@@ -18,7 +18,7 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
 from jackpot.training.gaps import LARGEST_GAPS, precisions
-from jackpot.training.learner import Learner, StepResult
+from jackpot.training.learner import Scorer, StepResult
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
@@ -50,7 +50,7 @@ class EngineCheck:
         record: called with every event: what a thorough check found, why the run stops.
     """
 
-    def __init__(self, config: Config, learner: Learner, role: Role, record: RecordEvent) -> None:
+    def __init__(self, config: Config, learner: Scorer, role: Role, record: RecordEvent) -> None:
         self._config, self._learner, self._role, self._record = config, learner, role, record
         self._column = Version._fields.index(role)  # of `Rollout.versions`
         self._thorough: set[int] = set()  # versions whose text was checked thoroughly since the start

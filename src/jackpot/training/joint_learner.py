@@ -24,11 +24,11 @@ from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
-from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden, token_hidden
+from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden
 from jackpot.models.gathered import Gathered, gather
 from jackpot.models.lora import merged_weights, model_writer
 from jackpot.models.parts import WHOLE, Dealer, write_part
-from jackpot.models.scoring import token_log_probs
+from jackpot.models.scoring import list_log_probs
 from jackpot.objectives.joint import (
     OldLogProbs,
     PolicyObjective,
@@ -329,17 +329,8 @@ class JointLearner(Learner):
                 return self.score(role, batches, sampling)
         model, scores = self._models[role], {}
         for batch in (batch_to(batch, self._device) for batch in batches):
-            exists = batch.attention_mask
-            ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
-
-            def read(batch: TokenBatch = batch, ids: Tensor = ids) -> Tensor:
-                hidden = token_hidden(model, batch, batch.attention_mask.flatten().nonzero()[:, 0])
-                return token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
-
-            log_probs = self._run(read)
-            spread = torch.zeros((*exists.shape, ids.shape[-1]), device=self._device)
-            spread[exists] = log_probs
-            scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": spread.cpu()}).items()}
+            found = self._run(partial(list_log_probs, model, batch, sampling))
+            scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": found.cpu()}).items()}
         return scores
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ class StepResult:
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
     traces: dict[str, dict[str, Tensor]]  # by rollout uid: per-token columns [T] and [T, K]
+
+
+class Scorer(Protocol):
+    """Describes what an engine is compared with: the models in training, as in `Learner`."""
+
+    @property
+    def version(self) -> Version: ...
+
+    @property
+    def pads(self) -> bool: ...
+
+    def keep_weights(self, role: Role) -> None: ...
+
+    def score(
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+    ) -> dict[str, Tensor]: ...
 
 
 class Learner(ABC):
