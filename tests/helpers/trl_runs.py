@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.run import OptimizerConfig, RolloutModelConfig
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import TokenBatch
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.joint_learner import JointLearner
-from jackpot.training.objectives import policy_objective
+from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
 if TYPE_CHECKING:
@@ -86,8 +86,11 @@ def arguments(folder: Path, rows: int = 64, **changes: Any) -> dict[str, Any]:
     )
 
 
-def token_batch(batch: dict[str, Any], name: str = "") -> TokenBatch:
-    """The tensors of one of TRL's micro-batches, by its name, as ours, with advantages from before the correction."""
+def token_batch(batch: dict[str, Any], name: str = "", version: tuple[int, int] = (-1, -1)) -> TokenBatch:
+    """The tensors of one of TRL's micro-batches, by its name, as ours, with advantages from before the correction.
+
+    They were sampled by weights of `version`; those that are none of ours leave Z to the lists alone.
+    """
     exists = batch["completion_mask"].bool()
     size, width = exists.shape
     none = torch.zeros(size, width, 0)
@@ -105,24 +108,29 @@ def token_batch(batch: dict[str, Any], name: str = "") -> TokenBatch:
         uniforms=batch["jackpot_uniforms"],
         top_ids=batch.get("jackpot_top_ids", none.long()),
         top_log_probs=batch.get("jackpot_top_log_probs", none),
-        versions=torch.full((size, width, 2), -1),
+        versions=torch.tensor(version).expand(size, width, 2),
+        by_policy=batch.get("jackpot_by_policy"),
     )
 
 
-def learner_of(objective: ObjectiveConfig) -> JointLearner:
-    """Our learner, of the policy alone, from the start of the run."""
+def learner_of(objective: ObjectiveConfig, rollout_model: RolloutModelConfig | None = None) -> JointLearner:
+    """Our learner, of the policy alone or of two models, from the start of the run."""
     policy = load_model("starter:policy", torch.float32)
+    other = load_model(rollout_model.path, torch.float32) if rollout_model else None
+    of_other = rollout_model and rollout_model_objective(rollout_model, objective.loss_agg_mode)
     return JointLearner(
         policy=policy,
         policy_optimizer=ModelOptimizer(policy.parameters(), LINEAR, 100),
-        rollout_model=None,
-        rollout_model_optimizer=None,
+        rollout_model=other,
+        rollout_model_optimizer=ModelOptimizer(other.parameters(), rollout_model.optimizer, 100) if other else None,
         objective=policy_objective(objective),
-        rollout_model_objective=None,
+        rollout_model_objective=of_other,
         temperature=1.0,
         num_top_log_probs=20,
         max_length=MAX_NEW,
-        exact_engines=(),
+        exact_engines=("policy", "rollout_model") if rollout_model else (),
+        is_mixed=bool(rollout_model and rollout_model.is_mixed),
+        distill_control=rollout_model and rollout_model.distill_control,
         autocast=None,
         advantage="grpo",
     )

@@ -15,12 +15,13 @@ from helpers.paths import ROOT
 pytestmark = pytest.mark.trl
 PAGE = (ROOT / "docs" / "trl.md").read_text()
 [SCRIPT] = re.findall(r"```python\n(# train_grpo.py\n.*?)```", PAGE, re.DOTALL)
-[DIFF] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+TRAINERS = ["JackpotGRPOTrainer", "CorrectedGRPOTrainer"]
 
 
-def patched() -> str:
-    text = SCRIPT
-    for hunk in DIFF.split("@@\n")[1:]:
+def patched(trainer: str) -> str:
+    text, [diff] = SCRIPT, [one for one in DIFFS if trainer in one]
+    for hunk in diff.split("@@\n")[1:]:
         lines = hunk.splitlines(keepends=True)
         before, after = ("".join(one[1:] for one in lines if one[0] != other) for other in "+-")
         assert text.count(before) == 1, before
@@ -28,9 +29,9 @@ def patched() -> str:
     return text
 
 
-@pytest.mark.parametrize("is_ours", [False, True], ids=["trl", "ours"])
-def test_the_script_runs(adapter: ModuleType, tmp_path: Path, is_ours: bool) -> None:
-    text = patched() if is_ours else SCRIPT
+@pytest.mark.parametrize("trainer", [None, *TRAINERS])
+def test_the_script_runs(adapter: ModuleType, tmp_path: Path, trainer: str | None) -> None:
+    text = patched(trainer) if trainer else SCRIPT
     short = {"max_steps=30": "max_steps=2", "logging_steps=10": "logging_steps=1", "size=128": "size=16"}
     for old, new in short.items():
         assert old in text
@@ -41,5 +42,6 @@ def test_the_script_runs(adapter: ModuleType, tmp_path: Path, is_ours: bool) -> 
     command = [sys.executable, "train_grpo.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ("jackpot/obrs/kappa" in done.stdout) == is_ours
+    assert ("jackpot/obrs/kappa" in done.stdout) == (trainer is not None)
+    assert ("jackpot/rollout_model/loss" in done.stdout) == (trainer == "JackpotGRPOTrainer")
     assert len(re.findall(r"'reward':", done.stdout)) == 2

@@ -1,19 +1,33 @@
 """TRL's trainer, and what every adapter of it reads of its tensors: the only file that imports trl."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.core.package import install
+from jackpot.core.types import TokenBatch
 
 try:
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
     raise ImportError(f"jackpot.adapters.trl needs the extra `trl`: {install('trl')}. {error}") from error
 
-__all__ = ["Batch", "GRPOConfig", "GRPOTrainer", "RolloutFunc", "columns", "loss_mask", "plain_model"]
+__all__ = [
+    "Batch",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "RolloutFunc",
+    "columns",
+    "loss_mask",
+    "plain_model",
+    "token_batch",
+    "usable_mask",
+    "without_dropout",
+]
 
 RolloutFunc = Callable[[list[Any], GRPOTrainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
 Batch = dict[str, Any]  # TRL's tensors of a generation batch or of a micro-batch, [B, ...]
@@ -22,6 +36,18 @@ Batch = dict[str, Any]  # TRL's tensors of a generation batch or of a micro-batc
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model of transformers inside an adapter of peft; its layers apply the adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def without_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model in eval mode for a while."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def loss_mask(batch: Batch) -> Tensor:
@@ -33,3 +59,42 @@ def loss_mask(batch: Batch) -> Tensor:
 def columns(batch: Batch) -> dict[str, Tensor]:
     """Return the tensors that have a row for each sequence."""
     return {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+
+
+def usable_mask(batch: Batch) -> Tensor:
+    """Return where the loss has tokens with log-probs of whoever sampled them, which vLLM may lack: [B, T] bool."""
+    usable = loss_mask(batch) & batch["sampling_per_token_logps"].isfinite()
+    if "jackpot_top_log_probs" in batch:
+        usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)
+    return usable
+
+
+def token_batch(batch: Batch, with_lists: bool) -> TokenBatch:
+    """Return TRL's tensors, and the columns that the adapters add to them, as the learner's: [B, T, ...].
+
+    The advantages are those from before the correction.
+
+    Args:
+        with_lists: with the top-k of whoever sampled; else K is 0.
+    """
+    mask, exists = usable_mask(batch), batch["completion_mask"].bool()
+    ids = batch["completion_ids"]
+    lists = "jackpot_top_ids" in batch and with_lists
+    none = torch.zeros(*ids.shape, 0, device=ids.device)
+    return TokenBatch(
+        uids=(),
+        prompt_ids=batch["prompt_ids"],
+        prompt_mask=batch["prompt_mask"].bool(),
+        prompt_index=torch.arange(len(ids), device=ids.device),
+        response_ids=ids,
+        attention_mask=exists,
+        response_mask=mask,
+        response_index=mask.flatten().nonzero()[:, 0],
+        rollout_log_probs=torch.where(mask, batch["sampling_per_token_logps"].float(), 0.0),
+        advantages=batch["jackpot_advantages"][:, None] * mask,
+        uniforms=batch["jackpot_uniforms"],
+        top_ids=batch["jackpot_top_ids"] if lists else none.long(),
+        top_log_probs=batch["jackpot_top_log_probs"] if lists else none,
+        versions=torch.zeros(*ids.shape, 2, dtype=torch.int64, device=ids.device),
+        by_policy=batch.get("jackpot_by_policy"),
+    )

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.adapters.trl.base import Batch, GRPOTrainer, RolloutFunc, columns, loss_mask, plain_model
+from jackpot.adapters.trl.base import (
+    Batch,
+    GRPOTrainer,
+    RolloutFunc,
+    columns,
+    loss_mask,
+    plain_model,
+    usable_mask,
+    without_dropout,
+)
 from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement
 from jackpot.adapters.trl.rollouts import NUM_TOP
 from jackpot.config.build import validated
@@ -66,11 +75,19 @@ class _Lists(NamedTuple):
         return padded
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """Holds what the policy says of completion tokens, without gradient. All [B, T], 0 where masked."""
 
     log_probs: Tensor
     z: ZEstimate  # of p_inf and these; 1 where the correction does not read it
+    of_rollout_model: Tensor | None = None  # log-probs of the model that is trained along; None where there is none
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Scores]") -> "Scores":
+        """Join the rows of several parts."""
+        log_probs, z, others = zip(*parts, strict=True)
+        z = ZEstimate(*map(torch.cat, zip(*z, strict=True)))
+        return cls(torch.cat(log_probs), z, None if others[0] is None else torch.cat(others))
 
 
 class CorrectedGRPOTrainer(GRPOTrainer):
@@ -167,6 +184,8 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             )
         batch |= self._columns(batch, lists)
         scores = self._read(batch, self._reads_z)
+        if scores.of_rollout_model is not None:
+            batch["jackpot_rollout_model_old"] = scores.of_rollout_model
         if self._follows:
             batch |= {"jackpot_old": scores.log_probs, "jackpot_old_z": torch.stack(scores.z, dim=-1)}
         self._corrected_at = self.state.global_step
@@ -184,7 +203,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         again = self._reads_z and self._objective.target == "new"
         scored = []
         for batch in step:
-            old = _Scores(batch["jackpot_old"], ZEstimate(*batch["jackpot_old_z"].unbind(-1)))
+            old = Scores(batch["jackpot_old"], ZEstimate(*batch["jackpot_old_z"].unbind(-1)))
             scored.append((batch, self._inputs(batch, old, self._read(batch, again))))
         self._correct(scored)
         return inputs
@@ -215,23 +234,20 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         return made | {"jackpot_top_ids": ids, "jackpot_top_log_probs": log_probs}
 
     @torch.no_grad()
-    def _read(self, batch: Batch, with_z: bool) -> _Scores:
+    def _read(self, batch: Batch, with_z: bool) -> Scores:
         """Read a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
-        model, mask = plain_model(self.accelerator.unwrap_model(self.model)), loss_mask(batch)
-        trained = [module for module in model.modules() if module.training]
-        model.eval()
-        rows, parts = self.args.per_device_train_batch_size, []
-        for start in range(0, len(mask), rows):
-            part = {name: column[start : start + rows] for name, column in columns(batch).items()}
-            with self.accelerator.autocast():
-                parts.append(self._read_rows(model, part, mask[start : start + rows], with_z))
-        for module in trained:
-            module.training = True
-        log_probs, *z = (torch.cat(one) for one in zip(*parts, strict=True))
-        return _Scores(log_probs, ZEstimate(*z))
+        model = plain_model(self.accelerator.unwrap_model(self.model))
+        size, rows, parts = len(batch["completion_ids"]), self.args.per_device_train_batch_size, []
+        with without_dropout(model):
+            for start in range(0, size, rows):
+                part = {name: column[start : start + rows] for name, column in columns(batch).items()}
+                with self.accelerator.autocast():
+                    parts.append(self._read_rows(model, part, with_z))
+        return Scores.joined(parts)
 
-    def _read_rows(self, model: PreTrainedModel, batch: Batch, mask: Tensor, with_z: bool) -> tuple[Tensor, ...]:
-        """Return the policy's log-probs and the five numbers of Z: [B, T] each."""
+    def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> Scores:
+        """Read some rows of a batch."""
+        mask = loss_mask(batch)
         hidden = predicting_hidden(
             model,
             batch["prompt_ids"],
@@ -263,15 +279,13 @@ class CorrectedGRPOTrainer(GRPOTrainer):
                 lam=self._objective.correction.lam,
             )
         blank = torch.zeros(mask.shape, dtype=head.log_probs.dtype, device=mask.device)
-        return tuple(blank.masked_scatter(mask, values.to(blank.dtype)) for values in (head.log_probs, *z))
+        log_probs, *z = (blank.masked_scatter(mask, values.to(blank.dtype)) for values in (head.log_probs, *z))
+        return Scores(log_probs, ZEstimate(*z))
 
-    def _inputs(self, batch: Batch, old: _Scores, now: _Scores) -> CorrectionInputs:
+    def _inputs(self, batch: Batch, old: Scores, now: Scores) -> CorrectionInputs:
         """Arrange what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
-        rollout = batch["sampling_per_token_logps"].float()
-        usable = loss_mask(batch) & rollout.isfinite()
-        if "jackpot_top_log_probs" in batch:
-            usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)
-        rollout = torch.where(usable, rollout, old.log_probs)
+        usable = usable_mask(batch)
+        rollout = torch.where(usable, batch["sampling_per_token_logps"].float(), old.log_probs)
         named = references(old.log_probs, now.log_probs, rollout)
         return CorrectionInputs(
             rollout_log_probs=rollout,
@@ -281,6 +295,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             uniforms=batch["jackpot_uniforms"],
             advantages=batch["jackpot_advantages"][:, None].expand(rollout.shape),
             z=(old if self._objective.target == "old" else now).z,
+            by_policy=batch.get("jackpot_by_policy"),
         )
 
     def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs]]) -> None:

@@ -81,3 +81,52 @@ def check_server(trainer: GRPOTrainer) -> None:
             f"the vLLM server runs with --logprobs-mode {mode}, so its log-probs are not those of what it samples "
             f"from; start it with --logprobs-mode processed_logprobs"
         )
+
+
+def refuse_with_two_models(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with a rollout model that is trained.
+
+    `refuse` has refused none of them.
+    """
+    args = given.get("args")
+    if args is None:
+        raise ConfigError("args is missing; give a GRPOConfig")
+    turns = given.get("tools") or given.get("environment_factory")
+    named = {
+        "use_vllm is True, and TRL's vLLM has no rollout model; set it to False, and give an engine of ours, such as "
+        "VLLMEngine, as `engine`": args.use_vllm,
+        "rollout_func was given, but the rollout model's engine writes; leave it out, or use CorrectedGRPOTrainer": (
+            given.get("rollout_func")
+        ),
+        f"num_iterations is {args.num_iterations}, and two models are trained once on each generation batch; use 1, "
+        f"and steps_per_generation for several optimizer steps": args.num_iterations != 1,
+        "tools or environment_factory was given, whose turns are not supported with two models": turns,
+        "loss_type is 'luspo', an average that the rollout model's loss does not have; use another": (
+            args.loss_type == "luspo"
+        ),
+        "fp16 is True, and nothing scales the rollout model's loss; use bf16=True, or float32": args.fp16,
+    }
+    for why, is_so in named.items():
+        if is_so:
+            raise ConfigError(why)
+
+
+def refuse_processes(trainer: GRPOTrainer) -> None:
+    """Raise ConfigError where accelerate has set up what a second model beside TRL's optimizer cannot be trained with:
+    DeepSpeed, another number format than TRL's settings name, several GPUs in one process."""
+    if getattr(trainer.accelerator.state, "deepspeed_plugin", None):
+        raise ConfigError(
+            "DeepSpeed is on, which takes the place of the optimizer beside which the rollout model steps; use DDP, or "
+            "train with `jackpot train`"
+        )
+    used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"
+    if used != named:
+        raise ConfigError(
+            f"accelerate computes in mixed precision {used!r}, and by GRPOConfig it would be {named!r}; leave "
+            f"--mixed_precision out, and set bf16 in GRPOConfig"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ConfigError(
+            f"this process trains on {trainer.args.n_gpu} GPUs by DataParallel; start one process for each with "
+            f"`accelerate launch`, or hide all but one by CUDA_VISIBLE_DEVICES"
+        )

@@ -1,14 +1,15 @@
 """One of our engines as the rollout function of TRL's trainer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jackpot.adapters.trl.base import GRPOTrainer
+from jackpot.adapters.trl.base import GRPOConfig, GRPOTrainer
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in
-from jackpot.core.types import Prompt, Version
+from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.models.load import DTYPES, check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -32,23 +33,60 @@ class EngineRollouts:
     def __init__(self, model: str | Path | Engine, *, dtype: str = _DTYPE, num_top_log_probs: int = NUM_TOP) -> None:
         self._model, self._dtype, self._top = model, dtype, num_top_log_probs
         self._engine = model if isinstance(model, Engine) else None
-        self._last = (0, 0)  # optimizer steps, and calls since the last of them
+        self._names = BatchNames()
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them."""
         if self._engine is None:
-            self._engine = _make_engine(self._model, self._dtype, trainer)
-        step = trainer.state.global_step
-        self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
-        name = f"{'train' if trainer.model.training else 'eval'}/{step}/{self._last[1]}"
-        rollouts = self._engine.generate(requests(prompts, trainer, name, self._top))
-        return {
-            "prompt_ids": [list(one.prompt.token_ids) for one in rollouts],
-            "completion_ids": [one.token_ids.tolist() for one in rollouts],
-            "logprobs": [one.rollout_log_probs.tolist() for one in rollouts],
-            "top_ids": [one.top_ids for one in rollouts],
-            "top_log_probs": [one.top_log_probs for one in rollouts],
-        }
+            self._engine = make_engine(self._model, TransformersEngineConfig(dtype=self._dtype), trainer)
+        name, _ = self._names.next(trainer)
+        return completions(self._engine.generate(requests(prompts, trainer, name, self._top)))
+
+
+class BatchNames:
+    """Names the generation batches of a run, so that a resumed run has the same names, evaluations or not."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, int]] = {}  # optimizer steps, and batches since the last of them
+
+    def next(self, trainer: GRPOTrainer) -> tuple[str, int]:
+        """Return the name of the next batch, and how many came before it since the last optimizer step."""
+        kind, step = "train" if trainer.model.training else "eval", trainer.state.global_step
+        before, number = self._last.get(kind, (step, -1))
+        number = number + 1 if before == step else 0
+        self._last[kind] = (step, number)
+        return f"{kind}/{step}/{number}", number
+
+
+def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return rollouts as a rollout function returns them to `CorrectedGRPOTrainer`."""
+    return {
+        "prompt_ids": [list(one.prompt.token_ids) for one in rollouts],
+        "completion_ids": [one.token_ids.tolist() for one in rollouts],
+        "logprobs": [one.rollout_log_probs.tolist() for one in rollouts],
+        "top_ids": [one.top_ids for one in rollouts],
+        "top_log_probs": [one.top_log_probs for one in rollouts],
+    }
+
+
+def sampling_of(args: GRPOConfig, num_top_log_probs: int) -> Sampling:
+    """Return TRL's settings of sampling as ours.
+
+    Raises:
+        ConfigError: settings of TRL's sampling that our engines do not have.
+    """
+    unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
+    unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
+    if given := {key: value for key, value in unknown.items() if value is not None}:
+        named = ", ".join(f"{key} is {value!r}" for key, value in given.items())
+        raise ConfigError(f"{named}: our engines do not have them; leave them out, or sample with vLLM")
+    return Sampling(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        max_new_tokens=args.max_completion_length,
+        num_top_log_probs=num_top_log_probs,
+    )
 
 
 def requests(prompts: list[Any], trainer: GRPOTrainer, name: str, num_top_log_probs: int) -> list[Request]:
@@ -58,22 +96,10 @@ def requests(prompts: list[Any], trainer: GRPOTrainer, name: str, num_top_log_pr
         name: of the generation batch, unique within a run.
 
     Raises:
-        ConfigError: settings of TRL's sampling that our engines do not have.
+        ConfigError: as `sampling_of`.
     """
     args, rank = trainer.args, trainer.accelerator.process_index
-    unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
-    unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
-    if given := {key: value for key, value in unknown.items() if value is not None}:
-        named = ", ".join(f"{key} is {value!r}" for key, value in given.items())
-        raise ConfigError(f"{named}: our engines do not have them; leave them out, or sample with vLLM")
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k or 0,
-        max_new_tokens=args.max_completion_length,
-        num_top_log_probs=num_top_log_probs,
-    )
-    made = []
+    sampling, made = sampling_of(args, num_top_log_probs), []
     for row, ids in enumerate(trainer._tokenize_prompts(prompts)[0]):
         uid = f"{name}/{rank}/{row}"
         prompt = Prompt(uid=uid, text=str(prompts[row]), answer="", token_ids=tuple(ids))
@@ -81,11 +107,16 @@ def requests(prompts: list[Any], trainer: GRPOTrainer, name: str, num_top_log_pr
     return made
 
 
-def _make_engine(path: str | Path, dtype: str, trainer: GRPOTrainer) -> TransformersEngine:
-    """Make the engine of a model that shares the tokenizer of TRL's."""
+def make_engine(
+    path: str | Path, settings: TransformersEngineConfig, trainer: GRPOTrainer, drafter: Engine | None = None
+) -> TransformersEngine:
+    """Make the engine of a model that shares the tokenizer of TRL's.
+
+    Args:
+        drafter: as of `TransformersEngine`.
+    """
     tokenizer = trainer.processing_class
     check_same_tokenizer(tokenizer, load_tokenizer(path))
-    model = load_model(path, DTYPES[dtype], trainer.accelerator.device)
+    model = load_model(path, DTYPES[settings.dtype], trainer.accelerator.device)
     ends = {*eos_token_ids(model), tokenizer.eos_token_id}
-    settings = TransformersEngineConfig(dtype=dtype)
-    return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=Version(0, 0))
+    return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=Version(0, 0), drafter=drafter)

@@ -1,0 +1,204 @@
+"""The engines of policy and rollout model as one rollout function of TRL's trainer.
+
+Each generates with the weights that training holds: they are sent before, the digest of what arrived is compared, and
+what the engine reports is checked as in a run of ours (`training.guards`).
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jackpot.adapters.trl.base import GRPOTrainer, plain_model, without_dropout
+from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
+from jackpot.config.run import Config, Sampling
+from jackpot.core.errors import ConfigError, EngineError
+from jackpot.core.types import Role, Rollout, TokenBatch, Version
+from jackpot.models.forward import can_pack
+from jackpot.models.lora import merged_weights
+from jackpot.models.scoring import list_log_probs
+from jackpot.rollout.engines.base import Engine, Request
+from jackpot.rollout.sampler import assign_models
+from jackpot.training.batching import batch_to
+from jackpot.training.components import send_weights
+from jackpot.training.guards import EngineCheck
+from jackpot.training.old_policy import by_rollout
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_log = logging.getLogger(__name__)
+
+
+class TwoModels:
+    """Gives engines and checks the models that a trainer of TRL's trains, as a learner of ours does (`Scorer`).
+
+    Args:
+        trainer: with the attributes `rollout_model` and `version`.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def version(self) -> Version:
+        return self._trainer.version
+
+    @property
+    def pads(self) -> bool:
+        return not all(can_pack(self[role]) for role in ("policy", "rollout_model"))
+
+    def __getitem__(self, role: Role) -> PreTrainedModel:
+        trainer = self._trainer
+        return trainer.rollout_model if role == "rollout_model" else plain_model(_unwrapped(trainer))
+
+    def weights(self, role: Role, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a model, those of an adapter merged in."""
+        return merged_weights(self[role], dtype)
+
+    def keep_weights(self, role: Role) -> None:
+        """Raises NotImplementedError: nothing is generated ahead."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def score(
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute log-probs as `Learner.score`, without dropout."""
+        model, accelerator, scores = self[role], self._trainer.accelerator, {}
+        with without_dropout(model), accelerator.autocast():
+            for batch in (batch_to(one, accelerator.device) for one in batches):
+                found = list_log_probs(model, batch, sampling).cpu()
+                scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": found}).items()}
+        return scores
+
+
+class Writers:
+    """Has the rollout model generate, and the policy its share of the rollouts and all evaluations.
+
+    An engine that is not given is made from the settings when it is first needed. One that sleeps does so whenever it
+    has generated.
+
+    Args:
+        config: the settings of the run, as of ours.
+        engines: those that were given.
+    """
+
+    def __init__(self, config: Config, engines: Mapping[Role, Engine]) -> None:
+        self._config, self._engines = config, dict(engines)
+        self._may_draft = config.draft is not None or len(engines) == 2  # of those that were given nobody knows
+        self._held: dict[Role, int] = {}  # optimizer steps of the weights in each engine
+        self._checks: dict[Role, EngineCheck] = {}
+        self._names = BatchNames()
+        self.iteration = 0  # of the newest generation batch for training, from 1
+        self.by_policy: list[bool] = []  # of each completion of it
+
+    def is_exact(self, role: Role) -> bool:
+        """Return whether a model in training has the distribution that its engine samples from, but for rounding."""
+        if role not in self._engines:
+            return False
+        held, config = self._engines[role].capabilities, self._config
+        is_same = _NAMES[held.dtype] == config.precision
+        return is_same and not held.quantized and not config.sampling.truncated
+
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        """Return a completion for each prompt: a rollout function of TRL.
+
+        Raises:
+            EngineError: an engine holds other weights than it was sent, reports what it does not sample from, or gave
+                up a response.
+            ConfigError: more top log-probs than an engine returns.
+        """
+        size, (name, number) = len(prompts), self._names.next(trainer)
+        roles: list[Role] = ["policy"] * size
+        if trainer.model.training:
+            args = trainer.args
+            micro_batches = trainer.state.global_step * args.gradient_accumulation_steps
+            self.iteration = micro_batches // args.steps_per_generation + number + 1
+            roles = self._assign(name, size, trainer)
+            self.by_policy = [role == "policy" for role in roles]
+        wanted = requests(prompts, trainer, name, self._config.sampling.num_top_log_probs)
+        rollouts = self._generate(wanted, roles, trainer)
+        if gave_up := [one.uid for one in rollouts if one.finish == "aborted"]:
+            raise EngineError(f"the engine gave up {len(gave_up)} of {size} responses, such as {gave_up[0]}")
+        return completions(rollouts)
+
+    def close(self) -> None:
+        """Close the engines."""
+        for engine in self._engines.values():
+            engine.close()
+
+    def _assign(self, name: str, size: int, trainer: GRPOTrainer) -> list[Role]:
+        """Return the model of each completion of this process. The groups are those of the batch of all processes."""
+        processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        group = self._config.batch.group_size
+        uids = [f"{name}/{place // group}" for place in range(processes * size)]
+        return assign_models(self._config, self.iteration, uids)[rank * size : (rank + 1) * size]
+
+    def _generate(self, wanted: Sequence[Request], roles: Sequence[Role], trainer: GRPOTrainer) -> list[Rollout]:
+        """Have the engines generate, after they got the weights of training, and check what they report."""
+        metrics, found = trainer._metrics["train" if trainer.model.training else "eval"], {}
+        drafts = "policy" in roles and self._may_draft
+        used: list[Role] = [role for role in ("rollout_model", "policy") if role in roles or drafts]
+        for role in used:
+            self._send(role, trainer)
+        for role in used:
+            own = [one for one, by in zip(wanted, roles, strict=True) if by == role]
+            engine = self._engines[role]
+            rollouts = [replace(one, sampled_by=role) for one in engine.generate(own)]
+            self._check(role, trainer).check_batch(engine, rollouts, self.iteration)
+            found |= {one.uid: one for one in rollouts}
+            for key, value in engine.take_metrics().items():
+                metrics[f"jackpot/{key}"].append(value)
+            for event in engine.take_events():
+                _log.info("the %s's engine: %s", role, event)
+        for role in used:
+            if self._engines[role].capabilities.sleeps:
+                self._engines[role].sleep()
+                del self._held[role]
+        return [found[one.uid] for one in wanted]
+
+    def _send(self, role: Role, trainer: GRPOTrainer) -> None:
+        """Have an engine hold the weights that its model has in training."""
+        engine, version = self._engine(role, trainer), trainer.version
+        steps = getattr(version, role)
+        if self._held.get(role) == steps:
+            return
+        if engine.capabilities.sleeps and trainer.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
+        self._held[role] = steps
+
+    def _engine(self, role: Role, trainer: GRPOTrainer) -> Engine:
+        config = self._config
+        if role not in self._engines:
+            if role == "rollout_model":
+                self._engines[role] = make_engine(config.rollout_model.path, config.engine, trainer)
+            else:
+                settings = config.evaluation.engine or config.engine
+                drafter = self._engine("rollout_model", trainer) if config.draft else None
+                self._engines[role] = make_engine(config.policy.path, settings, trainer, drafter)
+        most = self._engines[role].capabilities.num_top_log_probs
+        if config.sampling.num_top_log_probs > most:
+            raise ConfigError(
+                f"num_top_log_probs is {config.sampling.num_top_log_probs}, but the {role}'s engine returns at most "
+                f"{most}; lower it"
+            )
+        return self._engines[role]
+
+    def _check(self, role: Role, trainer: GRPOTrainer) -> EngineCheck:
+        """Return the check of an engine; it logs how far its log-probs were from those of training."""
+        if role not in self._checks:
+
+            def record(iteration: int, event: dict[str, Any]) -> None:
+                if "mean_gap" in event:
+                    trainer._metrics["train"][f"jackpot/mismatch/engine_gap_of_{role}"].append(event["mean_gap"])
+
+            self._checks[role] = EngineCheck(self._config, TwoModels(trainer), role, record)
+        return self._checks[role]
+
+
+def _unwrapped(trainer: GRPOTrainer) -> PreTrainedModel:
+    return trainer.accelerator.unwrap_model(trainer.model)
