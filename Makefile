@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test docs check-docs test-all test-browser chromium test-trl test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint clean
+.PHONY: train test docs check-docs test-all test-browser chromium test-trl trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -54,6 +54,9 @@ test-adapters: $(VENV)/ready  # our corrections inside other frameworks; tests o
 	PYTHONPATH=$(VENV)-adapters/verl-oldest:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/verl $(ARGS)
 	PYTHONPATH=$(VENV)-adapters/verl-newest:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/verl $(ARGS)
 	PYTHONPATH=$(VENV)-adapters/others:$(VENV)-adapters/common OMP_NUM_THREADS=1 $(BIN)/pytest -m adapters tests/adapters/recipes $(ARGS)
+
+trl-learning: $(VENV)/ready $(VENV)-trl/ready  # docs/trl.md: the quickstart in our trainer and inside TRL, three seeds each, about 15 minutes of CPU
+	$(BIN)/python benchmarks/trl_learning.py --trl $(VENV)-trl/newest $(ARGS)
 
 test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \
