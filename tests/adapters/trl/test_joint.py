@@ -31,7 +31,7 @@ MISALIGNED = {"steps_per_generation": 2, "per_device_train_batch_size": 16, "max
 TWO_PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 16}
 HELD = {"metric": "kl", "target": 0.01, "horizon": 2}
 CASES = [
-    ("dapo", OBRS, {}, {}),
+    ("dapo", OBRS, {}, {"gradient_checkpointing": True}),
     ("grpo", "tis", {"distill": "reverse", "distill_weight": 0.5}, TWO_PARTS),
     ("dr_grpo", OBRS, {"share": 0.5, "split": "group", "distill_control": HELD}, {}),
     ("grpo", FREE, {"share": 0.5}, MISALIGNED),

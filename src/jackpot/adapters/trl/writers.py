@@ -125,11 +125,6 @@ class Writers:
             raise EngineError(f"the engine gave up {len(gave_up)} of {size} responses, such as {gave_up[0]}")
         return completions(rollouts)
 
-    def close(self) -> None:
-        """Close the engines."""
-        for engine in self._engines.values():
-            engine.close()
-
     def _assign(self, name: str, size: int, trainer: GRPOTrainer) -> list[Role]:
         """Return the model of each completion of this process. The groups are those of the batch of all processes."""
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
