@@ -33,7 +33,7 @@ SPLIT = re.compile(r"_(positive|negative|stderr|max|at_[0-9]+(-[0-9]+|-up)?)$")
 SHORT = ("iterations=2", "threads=1", "evaluation.every=2", "evaluation.problems=32", "checkpoint.every=2")
 SMALL = ("batch.prompts=8",)  # for the other recipes
 ARMS = {  # of small recipes
-    "quickstart": "obrs obrs_expected tis none only_kl tool on_policy lora",
+    "quickstart": "obrs obrs_expected tis none annealed only_kl tool on_policy lora",
     "regimes": "joint_each_step joint_once ahead frozen int8_rollouts fp8_rollouts fp8_kv "
     "stale_64_epochs joint_stale_64",
     "objectives": "grpo dr_grpo rloo reinforce_pp reinforce_pp_baseline dapo ppo reference reference_k3 entropy",
