@@ -11,6 +11,7 @@ import torch
 from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
+from jackpot.analysis.diagnose.rules import ENGINE_GAP
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
@@ -89,7 +90,7 @@ def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
     assert {line["mismatch/codes_differ"] for line in lines} <= {0, None}  # None: no weights were due
     moved = [line["policy/grad_norm"] for line in lines]
     assert lines and all(norm > 0.0 for norm in moved)
-    assert rounding(MetricHistory([], told, config), [0.0]) == allowed
+    assert rounding(ENGINE_GAP)(MetricHistory([], told, config), [0.0]) == allowed
 
 
 def test_an_evaluation_engine_with_the_same_codes_in_another_dtype_has_the_limit_of_quantized_ones(tmp_path):
@@ -198,8 +199,27 @@ def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
     vllm = ("precision=int8", "engine={name: vllm, quantization: int8_w8a8}")  # kernels of its own
     settings = ((), ("precision=bf16",), UNIFIED, ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",), vllm)
     histories = [MetricHistory([], [], small_config(*one)) for one in settings]
-    assert [rounding(one, [0.0]) for one in histories] == [1e-3, 2e-2, 1e-3, None, None, None]
-    assert [quantizing(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2, 2e-2, 2e-2]
+    assert [rounding(ENGINE_GAP)(one, [0.0]) for one in histories] == [1e-3, 2e-2, 1e-3, None, None, None]
+    assert [quantizing(ENGINE_GAP)(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2, 2e-2, 2e-2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_rounding", "of_correction"),
+    [
+        ((*UNIFIED, "evaluation.engine=transformers"), None, None),
+        (("engine.quantization=fp8", "evaluation.engine=transformers"), 1e-3, None),
+        (("evaluation.engine={dtype: bf16}",), 2e-2, None),
+        (("evaluation.engine={quantization: fp8}",), None, 2e-2),
+        ((*UNIFIED, "evaluation.engine={quantization: fp8}"), 1e-3, 2e-2),
+        ((*UNIFIED, "evaluation.engine={quantization: fp8, dtype: bf16}"), None, 2e-2),
+        ((*UNIFIED, "evaluation.engine={quantization: fp8, attn_implementation: eager}"), None, 2e-2),
+    ],
+    ids=str,
+)
+def test_a_gap_in_evaluations_has_the_limit_of_the_engine_that_wrote_them(settings, of_rounding, of_correction):
+    metric, history = "eval/policy_engine_gap", MetricHistory([], [], small_config(*settings))
+    found = rounding(metric)(history, [0.0]), quantizing(metric)(history, [0.0])
+    assert found == (of_rounding, of_correction)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "int8_blocks", "fp8"]
+# Quantizations of an engine with whose codes training computes, by precision.
+CODES: dict[str, tuple[Quantization, ...]] = {"fp8": ("fp8",), "int8": ("int8_blocks", "int8_w8a8")}
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -221,6 +223,16 @@ def is_quantized(engine: "EngineConfig") -> bool:
 def quantized_numbers(engine: "EngineConfig") -> str:
     """Name the number formats of an engine's linear layers and of its cached keys and values."""
     return f"{engine.quantization or engine.dtype}, cache {engine.kv_cache_dtype or engine.dtype}"
+
+
+def flow_of(engine: "EngineConfig") -> tuple[str, Dtype] | None:
+    """Return the number formats of an engine of quantized activations, whose every token is computed as training in
+    its flow computes it: `quantized_numbers` and `dtype`. None for other engines, and for other kernels."""
+    is_coded = any(engine.quantization in of_precision for of_precision in CODES.values())
+    attends_alike = isinstance(engine, TransformersEngineConfig) and not engine.draft
+    if not (is_coded and attends_alike and engine.attn_implementation == "sdpa"):
+        return None
+    return quantized_numbers(engine), engine.dtype
 
 
 EngineConfig = Annotated[

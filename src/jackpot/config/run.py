@@ -22,6 +22,7 @@ from jackpot.config.base import (
 )
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
 from jackpot.config.engines import (
+    CODES,
     DraftConfig,
     Dtype,
     EngineConfig,
@@ -44,8 +45,6 @@ from jackpot.config.tracking import TrackingConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Writer = Literal["policy", "rollout_model"]
-# Quantizations of an engine with whose codes training computes, by precision.
-_CODES: dict[str, tuple[Quantization, ...]] = {"fp8": ("fp8",), "int8": ("int8_blocks", "int8_w8a8")}
 HEAD_LOGITS_MEMORY = 256  # MiB, the default of `head_logits_memory`
 
 
@@ -452,7 +451,7 @@ class Config(Strict):
     @property
     def scheme(self) -> Quantization | None:
         """Return the quantization of the engine whose codes training computes with; None where it does not."""
-        return self.engine.quantization if self.precision in _CODES else None
+        return self.engine.quantization if self.precision in CODES else None
 
     @property
     def numbers(self) -> str | None:
@@ -539,9 +538,9 @@ class Config(Strict):
                 f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, "
                 f"or leave fp8_backward out"
             )
-        if self.precision not in _CODES:
+        if self.precision not in CODES:
             return
-        if self.engine.quantization not in (fitting := _CODES[self.precision]):
+        if self.engine.quantization not in (fitting := CODES[self.precision]):
             advice = f"engine.quantization={fitting[-1 if 'vllm' in self.engine.name else 0]}"  # no int8_blocks there
             advice = f"engine=transformers {advice}" if self.engine.name == "sglang_server" else advice
             raise ValueError(

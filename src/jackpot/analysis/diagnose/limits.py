@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from jackpot.config.engines import TransformersEngineConfig, is_quantized
+from jackpot.config.engines import EngineConfig, flow_of, is_quantized
 from jackpot.config.run import Config
 from jackpot.training.collapse import two_errors
 from jackpot.training.gaps import LARGEST_GAPS
@@ -55,12 +55,12 @@ class MetricHistory:
             and line["iteration"] * steps >= after_steps
         ]
 
-    def largest_gap(self) -> float:
+    def largest_gap(self, engine: EngineConfig) -> float:
         """Return the mean |p_engine - p_training| that the guard allowed at the newest start.
 
         Without such an event, and for an engine of its own in evaluations, it is that of both dtypes on a GPU.
         """
-        engine, precision = self.config.engine, self.config.compute_dtype
+        precision = self.config.compute_dtype
         of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
         allowed = [event["allowed"] for event in self._events if "allowed" in event]
         return allowed[-1] if allowed and self.config.evaluation.engine is None else of_dtypes
@@ -122,16 +122,29 @@ def increase(values: Values) -> float:
     return values[-1] - values[0]
 
 
-def rounding(history: MetricHistory, values: Values) -> float | None:
-    """Return the mean |p_engine - p_training| that rounding explains; None for engines quantized unlike training."""
-    config = history.config
-    same = config.numbers is not None and isinstance(config.engine, TransformersEngineConfig)
-    return None if is_quantized(config.engine) and not same else history.largest_gap()
+def rounding(metric: str) -> Limit:
+    """Return the limit of a gap, mean |p_engine - p_training|, that rounding explains.
+
+    It does not apply where engine and training are not quantized alike.
+    """
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        config, engine = history.config, _engine_of(metric, history.config)
+        alike = config.scheme is not None and flow_of(engine) is not None and flow_of(engine) == flow_of(config.engine)
+        return None if (is_quantized(engine) or config.scheme) and not alike else history.largest_gap(engine)
+
+    return of
 
 
-def quantizing(history: MetricHistory, values: Values) -> float | None:
-    """Return the mean |p_engine - p_training| from which a quantized engine needs a correction."""
-    return QUANTIZED_GAP if is_quantized(history.config.engine) else None
+def quantizing(metric: str) -> Limit:
+    """Return the limit of a gap, mean |p_engine - p_training|, from which a quantized engine needs a correction."""
+    return lambda history, values: QUANTIZED_GAP if is_quantized(_engine_of(metric, history.config)) else None
+
+
+def _engine_of(metric: str, config: Config) -> EngineConfig:
+    """Return the engine whose log-probs a gap compares with training's."""
+    of_policy = config.evaluation.engine if metric == "eval/policy_engine_gap" else None
+    return of_policy or config.engine
 
 
 def unless_filtered(limit: float) -> Limit:

@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="bug",
             metric=metric,
-            high=rounding,
+            high=rounding(metric),
             aggregate=latest,
             explanation=f"engine and training give the same tokens of the {model} different probabilities",
             suggestion=_ENGINE,
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="precision",
             metric=metric,
-            high=quantizing,
+            high=quantizing(metric),
             aggregate=latest,
             explanation=f"the quantized engine of the {model} is so far from training that the correction decides "
             "what the policy learns",
