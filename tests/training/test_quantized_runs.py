@@ -17,6 +17,7 @@ from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.checks import engine_is_exact
 from jackpot.launch.engines import make_engine
+from jackpot.launch.local import computed_differently
 from jackpot.models.quantization.quantizer import E4M3
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.engines.transformers.weights import ModelWeights
@@ -54,6 +55,8 @@ def test_the_policy_trains_on_what_its_quantized_copy_wrote_and_sees_the_gap(set
 
 
 UNIFIED = ("precision=fp8", "engine.quantization=fp8")
+INT8 = ("precision=int8", "engine.quantization=int8_blocks")
+OF_POLICY = ("rollout_model.share=0.0",)
 SGLANG = "engine={name: sglang_server, urls: [http://127.0.0.1:8000]}"
 
 
@@ -153,11 +156,30 @@ def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
         (("precision=fp8", SGLANG), "set engine=transformers engine.quantization=fp8, or precision"),
         (("engine={name: vllm, quantization: int8_blocks}",), "set engine.quantization=int8_w8a8, or use engine=trans"),
         ((SGLANG, "engine.quantization=int8_blocks"), "leave them out, or use engine=transformers"),
+        ((*UNIFIED, *OF_POLICY, "evaluation.engine=transformers"), "set evaluation.engine.quantization=fp8, or prec"),
+        (
+            (*UNIFIED, "rollout_model.share=0.5", "evaluation.engine=transformers"),
+            "but evaluation.engine.quantization is",
+        ),
+        ((*UNIFIED, *OF_POLICY, "evaluation.engine={quantization: fp8, draft: {}}"), "evaluation.engine.draft out"),
+        ((*INT8, *OF_POLICY, "evaluation.engine=vllm"), "set evaluation.engine=transformers evaluation.engine.quantiz"),
     ],
 )
 def test_what_the_fp8_flow_does_not_have_is_refused_by_name(settings, why):
     with pytest.raises(ConfigError, match=why):
         small_config(*settings)
+
+
+def test_layers_that_the_engine_of_the_policy_computes_differently_are_named_where_it_writes():
+    cache = "evaluation.engine={quantization: fp8, kv_cache_dtype: fp8}"
+    found = [["keys and values", "fp8", "fp32"]]
+    assert computed_differently(small_config(*UNIFIED, *OF_POLICY, cache)) == found
+    assert computed_differently(small_config(*UNIFIED, "rollout_model.share=0.5", cache)) == found
+    assert computed_differently(small_config(*UNIFIED, cache)) == []  # it evaluates alone
+    assert computed_differently(small_config(*UNIFIED, *ALONE[:2], cache)) == []
+    unwritten = ("engine.kv_cache_dtype=fp8", "evaluation.engine=transformers")
+    assert computed_differently(small_config(*OF_POLICY, *unwritten)) == []
+    assert computed_differently(small_config("rollout_model.share=0.5", *unwritten)) == found
 
 
 def test_a_rollout_model_of_its_own_is_quantized_and_the_policy_of_the_evaluations_is_not(finished_run, tmp_path):
@@ -207,6 +229,11 @@ def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
     ("settings", "of_rounding", "of_correction"),
     [
         ((*UNIFIED, "evaluation.engine=transformers"), None, None),
+        (
+            ("precision=int8", "engine={name: vllm, quantization: int8_w8a8}", "evaluation.engine=transformers"),
+            None,
+            None,
+        ),
         (("engine.quantization=fp8", "evaluation.engine=transformers"), 1e-3, None),
         (("evaluation.engine={dtype: bf16}",), 2e-2, None),
         (("evaluation.engine={quantization: fp8}",), None, 2e-2),
@@ -220,6 +247,18 @@ def test_a_gap_in_evaluations_has_the_limit_of_the_engine_that_wrote_them(settin
     metric, history = "eval/policy_engine_gap", MetricHistory([], [], small_config(*settings))
     found = rounding(metric)(history, [0.0]), quantizing(metric)(history, [0.0])
     assert found == (of_rounding, of_correction)
+
+
+def test_the_gap_of_rollouts_has_the_limit_of_all_engines_that_wrote_them():
+    quantized = ("engine.quantization=fp8", "evaluation.engine=transformers")
+    bf16 = ("rollout_model.share=0.5", "evaluation.engine={dtype: bf16}")
+    for settings, expected in (
+        ((*quantized, *OF_POLICY), (1e-3, None)),
+        ((*quantized, "rollout_model.share=0.5"), (None, 2e-2)),
+        (bf16, (2e-2, None)),
+    ):
+        history = MetricHistory([], [], small_config(*settings))
+        assert (rounding(ENGINE_GAP)(history, [0.0]), quantizing(ENGINE_GAP)(history, [0.0])) == expected
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -256,6 +256,30 @@ def check_filters(*engines: EngineConfig, top_p: float, top_k: int) -> None:
         )
 
 
+def check_codes(key: str, engine: EngineConfig, precision: str, quantization: Quantization | None) -> None:
+    """Raise ValueError for an engine of rollouts whose codes are not those that training computes with.
+
+    Args:
+        key: the setting that describes it.
+        precision: of training, a key of `CODES`.
+        quantization: whose codes these are; None: those of this engine.
+    """
+    fitting = CODES[precision] if quantization is None else (quantization,)
+    if engine.quantization not in fitting:
+        wanted = fitting[-1 if "vllm" in engine.name else 0]
+        has_none = engine.name == "sglang_server" or ("vllm" in engine.name and wanted == "int8_blocks")
+        advice = f"{key}=transformers {key}.quantization={wanted}" if has_none else f"{key}.quantization={wanted}"
+        raise ValueError(
+            f"precision {precision} trains through the codes that the engine computes with, but {key}.quantization is "
+            f"{engine.quantization}; set {advice}, or precision to fp32 or bf16"
+        )
+    if getattr(engine, "draft", None) or getattr(engine, "attn_implementation", "sdpa") != "sdpa":
+        raise ValueError(
+            f"precision {precision} attends as the engine does with attn_implementation sdpa and without draft; leave "
+            f"{key}.attn_implementation and {key}.draft out, or take precision fp32 or bf16"
+        )
+
+
 def check_placed(*engines: EngineConfig, number: int, ahead: int) -> None:
     """Raise ValueError for what engines in processes of their own cannot do.
 

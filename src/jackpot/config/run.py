@@ -28,6 +28,7 @@ from jackpot.config.engines import (
     EngineConfig,
     Quantization,
     TransformersEngineConfig,
+    check_codes,
     check_filters,
     check_placed,
     check_sleep,
@@ -429,6 +430,14 @@ class Config(Strict):
         return tuple(role for role, writes in roles.items() if writes)
 
     @property
+    def writing_engines(self) -> dict[str, EngineConfig]:
+        """Return the engines that generate rollouts in the course of the run, by the settings that describe them."""
+        engines = {"engine": self.engine, "evaluation.engine": self.evaluation.engine or self.engine}
+        of_policy = "evaluation.engine" if self.rollout_model and self.evaluation.engine else "engine"
+        writers = self.writers(1, self.iterations)
+        return {key: engines[key] for key in (of_policy if role == "policy" else "engine" for role in writers)}
+
+    @property
     def is_mixed(self) -> bool:
         """Return whether there is a rollout model and the policy generates rollouts too in the course of the run."""
         return self.rollout_model is not None and self.rollout_model.is_mixed
@@ -540,18 +549,8 @@ class Config(Strict):
             )
         if self.precision not in CODES:
             return
-        if self.engine.quantization not in (fitting := CODES[self.precision]):
-            advice = f"engine.quantization={fitting[-1 if 'vllm' in self.engine.name else 0]}"  # no int8_blocks there
-            advice = f"engine=transformers {advice}" if self.engine.name == "sglang_server" else advice
-            raise ValueError(
-                f"precision {self.precision} trains through the codes that the engine computes with, but "
-                f"engine.quantization is {self.engine.quantization}; set {advice}, or precision to fp32 or bf16"
-            )
-        if getattr(self.engine, "draft", None) or getattr(self.engine, "attn_implementation", "sdpa") != "sdpa":
-            raise ValueError(
-                f"precision {self.precision} attends as the engine does with attn_implementation sdpa and without "
-                "draft; leave engine.attn_implementation and engine.draft out, or take precision fp32 or bf16"
-            )
+        for key, engine in ({"engine": self.engine} | self.writing_engines).items():
+            check_codes(key, engine, self.precision, None if key == "engine" else self.engine.quantization)
 
     def _check_top_k(self) -> None:
         for key, instead in (("normalizer", "exact"), ("divergence", "binary")):

@@ -293,22 +293,27 @@ def make_engines(
 
 
 def computed_differently(config: Config) -> list[list[str]]:
-    """Return the layers that the engine of the rollouts and training compute in different number formats: name, the
+    """Return the layers that an engine of the rollouts and training compute in different number formats: name, the
     engine's format, and training's."""
-    engine, is_coded = config.engine, config.scheme is not None
+    is_coded = config.scheme is not None
     fields = ("dtype", "quantization", "kv_cache_dtype", "head_dtype")
-    of_engine = SideFormats(**{name: getattr(engine, name) for name in fields})
+    of_engines = [
+        SideFormats(**{name: getattr(one, name) for name in fields}) for one in config.writing_engines.values()
+    ]
     of_training = SideFormats(
         dtype=config.compute_dtype if is_coded else "fp32",
         quantization=config.scheme,
-        kv_cache_dtype=engine.kv_cache_dtype if is_coded else None,
+        kv_cache_dtype=config.engine.kv_cache_dtype if is_coded else None,
         head_dtype=config.head_dtype,
         autocast="bf16" if config.precision == "bf16" else None,
     )
-    if of_engine == of_training:
+    if all(one == of_training for one in of_engines):
         return []
     model = load_meta_model((config.rollout_model or config.policy).path)
-    return list(map(list, layer_differences(*(layer_formats(model, one) for one in (of_engine, of_training)))))
+    formats = [layer_formats(model, one) for one in of_engines]
+    of_layers = layer_formats(model, of_training)
+    found = dict.fromkeys(layer for one in formats for layer in layer_differences(one, of_layers))
+    return list(map(list, found))
 
 
 def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:

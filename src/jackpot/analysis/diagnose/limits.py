@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
@@ -129,22 +129,28 @@ def rounding(metric: str) -> Limit:
     """
 
     def of(history: MetricHistory, values: Values) -> float | None:
-        config, engine = history.config, _engine_of(metric, history.config)
-        alike = config.scheme is not None and flow_of(engine) is not None and flow_of(engine) == flow_of(config.engine)
-        return None if (is_quantized(engine) or config.scheme) and not alike else history.largest_gap(engine)
+        config, engines = history.config, _engines_of(metric, history.config)
+        flow = flow_of(config.engine)
+        alike = [bool(flow) and flow_of(one) == flow if config.scheme else not is_quantized(one) for one in engines]
+        return max(map(history.largest_gap, engines)) if all(alike) else None
 
     return of
 
 
 def quantizing(metric: str) -> Limit:
     """Return the limit of a gap, mean |p_engine - p_training|, from which a quantized engine needs a correction."""
-    return lambda history, values: QUANTIZED_GAP if is_quantized(_engine_of(metric, history.config)) else None
+    return lambda history, values: (
+        QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config))) else None
+    )
 
 
-def _engine_of(metric: str, config: Config) -> EngineConfig:
-    """Return the engine whose log-probs a gap compares with training's."""
-    of_policy = config.evaluation.engine if metric == "eval/policy_engine_gap" else None
-    return of_policy or config.engine
+def _engines_of(metric: str, config: Config) -> Collection[EngineConfig]:
+    """Return the engines whose log-probs a gap compares with training's."""
+    in_evaluations = {
+        "eval/policy_engine_gap": [config.evaluation.engine or config.engine],
+        "eval/rollout_model_engine_gap": [config.engine],
+    }
+    return in_evaluations.get(metric, config.writing_engines.values())
 
 
 def unless_filtered(limit: float) -> Limit:
