@@ -182,6 +182,18 @@ def test_layers_that_the_engine_of_the_policy_computes_differently_are_named_whe
     assert computed_differently(small_config("rollout_model.share=0.5", *unwritten)) == found
 
 
+def test_the_headline_kl_is_that_of_all_engines_that_write():
+    quantized = "evaluation.engine={quantization: fp8}"
+    of_samples, of_weights = "mismatch/kl_k3", "mismatch/kl_rollout_policy"
+    assert small_config(*OF_POLICY, quantized).kl_metric == of_samples
+    assert small_config("rollout_model.share=0.5", quantized).kl_metric == of_samples
+    assert small_config(quantized).kl_metric == of_weights  # it evaluates alone
+    assert small_config(*ALONE[:2], quantized).kl_metric == of_weights
+    unwritten = ("engine.quantization=fp8", "evaluation.engine=transformers")
+    assert small_config(*OF_POLICY, *unwritten).kl_metric == of_weights
+    assert small_config("rollout_model.share=0.5", *unwritten).kl_metric == of_samples
+
+
 def test_a_rollout_model_of_its_own_is_quantized_and_the_policy_of_the_evaluations_is_not(finished_run, tmp_path):
     settings = ("engine.quantization=fp8", "evaluation.engine=transformers")
     run(small_config(*settings, "iterations=1"), tmp_path / "quantized")

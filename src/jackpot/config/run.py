@@ -470,8 +470,9 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric of KL(sampler || policy); from sampled tokens where the engine quantizes."""
-        return "mismatch/kl_k3" if is_quantized(self.engine) else "mismatch/kl_rollout_policy"
+        """Name the metric of KL(sampler || policy); from sampled tokens where an engine of the rollouts quantizes."""
+        quantizes = any(map(is_quantized, self.writing_engines.values()))
+        return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
     @property
     def draft(self) -> DraftConfig | None:
