@@ -65,6 +65,7 @@ SGLANG = "engine={name: sglang_server, urls: [http://127.0.0.1:8000]}"
     [
         (*ALONE[:2], "engine.kv_cache_dtype=fp8", "fp8_backward=fp8"),
         ("engine.dtype=bf16",),
+        ("engine.dtype=bf16", "head_dtype=fp32", "engine.head_dtype=fp32"),
         pytest.param(("precision=int8", "engine.quantization=int8_blocks"), marks=pytest.mark.slow),
         pytest.param(("precision=int8", "engine.quantization=int8_w8a8", "engine.dtype=bf16"), marks=pytest.mark.slow),
         pytest.param((), marks=pytest.mark.slow),

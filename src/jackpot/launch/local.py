@@ -390,7 +390,7 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
 
 def _widen(config: Config, model: PreTrainedModel) -> None:
     if config.head_dtype == "fp32":
-        widen_head(model)
+        widen_head(model, DTYPES[config.compute_dtype] if config.scheme else None)
 
 
 def _train_in_codes(config: Config, model: PreTrainedModel) -> None:

@@ -252,14 +252,17 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
     return layer
 
 
-def widen_head(model: PreTrainedModel) -> None:
+def widen_head(model: PreTrainedModel, rounded_to: torch.dtype | None = None) -> None:
     """Have the output layer multiply in float32, whatever the weights' dtype and autocast, in place; its weight stays
     the same parameter.
+
+    Args:
+        rounded_to: as in `Fp32Linear.of`.
 
     Raises:
         ModelError: as `output_layer`, or an output layer that cannot be replaced.
     """
-    model.set_output_embeddings(Fp32Linear.of(output_layer(model)))
+    model.set_output_embeddings(Fp32Linear.of(output_layer(model), rounded_to))
     if not isinstance(output_layer(model), Fp32Linear):
         raise ModelError(f"the output layer of {type(model).__name__} cannot be replaced; leave head_dtype out")
 

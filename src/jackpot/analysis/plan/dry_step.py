@@ -232,7 +232,7 @@ def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
     settings, model = getattr(config, role), load_meta_model(path).eval()
     if config.head_dtype == "fp32":
-        widen_head(model)
+        widen_head(model, DTYPES[config.compute_dtype] if config.scheme else None)
     _prepare(config, model)
     if settings.optimizer is None:
         return model.requires_grad_(False)
@@ -265,7 +265,7 @@ def _reference(config: Config) -> PreTrainedModel | None:
         return None
     model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
     if config.head_dtype == "fp32":
-        widen_head(model)
+        widen_head(model, DTYPES[config.compute_dtype] if config.scheme else None)
     if config.scheme:
         _prepare(config, model)
     return model

@@ -152,21 +152,34 @@ class Fp32Linear(nn.Linear):
     """Holds an output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and
     autocast; `LinearHead` does the same with its weight."""
 
+    rounded_to: torch.dtype | None = None
+
     @classmethod
-    def of(cls, layer: nn.Linear) -> "Fp32Linear":
-        """Return a layer with the very parameters of another one."""
+    def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> "Fp32Linear":
+        """Return a layer with the very parameters of another one.
+
+        Args:
+            rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not.
+        """
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        made.weight, made.bias = layer.weight, layer.bias
+        made.weight, made.bias, made.rounded_to = layer.weight, layer.bias, rounded_to
         return made
 
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight [V, H] and bias [V] as they are multiplied, before they are widened."""
+        if self.rounded_to is None:
+            return self.weight, self.bias
+        return self.weight.to(self.rounded_to), None if self.bias is None else self.bias.to(self.rounded_to)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
+        weight, bias = self.read()
+        bias = None if bias is None else bias.float()
         with torch.autocast(hidden.device.type, enabled=False):
-            if hidden.dtype == self.weight.dtype != torch.float32 and has_mixed_product(hidden.device):
-                products = torch.mm(hidden.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)
+            if hidden.dtype == weight.dtype != torch.float32 and has_mixed_product(hidden.device):
+                products = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
                 products = products.unflatten(0, hidden.shape[:-1])  # without a float32 copy of the weight
                 return products if bias is None else products + bias
-            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+            return nn.functional.linear(hidden.float(), weight.float(), bias)
 
 
 class LinearHead(nn.Module):
@@ -257,7 +270,8 @@ class LinearHead(nn.Module):
 def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
     """Return the head of an output layer over hidden states [N, H], in float32 where that is an `Fp32Linear`."""
     is_fp32 = isinstance(layer, Fp32Linear)
-    return Head(hidden=hidden, weight=layer.weight, bias=layer.bias, soft_cap=soft_cap, is_fp32=is_fp32)
+    weight, bias = layer.read() if is_fp32 else (layer.weight, layer.bias)
+    return Head(hidden=hidden, weight=weight, bias=bias, soft_cap=soft_cap, is_fp32=is_fp32)
 
 
 def _check(
