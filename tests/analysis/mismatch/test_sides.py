@@ -17,7 +17,7 @@ from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.mismatch import learner
 from jackpot.analysis.mismatch.learner import learner_model, learner_scores
 from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
-from jackpot.analysis.mismatch.sides import mismatch_config, side_name
+from jackpot.analysis.mismatch.sides import mismatch_config, side_name, verdict
 from jackpot.config.build import nest
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Sampling
@@ -173,6 +173,29 @@ def test_writing_and_reading_with_the_same_weights_is_rounding():
     assert 0.0 < pair.numbers.max_gap < 1e-4 and pair.numbers.kl_is_exact
     assert pair.top_log_probs == pair.vocabulary == 32
     assert pair.verdict.endswith("within the 1e-05 that training's own check allows (fp32 on a CPU)")
+
+
+FP8 = {"quantization": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "learner", "device", "allowed"),
+    [
+        (FP8, FP8, "cpu", "1e-05"),
+        (FP8 | BFLOAT16, FP8 | BFLOAT16, "cpu", "0.02"),
+        (FP8, FP8, "cuda", "0.25"),  # attention is not exact there
+        (FP8, FP8 | BFLOAT16, "cpu", "0.25"),
+        (FP8, FP8 | {"autocast": "bf16"}, "cpu", "0.25"),
+        (FP8, FP8 | {"kv_cache_dtype": "fp8"}, "cpu", "0.25"),
+        (FP8 | {"attn_implementation": "eager"}, FP8 | {"attn_implementation": "eager"}, "cpu", "0.25"),
+        (FP8, {}, "cpu", "0.25"),
+    ],
+    ids=str,
+)
+def test_sides_in_one_flow_are_held_to_what_training_allows_there(sampler, learner, device, allowed):
+    config = mismatch_config(POLICY, [[sampler]], [[learner]], [])
+    found = verdict(config.samplers[0], config.learners[0], device, Sampling(), 1e-7)
+    assert f"within the {allowed} that training's own check allows" in found
 
 
 def test_the_coarser_the_sampler_the_larger_every_number():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import merge, validated
-from jackpot.config.engines import ServerEngineConfig, is_quantized
+from jackpot.config.engines import ServerEngineConfig, flow_of, is_quantized
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
@@ -115,7 +115,11 @@ def _settings_name(side: SideConfig) -> str:
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: Sampling, mean_gap: float) -> str:
     """Rate the mean |p - q| in a sentence, by the largest gap that training's own check allows on a kind of device."""
-    kinds = precisions(_precision(sampler), _precision(learner), device, sampling)
+    in_flow = flow_of(sampler.engine) is not None and flow_of(sampler.engine) == flow_of(learner.engine)
+    if in_flow and device == "cpu" and not learner.autocast:
+        kinds = precisions(sampler.engine.dtype, learner.engine.dtype, device, sampling)
+    else:
+        kinds = precisions(_precision(sampler), _precision(learner), device, sampling)
     allowed = max(LARGEST_GAPS[kind] for kind in kinds)
     coarsest = next(kind for kind in kinds if LARGEST_GAPS[kind] == allowed)
     fact = f"mean |p - q| is {mean_gap:.2g}"
