@@ -239,6 +239,17 @@ def test_models_without_an_attention_for_drafts_are_refused(policy, rollout_mode
         TransformersEngine(make_model(policy), config, eos_token_ids=[], version=Version(0, 0), drafter=drafter)
 
 
+def test_a_drafter_whose_quantization_makes_its_attention_exact_is_named_with_what_helps():
+    def start(**settings: Any) -> None:
+        drafter = make_engine(tiny_model(0), **settings)
+        drafting = TransformersEngineConfig(draft={})
+        TransformersEngine(tiny_model(0), drafting, eos_token_ids=[], version=Version(0, 0), drafter=drafter)
+
+    with pytest.raises(EngineError, match=r"rollout model has engine.quantization=fp8 and no draft.* engine.draft={}"):
+        start(quantization="fp8")
+    start(quantization="fp8", draft={})
+
+
 def test_a_draft_of_another_vocabulary_is_refused():
     drafter = make_engine(tiny_model(0, vocab_size=30))
     config = TransformersEngineConfig(draft={})

@@ -241,7 +241,13 @@ class TransformersEngine(Engine):
 
 def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
     """Return the model of the engine that drafts for `model`, or raise EngineError where it cannot."""
-    draft = drafter._check_open()
+    draft, settings = drafter._check_open(), drafter._settings
+    if draft.config._attn_implementation in (EXACT, EXACT_FP8):
+        raise EngineError(
+            f"the engine of the rollout model has engine.quantization={settings.quantization} and no draft, so its "
+            f"attention is exact, and not for rows of different lengths, which drafts need; set engine.draft={{}} too "
+            f"and engine.kv_cache_dtype=null, or engine.quantization=null, or leave evaluation.engine.draft out"
+        )
     for role, one in {"policy": model, "rollout model": draft}.items():
         if not decodes_statically(one):
             raise EngineError(
