@@ -50,8 +50,8 @@ def field(page: Page, name: str) -> str:
 
 
 def chosen(page: Page) -> tuple[int, int]:
-    """Response and position of the chosen token, as the address says."""
-    response, position = re.search(r"token=(\d+)\.(\d+)", page.url).groups()
+    """Response and position of the chosen token, as the address says: the page's own, as `page.url` follows later."""
+    response, position = re.search(r"token=(\d+)\.(\d+)", page.evaluate("location.href")).groups()
     return int(response), int(position)
 
 
