@@ -239,8 +239,10 @@ class EngineSpeed:
 
     def prefill(self, prompt: float) -> float:
         """Return the seconds in which one engine reads a prompt of `prompt` tokens."""
-        body = sum(self.linear * model.body * prompt + model.pair * prompt**2 / 2 for model, _ in self._models())
-        return (body + sum(model.head for model, _ in self._models())) / self._flop_rate
+        flops = sum(
+            self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in self._models()
+        )
+        return flops / self._flop_rate
 
     def _models(self) -> list[tuple[ModelCost, int]]:
         """Return each model with its passes in a step."""

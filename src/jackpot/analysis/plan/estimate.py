@@ -26,7 +26,7 @@ from jackpot.analysis.plan.cost_model import (
     on_policy,
     run_hours,
 )
-from jackpot.analysis.plan.memory import MemoryPlan, engine_weights, plan_memory
+from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights, plan_memory
 from jackpot.analysis.plan.sharding import (
     COUNTS,
     EngineNeeds,
@@ -48,7 +48,6 @@ from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
-from jackpot.models.load import DTYPES
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
@@ -288,7 +287,7 @@ class Estimator:
         return EngineSpeed(
             model=cost,
             weight_bytes=weights / cost.parameters,
-            number_bytes=1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize,
+            number_bytes=cached_number_bytes(settings),
             max_num_seqs=settings.max_num_seqs,
             cache_bytes=cache_bytes(one, spread, gpu),
             gpus=spread,

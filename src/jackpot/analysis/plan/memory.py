@@ -109,6 +109,11 @@ def engine_weights(settings: EngineConfig, path: str) -> int:
     return weight_bytes(outline(path), scheme, DTYPES[settings.dtype])
 
 
+def cached_number_bytes(settings: EngineConfig) -> int:
+    """Return the size of a number in an engine's keys and values, bytes."""
+    return 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
+
+
 def _merged_weights(config: Config) -> int:
     """Count the merged weights of an adapter, which exist for as long as they are sent to a transformers engine.
 

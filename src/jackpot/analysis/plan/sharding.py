@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.analysis.plan.cost_model import Gpu
-from jackpot.analysis.plan.memory import MemoryPlan, engine_weights
+from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights
 from jackpot.analysis.plan.sizes import ModelSize, outline
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.config.run import Config
@@ -159,12 +159,11 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
     """Return the needs of an engine with `settings` that holds the model of `role`."""
     path = model_paths(config, None)[role]
-    size = 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
     return EngineNeeds(
         role=role,
         settings=settings,
         weights=engine_weights(settings, path),
-        token=cached_numbers(outline(path)) * size,
+        token=cached_numbers(outline(path)) * cached_number_bytes(settings),
         longest=prompt_tokens + config.sampling.max_new_tokens,
     )
 
