@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jackpot.analysis.replay.formats import FORMATS, WRITABLE
-from jackpot.analysis.replay.formats.base import DumpFormat, DumpRecord, SavedIteration
+from jackpot.analysis.replay.formats.base import DumpRecord, DumpWriter, SavedIteration
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 from jackpot.core.files import cause_of, whole_file
 from jackpot.training.run.folder import run_config
@@ -72,9 +72,9 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
     )
 
 
-def _write(found: DumpFormat, file: RolloutFile, out: Path) -> Path:
+def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
     """Write one iteration and return its path."""
-    path = out / found.file_name(file.iteration)
+    path = out / writer.file_name(file.iteration)
     try:
         saved = SavedIteration(
             number=file.iteration,
@@ -84,7 +84,7 @@ def _write(found: DumpFormat, file: RolloutFile, out: Path) -> Path:
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            found.write(saved, partial)
+            writer.write(saved, partial)
     except (pa.ArrowException, KeyError) as error:  # damaged behind its footer, or without a column
         raise UnreadableRollouts(f"{file.path} cannot be read and is left out: {str(error).splitlines()[0]}") from error
     except OSError as error:

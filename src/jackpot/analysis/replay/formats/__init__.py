@@ -10,7 +10,7 @@ from jackpot.core.errors import ConfigError, DataError, unknown_name
 AUTO = "auto"
 _MODULES = (own, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # cheap ones first
 FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
-WRITABLE = {name: found for name, found in FORMATS.items() if found.write}
+WRITABLE = {name: found.writer for name, found in FORMATS.items() if found.writer}
 LOOK_AT = 8  # files whose columns are compared with those of a format
 
 

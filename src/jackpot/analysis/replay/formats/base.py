@@ -68,8 +68,17 @@ class SavedIteration:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DumpWriter:
+    """Writes rollouts of ours as a library saves its own."""
+
+    file_name: Callable[[int], str]  # of an iteration, below the folder of an export
+    write: Callable[[SavedIteration, Path], None]  # writes an iteration to a file
+    lost: str  # columns of ours that the format does not have
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DumpFormat:
-    """The reader of one library's saved rollouts."""
+    """Reads one library's saved rollouts, and writes some formats."""
 
     name: str
     files: Callable[[Path], list[Path]]  # finds the files of this format in a folder, or the file itself, in order
@@ -77,9 +86,7 @@ class DumpFormat:
     read: Callable[[Path, Warn, ReadLimits], Iterator[SavedResponse]]
     how: str  # instructions for logging the columns that are missing
     mark: Callable[[Path, ReadLimits], str | None] = lambda *_: None  # one of neighbouring files of equal marks is read
-    file_name: Callable[[int], str] | None = None  # of an iteration, below the folder of an export
-    write: Callable[[SavedIteration, Path], None] | None = None  # writes an iteration to a file
-    lost: str = ""  # columns of ours that the format does not have
+    writer: DumpWriter | None = None  # None: the format is only read
 
 
 def read_files(found: DumpFormat, files: Iterable[Path], warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
+    DumpWriter,
     ReadLimits,
     SavedIteration,
     Warn,
@@ -61,7 +62,5 @@ FORMAT = DumpFormat(
     recognizes=recognizes,
     read=read,
     how=HOW,
-    file_name=file_name,
-    write=write,
-    lost="rewards, text",
+    writer=DumpWriter(file_name=file_name, write=write, lost="rewards, text"),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
+    DumpWriter,
     ReadLimits,
     SavedIteration,
     Warn,
@@ -186,7 +187,5 @@ FORMAT = DumpFormat(
     recognizes=recognizes,
     read=read,
     how=HOW,
-    file_name=file_name,
-    write=write,
-    lost="top-k lists, old_log_probs, rewards, text",
+    writer=DumpWriter(file_name=file_name, write=write, lost="top-k lists, old_log_probs, rewards, text"),
 )

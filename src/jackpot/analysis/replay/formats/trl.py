@@ -20,6 +20,7 @@ import torch
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
+    DumpWriter,
     ReadLimits,
     SavedIteration,
     Warn,
@@ -156,7 +157,5 @@ FORMAT = DumpFormat(
     read=read,
     how=HOW,
     mark=mark,
-    file_name=file_name,
-    write=write,
-    lost="top-k lists, log_probs at the update",
+    writer=DumpWriter(file_name=file_name, write=write, lost="top-k lists, log_probs at the update"),
 )

@@ -15,6 +15,7 @@ import torch
 from jackpot.analysis.replay.formats.base import (
     DumpFormat,
     DumpRecord,
+    DumpWriter,
     ReadLimits,
     SavedIteration,
     Warn,
@@ -111,7 +112,5 @@ FORMAT = DumpFormat(
     recognizes=recognizes,
     read=read,
     how=HOW,
-    file_name=file_name,
-    write=write,
-    lost="top-k lists, log_probs at the update",
+    writer=DumpWriter(file_name=file_name, write=write, lost="top-k lists, log_probs at the update"),
 )
