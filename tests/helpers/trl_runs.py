@@ -136,6 +136,39 @@ def learner_of(objective: ObjectiveConfig, rollout_model: RolloutModelConfig | N
     )
 
 
+def walked_beside(trainer: type, learner: JointLearner, losses: list[tuple[float, float]], versioned: bool) -> type:
+    """Return a class of trainers whose every step `learner` takes too, on TRL's tensors and its own weights, so what is
+    apart stays so. `losses` gets TRL's policy loss and ours.
+
+    Args:
+        versioned: the tokens were sampled by the learner's weights.
+    """
+
+    class Compared(trainer):
+        buffered, steps, part, ours = None, [], [], None
+
+        def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+            inputs = super()._prepare_inputs(generation_batch)
+            if self._buffered_inputs is not self.buffered:
+                self.buffered, size = self._buffered_inputs, self.args.gradient_accumulation_steps
+                version = {"version": learner.version} if versioned else {}
+                batches = [token_batch(one, str(place), **version) for place, one in enumerate(self.buffered)]
+                dealt = [batches[first : first + size] for first in range(0, len(batches), size)]
+                self.steps = [micro for step in learner.compute_old_log_probs(dealt) for micro in step]
+            return inputs
+
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+            loss = super()._compute_loss(model, inputs)
+            self.part.append((loss.detach(), self.steps[self._step % self.args.steps_per_generation]))
+            if len(self.part) == self.args.gradient_accumulation_steps:
+                self.ours = learner.update([micro for _, micro in self.part]).metrics
+                losses.append((float(sum(loss for loss, _ in self.part)), float(self.ours["policy/loss"].value)))
+                self.part.clear()
+            return loss
+
+    return Compared
+
+
 def movement(now: list[Tensor], other: list[Tensor], start: list[Tensor]) -> tuple[float, float]:
     """How far two models are apart, relative to how far the first has moved; and that."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.trl_runs import ROLLOUT_MODEL, arguments, learner_of, movement, token_batch
+from helpers.trl_runs import ROLLOUT_MODEL, arguments, learner_of, movement, walked_beside
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.models.load import load_model
 
@@ -54,34 +54,11 @@ CASES = [
 
 @pytest.mark.parametrize(("loss_type", "correction", "changes"), CASES)
 def test_losses_and_weights_are_those_of_our_learner(adapter: ModuleType, tmp_path, loss_type, correction, changes):
-    """At every step our learner is given TRL's tensors; it has its own weights, so what is apart would stay so."""
     objective = ObjectiveConfig(correction=correction, **LOSSES[loss_type])
     learner, start = learner_of(objective), load_model("starter:policy", torch.float32)
     losses: list[tuple[float, float]] = []
-
-    class Compared(adapter.CorrectedGRPOTrainer):
-        buffered, steps, part = None, [], []
-
-        def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-            inputs = super()._prepare_inputs(generation_batch)
-            if self._buffered_inputs is not self.buffered:
-                self.buffered, size = self._buffered_inputs, self.args.gradient_accumulation_steps
-                batches = [token_batch(one, str(place)) for place, one in enumerate(self.buffered)]
-                dealt = [batches[first : first + size] for first in range(0, len(batches), size)]
-                self.steps = [micro for step in learner.compute_old_log_probs(dealt) for micro in step]
-            return inputs
-
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-            loss = super()._compute_loss(model, inputs)
-            self.part.append((loss.detach(), self.steps[self._step % self.args.steps_per_generation]))
-            if len(self.part) == self.args.gradient_accumulation_steps:
-                ours = learner.update([micro for _, micro in self.part]).metrics["policy/loss"]
-                losses.append((float(sum(theirs for theirs, _ in self.part)), float(ours.value)))
-                self.part.clear()
-            return loss
-
     extra = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    trainer = Compared(
+    trainer = walked_beside(adapter.CorrectedGRPOTrainer, learner, losses, versioned=False)(
         **arguments(tmp_path, loss_type=loss_type, **extra | changes),
         rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
         correction=correction,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.paths import TESTS
-from helpers.trl_runs import LINEAR, ROLLOUT_MODEL, arguments, learner_of, movement, token_batch
+from helpers.trl_runs import LINEAR, ROLLOUT_MODEL, arguments, learner_of, movement, walked_beside
 from jackpot.config.build import validated
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.objective import ObjectiveConfig
@@ -58,32 +58,11 @@ def weights(trainer) -> list[torch.Tensor]:
 def test_losses_and_weights_of_both_models_are_those_of_our_learner(
     adapter: ModuleType, tmp_path, loss_type, correction, own, changes
 ):
-    """At every step our learner is given TRL's tensors; it has its own weights, so what is apart would stay so."""
     rollout_model = validated(RolloutModelConfig, settings(**own))
     learner = learner_of(ObjectiveConfig(correction=correction, loss_agg_mode=AGG[loss_type]), rollout_model)
     losses: list[tuple[float, float]] = []
 
-    class Compared(adapter.JackpotGRPOTrainer):
-        buffered, steps, part, ours = None, [], [], None
-
-        def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-            inputs = super()._prepare_inputs(generation_batch)
-            if self._buffered_inputs is not self.buffered:
-                self.buffered, size = self._buffered_inputs, self.args.gradient_accumulation_steps
-                batches = [token_batch(one, str(place), learner.version) for place, one in enumerate(self.buffered)]
-                dealt = [batches[first : first + size] for first in range(0, len(batches), size)]
-                self.steps = [micro for step in learner.compute_old_log_probs(dealt) for micro in step]
-            return inputs
-
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-            loss = super()._compute_loss(model, inputs)
-            self.part.append((loss.detach(), self.steps[self._step % self.args.steps_per_generation]))
-            if len(self.part) == self.args.gradient_accumulation_steps:
-                self.ours = learner.update([micro for _, micro in self.part]).metrics
-                losses.append((float(sum(loss for loss, _ in self.part)), float(self.ours["policy/loss"].value)))
-                self.part.clear()
-            return loss
-
+    class Compared(walked_beside(adapter.JackpotGRPOTrainer, learner, losses, versioned=True)):
         def _step_rollout_model(self) -> None:
             super()._step_rollout_model()
             for name in ("loss", "ppo_loss", "distill_loss", "distill_weight", "weight", "grad_norm"):
