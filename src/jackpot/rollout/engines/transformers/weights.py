@@ -74,8 +74,8 @@ class ModelWeights:
         """Replace all weights; return the digest of the weights as loaded.
 
         All tensors are held until all are checked, so an error leaves the old weights, or none where they were
-        released. Each is cast to `dtype` first,
-        and the digest is that before quantization. Codes and scales are held as they came, and the digest is of these.
+        released. Each is cast to `dtype` first, and the digest is that before quantization. Codes and scales are held
+        as they came, and the digest is of these.
 
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
