@@ -105,14 +105,17 @@ def test_of_two_hundred_chunks_none_is_lost_or_doubled_while_an_engine_is_killed
         closing(pool.engines["engine"]) as engine,
         closing(pool_of(threads(1, folder), folder, OLD, chunk=2).engines["engine"]) as quiet,
     ):
-        engine.submit(wanted)
-        found: list[Rollout] = []
+        found, killed = [], set()
         for number in range(40):
-            found += engine.collect(10)
+            engine.submit(wanted[10 * number : 10 * number + 10])
+            killed.add(links[f"fork {number % 3}"].child.pid)
             kill(links[f"fork {number % 3}"])
+            found += engine.collect(10)
+            wait_until_all_hold(pool)
         assert len(found) == 400 and engine.collect(1) == []
-        wait_until_all_hold(pool)
-        assert [event["event"] for event in engine.take_events()].count("peer_lost") >= 30
+        assert len(killed) == 40
+        lost = [event["event"] for event in engine.take_events()].count("peer_lost")
+        assert lost in (39, 40)  # the last one may have done all that it had to do
         assert_equal(sorted(found, key=lambda one: int(one.uid)), quiet.generate(wanted))
 
 
