@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
 
-.PHONY: train test docs check-docs test-all test-browser chromium test-trl trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint clean
+.PHONY: train test docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -30,11 +30,10 @@ test-all: $(VENV)/ready
 	-$(BIN)/pip install --quiet -c constraints.txt triton  # 190 MB; without it the tests of its kernels say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile
-	-$(MAKE) --no-print-directory $(VENV)-trl/ready
-	if [ -e $(VENV)-trl/ready ]; then $(MAKE) --no-print-directory test-trl; else echo "TRL cannot be had: skipped"; fi
-	$(MAKE) --no-print-directory test-adapters
-	$(MAKE) --no-print-directory test-vllm
+	$(MAKE) --no-print-directory --keep-going test-slow test-trl-here test-adapters test-vllm  # one that fails hides none of the others
+
+test-slow: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/ui/report $(ARGS)
@@ -48,6 +47,10 @@ chromium:  # without it the tests of the page say that they were skipped
 test-trl: $(VENV)/ready $(VENV)-trl/ready  # the adapters inside the oldest and the newest TRL that are supported
 	PYTHONPATH=$(VENV)-trl/oldest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
 	PYTHONPATH=$(VENV)-trl/newest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
+
+test-trl-here:
+	-$(MAKE) --no-print-directory $(VENV)-trl/ready
+	if [ -e $(VENV)-trl/ready ]; then $(MAKE) --no-print-directory test-trl; else echo "TRL cannot be had: skipped"; fi
 
 test-adapters: $(VENV)/ready  # our corrections inside other frameworks; tests of what cannot be had say that they were skipped
 	-$(MAKE) --no-print-directory $(VENV)-adapters/ready
