@@ -142,6 +142,21 @@ def test_of_a_run_with_a_share_the_rollouts_of_its_rollout_model_are_judged(fini
     assert count == int(found.run["responses"].value) > 0 and float(found.run["total_variation"].value) > 0.01
 
 
+@pytest.mark.parametrize(
+    "prices, overrides",
+    [
+        (True, ()),
+        (False, ("rollout_model.share=0.0",)),
+        (False, ("rollout_model.share=0.0", "engine.draft={tokens: 2}")),
+    ],
+)
+def test_shares_and_drafts_are_priced_by_rollouts_of_the_rollout_model_alone(prices, overrides, finished_run):
+    enough = ("iterations=1", "batch.prompts=60", "evaluation.problems=1")  # for an answer
+    found = replay(finished_run(*overrides, *enough), names=["none", "tis"])
+    assert found.answer.verdict != "cannot tell" and bool(found.answer.generation) == prices
+    assert any("the policy generated all" in why for why in found.left_out) != prices
+
+
 def test_imported_jsonl_is_replayed_and_its_tokens_are_shown(tmp_path):
     write(tmp_path / "dump.jsonl", records(noise(0.8)))
     done = jackpot("replay", "dump.jsonl", "--format", "jsonl", "--all", cwd=tmp_path)
