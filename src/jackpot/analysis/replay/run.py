@@ -181,8 +181,8 @@ def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
     """Return the costs of the run's models, or why nothing is to be priced."""
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
-            "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated all "
-            "of this run, and how far the two models are apart is not in them"
+            "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "
+            "all of this run, and how far the two models are apart is not in them"
         ]
     try:
         costs = costs_of_run(config) if config else None
