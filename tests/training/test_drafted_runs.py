@@ -18,6 +18,7 @@ def test_the_policy_generates_what_a_fresh_rollout_model_drafts(tmp_path):
         assert 1.0 < line["draft/accepted_length"] <= 3.0 and 0.0 < line["draft/acceptance"] <= 1.0
         assert line["draft/policy_passes_per_token"] < 1.0
         assert line["rollout_model/grad_norm"] > 0.0  # it is still trained
+        assert line["rollout_model/weight"] is None  # of its own tokens, of which there are none
     assert lines[0]["mismatch/engine_gap"] < 1e-5  # the weights of the next batch, generated ahead, have moved on
     assert lines[0]["obrs/acceptance"] > 0.999
     checks = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]

@@ -63,6 +63,7 @@ def test_every_part_of_a_mixed_run_tells_the_models_apart(tmp_path):
     line = read_lines(tmp_path)[1]
     assert line["obrs/acceptance_by_policy"] > 0.999 > 0.99 > line["obrs/acceptance_by_rollout_model"]
     assert line["mismatch/ratio_above_10_by_policy"] == 0.0
+    assert line["rollout_model/weight"] == pytest.approx(1.0, abs=1e-5)  # of what its own weights generated
     assert line["flops/rollout_by_policy"] + line["flops/rollout_by_rollout_model"] == line["flops/rollout"]
     assert line["flops/rollout_by_policy"] > 2 * line["flops/rollout_by_rollout_model"]
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()

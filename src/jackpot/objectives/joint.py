@@ -20,6 +20,7 @@ from jackpot.core.metrics import Mean, Sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
+from jackpot.objectives.corrections.base import split_by_model
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
 from jackpot.objectives.losses import Aggregate, Surrogate, SurrogateFn, clip_share, clipped_surrogate
 from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
@@ -426,6 +427,7 @@ def rollout_model_loss(
     weights = correction.weights * correction.accept_mask
     clips = (objective.clip_low, objective.clip_high)
     losses = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
+    own = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)
     counted = mask.to(losses.dtype)
     ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
     distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
@@ -433,7 +435,7 @@ def rollout_model_loss(
         "rollout_model/loss": _quotient(ppo + distill, count),
         "rollout_model/ppo_loss": _quotient(ppo, count),
         "rollout_model/distill_loss": _quotient(distill, count),
-        "rollout_model/weight": Mean.of(weights, mask),
+        "rollout_model/weight": Mean.of(weights, own),
         "rollout_model/distill_kl": Mean.of(scores.distill_kl, mask),
         "rollout_model/clip_frac": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
     }
