@@ -188,6 +188,6 @@ def _import_aiohttp() -> Any:
         import aiohttp
     except ImportError as error:
         raise EngineError(
-            f"aiohttp cannot be imported: {error}. Install it with {install('vllm-server')}, or use engine=transformers"
+            f"aiohttp cannot be imported: {error}. Install it with {install('servers')}, or use engine=transformers"
         ) from error
     return aiohttp
