@@ -50,7 +50,7 @@ def assert_close(one: Path, other: Path) -> None:
 
 
 def test_both_engines_of_a_run_generate_what_they_do_in_one_process(forked: list[ProcessLink]) -> None:
-    config = small_config("placement.engines=2", "engine.draft={}", "rollout_model.share=0.5")
+    config = small_config("placement.engines=2", "engine.draft={lam: 0.3}", "rollout_model.share=0.5")
     here = config.model_copy(update={"placement": PlacementConfig()})
     paths = model_paths(config, None)
     with ExitStack() as undo:
@@ -58,7 +58,7 @@ def test_both_engines_of_a_run_generate_what_they_do_in_one_process(forked: list
         for one, placed in zip(*both, strict=True):
             wanted = [
                 Request(uid=f"{seed}", prompt=Prompt(uid="", text="", answer="", token_ids=(5, 6)), seed=seed,
-                        sampling=config.sampling) for seed in range(4)
+                        sampling=config.sampling, exact_drafts=seed < 2) for seed in range(4)
             ]  # fmt: skip
             for ours, theirs in zip(one.generate(wanted), placed.generate(wanted), strict=True):
                 assert torch.equal(ours.token_ids, theirs.token_ids) and torch.equal(ours.versions, theirs.versions)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, deque
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -225,7 +225,8 @@ class Lines(Tool):
 
 def play(turns, lines, **sampling):
     engine, task = Scripted({"a": turns}), Lines(lines)
-    [rollout] = generate_rollouts(engine, task, Numbers(), [tiny_request("a", 3, seed=8, **sampling)])
+    request = replace(tiny_request("a", 3, seed=8, **sampling), exact_drafts=True)
+    [rollout] = generate_rollouts(engine, task, Numbers(), [request])
     assert rollout.uid == "a" and rollout.prompt == tiny_prompt(3)
     return rollout, engine.requests[1:], task
 
@@ -242,6 +243,7 @@ def test_each_turn_is_a_request_of_its_own_with_all_that_was_said_as_its_prompt(
     assert [request.sampling.max_new_tokens for request in requests] == [7, 3, 2]
     assert {request.sampling.stop_token_ids for request in requests} == {(9, 5, EOS)}
     assert [request.uid for request in requests] == ["a", "a/turn 1", "a/turn 2"]
+    assert all(request.exact_drafts for request in requests)
     assert [request.seed for request in requests] == [8, fold_in("turn", 8, 1), fold_in("turn", 8, 2)]
 
 

@@ -46,7 +46,7 @@ def test_a_drafted_run_that_was_killed_ends_as_one_that_was_not(tmp_path):
 def test_relaxed_drafts_are_corrected_as_the_distribution_that_drew_them(tmp_path):
     run(small_config(*DRAFTED[:1], "engine.draft={tokens: 2, lam: 0.3}", "iterations=1"), tmp_path)
     line = read_lines(tmp_path)[1]
-    assert line["mismatch/engine_gap"] > 1e-3
+    assert line["mismatch/engine_gap"] > 1e-3 > 1e-5 > line["eval/policy_engine_gap"]  # evaluations are exact
     assert line["mismatch/ratio"] == pytest.approx(1.0, abs=0.1) and line["obrs/acceptance"] < 0.999
 
 

@@ -75,7 +75,7 @@ class DraftConfig(Strict):
     lam: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """A draft x of the rollout model's distribution q is accepted with probability min(1, p(x) / (lam q(x))). With 1
     the tokens have the policy's distribution p; a smaller number accepts more, and the log-probs that are reported are
-    those of the distribution that drew the token, between p and q, in evaluations too. vLLM has 1 only."""
+    those of the distribution that drew the token, between p and q. Evaluations take 1. vLLM has 1 only."""
 
 
 class TransformersEngineConfig(_Engine):

@@ -121,7 +121,10 @@ class ScoredResponse(NamedTuple):
 
 
 def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, name: str = OWN_SET) -> Request:
-    """Return the request for sample number `sample` of a problem in the set `name`; it captures no top-k."""
+    """Return the request for sample number `sample` of a problem in the set `name`; it captures no top-k.
+
+    Its drafts are exact: an evaluation measures the model and not what a relaxed draft makes of it.
+    """
     # Sample 0 of the task's own set is keyed by its problem alone, so more samples or sets leave it unchanged.
     key = (prompt.uid, *((sample,) if sample else ())) if name == OWN_SET else (name, prompt.uid, sample)
     return Request(
@@ -129,6 +132,7 @@ def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, nam
         prompt=prompt,
         seed=fold_in(seed, "eval", *key),
         sampling=sampling.model_copy(update={"num_top_log_probs": 0}),
+        exact_drafts=True,
     )
 
 

@@ -106,7 +106,8 @@ class _Episode:
             "max_new_tokens": sampling.max_new_tokens - len(response),
             "stop_token_ids": sampling.stop_token_ids + self._task.turn_end_token_ids,
         }
-        return Request(
+        return replace(
+            request,
             uid=f"{request.uid}/turn {number}" if number else request.uid,
             prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *response.tolist())),
             seed=fold_in("turn", request.seed, number) if number else request.seed,

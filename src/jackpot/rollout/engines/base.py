@@ -28,6 +28,7 @@ class Request:
     prompt: Prompt  # token ids from which the response continues
     seed: int  # seed of the response's draws, unsigned 64 bits
     sampling: Sampling  # temperature, filters and length of the response
+    exact_drafts: bool = False  # accept drafts with lam 1, whatever the settings say: the response is the model's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

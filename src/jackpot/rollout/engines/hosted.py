@@ -115,8 +115,9 @@ def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) ->
             prompt=Prompt(uid=uid, text="", answer="", token_ids=tuple(ids.tolist())),
             seed=seed,
             sampling=samplings[number],
+            exact_drafts=exact,
         )
-        for uid, ids, seed, number in ask["requests"]
+        for uid, ids, seed, number, exact in ask["requests"]
     ]
     engine.submit(requests)
     found: dict[str, Rollout] = {}
@@ -475,7 +476,8 @@ class PooledEngine(BackgroundEngine):
             "engine": self._name,
             "samplings": [one.model_dump() for one in samplings],
             "requests": [
-                (one.uid, torch.tensor(one.prompt.token_ids), one.seed, number[id(one.sampling)]) for one in chunk
+                (one.uid, torch.tensor(one.prompt.token_ids), one.seed, number[id(one.sampling)], one.exact_drafts)
+                for one in chunk
             ],
         }
         return _Job(message, lambda answer: _parsed(chunk, answer))

@@ -116,6 +116,16 @@ def test_responses_have_the_exact_distribution(tokens, lam):
             assert rollout.top_log_probs[place].numpy() == pytest.approx(np.log(np.sort(own)[::-1][:2]), abs=1e-5)
 
 
+def test_requests_for_exact_drafts_get_what_lam_1_gives_beside_relaxed_ones():
+    model, draft = tiny_model(0, VOCAB), tiny_model(3, VOCAB, num_hidden_layers=1)
+    relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=8, num_top_log_probs=0) for i in range(20)]
+    exact = [replace(one, uid=f"exact {one.uid}", exact_drafts=True) for one in relaxed]
+    mixed = [one for pair in zip(relaxed, exact, strict=True) for one in pair]
+    engines = [drafted(model, draft, (), tokens=3, lam=lam)[0] for lam in (0.3, 1.0)]
+    ours, theirs = ([one.token_ids.tolist() for one in engine.generate(mixed)] for engine in engines)
+    assert ours[1::2] == theirs[1::2] == theirs[::2] and ours[::2] != theirs[::2]
+
+
 @pytest.mark.parametrize("name", ["qwen3 with windows", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_log_probs_are_those_of_one_pass_of_the_policy_over_the_whole_response(name):
     """Responses are longer than the window and end at different times, one of them at the end of the context."""

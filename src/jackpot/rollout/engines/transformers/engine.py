@@ -28,7 +28,7 @@ from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.in_flight import InFlightRequests
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
-from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
+from jackpot.rollout.engines.transformers.decoding import BatchSettings, DecodingBatch, batch_settings
 from jackpot.rollout.engines.transformers.drafting import DraftedBatch
 from jackpot.rollout.engines.transformers.static_decoding import (
     GraphCapture,
@@ -222,14 +222,20 @@ class TransformersEngine(Engine):
             self._batch = None
 
     def _next_batch(self) -> DecodingBatch:
-        """Take up to `max_num_seqs` requests with equal `batch_settings` from the front of the queue."""
-        shared = batch_settings(self._queue[0].sampling)
-        alike = takewhile(lambda request: batch_settings(request.sampling) == shared, self._queue)
+        """Take up to `max_num_seqs` requests with equal `batch_settings` and `exact_drafts` from the front of the
+        queue."""
+
+        def shared(request: Request) -> tuple[BatchSettings, bool]:
+            return batch_settings(request.sampling), request.exact_drafts
+
+        first = self._queue[0]
+        alike = takewhile(lambda request: shared(request) == shared(first), self._queue)
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
         make: Callable[..., DecodingBatch] = DecodingBatch
         if self._draft is not None:
             settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
+            settings = settings.model_copy(update={"lam": 1.0} if first.exact_drafts else {})
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)
