@@ -43,7 +43,7 @@ with clock("import"):
     from jackpot.core.types import Prompt, Rollout, Version
     from jackpot.launch.engines import make_engine
     from jackpot.rollout.engines.base import Engine, Request
-    from jackpot.rollout.engines.vllm.engine import _import_vllm
+    from jackpot.rollout.engines.vllm.library import import_vllm
 
 START, NEXT = Version(0, 0), Version(1, 1)
 
@@ -81,7 +81,7 @@ def new_engine(job: Job, engine: str) -> Engine:
     dtype = job.get("dtype", "fp32")
     if engine == "vllm":
         with clock("import vllm"):
-            _import_vllm(compiles=job["device"] != "cpu")
+            import_vllm(compiles=job["device"] != "cpu")
         for part in ("wall", "cpu"):
             RESULT[f"import/{part}"] += RESULT.pop(f"import vllm/{part}")
         config = VLLMEngineConfig(dtype=dtype, max_num_seqs=64)

@@ -11,15 +11,11 @@ Two threads take part (see `background.py`):
 Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
 
-import os
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -30,7 +26,6 @@ from torch import Tensor
 from jackpot.config.engines import VLLMEngineConfig, is_quantized
 from jackpot.core.digest import WeightsDigest, weights_digest
 from jackpot.core.errors import ConfigError, EngineError
-from jackpot.core.package import install
 from jackpot.core.types import Rollout, Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model, resolve_path
 from jackpot.rollout.engines.background import ThreadEngine
@@ -41,20 +36,21 @@ from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_req
 from jackpot.rollout.engines.vllm.drafts import (
     count_drafts,
     draft_arguments,
-    expand,
     repair_sampling,
     reserved_tokens,
+)
+from jackpot.rollout.engines.vllm.library import (
+    check_device,
+    import_vllm,
+    in_one_process,
+    keep_scales,
+    pack_tied_head,
+    register_loader,
+    reload_draft,
 )
 from jackpot.rollout.engines.vllm.protocol import check_temperature, log_prob_params, to_sampling_params
 from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
-_LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from this process
-_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-_ENVIRONMENT = {  # defaults of environment variables that the user has not set
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 _TURNS = threading.Lock()  # engines of one process step in turn: two at once abort in vLLM's kernels for CPUs
 _CPU_CACHE_BYTES = 2**30  # of keys and values, where `kv_cache_memory_bytes` is null on a CPU
 
@@ -229,8 +225,8 @@ class VLLMEngine(ThreadEngine):
         """
         folder, settings, on_cpu = self._folder, self._settings, self._device.type == "cpu"
         enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
-        vllm = _import_vllm(compiles=not enforce_eager)
-        _check_device(not on_cpu, vllm.has_gpu)
+        vllm = import_vllm(compiles=not enforce_eager)
+        check_device(not on_cpu, vllm.has_gpu)
         overrides = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
         if config := self._weight_format.quantization_config:
             overrides["quantization_config"] = config
@@ -241,7 +237,7 @@ class VLLMEngine(ThreadEngine):
                 model=folder,
                 skip_tokenizer_init=True,
                 generation_config="vllm",
-                load_format=vllm.register_loader(self._weight_format.convert(weights)) if weights else "auto",
+                load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
                 hf_overrides=overrides,
                 dtype=self._dtype,
                 kv_cache_dtype=settings.kv_cache_dtype or "auto",
@@ -259,9 +255,9 @@ class VLLMEngine(ThreadEngine):
                 disable_log_stats=True,
                 **self._arguments,
             )
-            with _one_process():
+            with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
-            self._llm.apply_model(_keep_scales)
+            self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
@@ -328,7 +324,7 @@ class VLLMEngine(ThreadEngine):
             digest = WeightsDigest(self._dtype)
             converted = self._weight_format.convert(digest.watch(self._cast(sent)))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
-        self._llm.apply_model(_pack_tied_head)
+        self._llm.apply_model(pack_tied_head)
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
@@ -338,7 +334,7 @@ class VLLMEngine(ThreadEngine):
     def _replace_draft_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM's draft model load new weights; return the digest of the tensors that it has taken."""
         digest = WeightsDigest(self._dtype)
-        self._llm.collective_rpc(self._vllm.reload_draft, args=(digest.watch(self._cast(sent)),))
+        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(sent)),))
         self._forget_states()
         return digest.hexdigest()
 
@@ -365,33 +361,6 @@ def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
             "are. Use engine.quantization=int8_w8a8, which it has here, or engine=transformers, which computes what a "
             "GPU would"
         )
-
-
-def _pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied output layer again, because `reload_weights` does not update vLLM's packed copy of it on a CPU."""
-    head = getattr(model, "lm_head", None)
-    if hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-def _keep_scales(model: torch.nn.Module) -> None:
-    """Keep the scales of INT8 weights alive on a CPU, where oneDNN reads them from the memory of their first tensor.
-
-    vLLM 0.32 frees that tensor at the end of `reload_weights`.
-    """
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
-        if hasattr(kernel, "dnnl_handler"):
-            kernel.process_weights_after_loading = partial(_pack_and_keep, kernel)
-
-
-def _pack_and_keep(kernel: Any, layer: torch.nn.Module) -> None:
-    type(kernel).process_weights_after_loading(kernel, layer)
-    kernel.kept = layer.weight_scale
 
 
 class _TopLogProbs:
@@ -427,112 +396,3 @@ def _log_prob_handler(num_prompt_log_probs: int, future: Future) -> Callable[[An
         future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])
 
     return handle
-
-
-@dataclass(frozen=True, slots=True)
-class _VLLM:
-    """The names of vLLM that this file uses."""
-
-    EngineArgs: Any
-    LLMEngine: Any
-    SamplingParams: Any
-    RequestOutputKind: Any
-    tokens_input: Any
-    register_loader: Callable[[Iterable[tuple[str, Tensor]]], str]
-    reload_draft: Callable[[Any, Iterable[tuple[str, Tensor]]], None]
-    has_gpu: bool
-
-
-def _check_device(on_gpu: bool, has_gpu: bool) -> None:
-    """Raise EngineError where vLLM would run on another kind of device than the learner."""
-    if on_gpu != has_gpu:
-        learner, vllm, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
-        raise EngineError(
-            f"training runs on {learner} and vLLM here is for {vllm}, so engine's settings would be meant for the "
-            f"wrong one; set device: {other}, install vLLM for {learner}, or use engine=transformers"
-        )
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Have vLLM engines made inside the block run in this process, against the environment if need be.
-
-    Weights are handed over as tensors, which another process could not take.
-    """
-    before = os.environ.get(_MULTIPROCESSING)
-    os.environ[_MULTIPROCESSING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_MULTIPROCESSING]
-        else:
-            os.environ[_MULTIPROCESSING] = before
-
-
-def _import_vllm(compiles: bool) -> _VLLM:
-    """Import vLLM and return the names that this file uses.
-
-    Args:
-        compiles: False disables torch.compile in this process from now on, for the learner too. vLLM compiles at the
-            first request, so it cannot be enabled again after the start.
-
-    Raises:
-        EngineError: vLLM is not installed.
-    """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if not compiles:
-        torch._dynamo.config.disable = True  # vLLM would compile the gathering of log-probs: 14 s at the first request
-    try:
-        from vllm.config import set_current_vllm_config
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.inputs import tokens_input
-        from vllm.model_executor.kernels.linear.scaled_mm import cpu as cpu_int8
-        from vllm.model_executor.model_loader import register_model_loader
-        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-        from vllm.platforms import current_platform
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.utils import cpu_triton_utils
-        from vllm.v1.engine.llm_engine import LLMEngine
-    except ImportError as error:
-        raise EngineError(
-            f"vLLM cannot be imported: {error}. Install it with {install('vllm')}, or use "
-            f"engine=transformers; docs/vllm.md has the versions"
-        ) from error
-
-    def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
-        """Return the load format with which vLLM takes these weights instead of those in the model's folder."""
-
-        @register_model_loader(_LOAD_FORMAT)
-        class GivenWeightsLoader(BaseModelLoader):
-            def download_model(self, model_config: Any) -> None:
-                """Do nothing: the weights are in this process."""
-
-            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-                model.load_weights(iter(weights))
-
-        return _LOAD_FORMAT
-
-    def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights of the draft model, as `reload_weights` of vLLM's worker replaces those of the other."""
-        model, config = worker.get_draft_model(), worker.vllm_config
-        with set_current_vllm_config(config):
-            initialize_layerwise_reload(model)
-            model.load_weights(weights)
-            finalize_layerwise_reload(model, config.speculative_config.draft_model_config)
-        _pack_tied_head(model)
-
-    cpu_triton_utils._expand_kernel_impl = expand
-    cpu_int8.check_cpu_sgl_kernel = _never  # its INT8 kernel for AMX takes no float32; oneDNN, else the same on any CPU
-    return _VLLM(
-        EngineArgs=EngineArgs,
-        LLMEngine=LLMEngine,
-        SamplingParams=SamplingParams,
-        RequestOutputKind=RequestOutputKind,
-        tokens_input=tokens_input,
-        register_loader=register_loader,
-        reload_draft=reload_draft,
-        has_gpu=not current_platform.is_cpu(),
-    )

@@ -1,0 +1,165 @@
+"""What the engine `vllm` uses of vLLM, imported when an engine is made, and what it changes in it.
+
+Repaired is what vLLM 0.32 does otherwise on a CPU:
+
+- its INT8 kernel for AMX takes no float32 (`import_vllm` has it multiply with oneDNN on every CPU);
+- `reload_weights` frees the scales of INT8 weights, which oneDNN still reads (`keep_scales`), and leaves its packed
+  copy of a tied output layer as it was (`pack_tied_head`);
+- what drafts need: `drafts.py`.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackpot.core.errors import EngineError
+from jackpot.core.package import install
+from jackpot.rollout.engines.vllm.drafts import expand
+
+_LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from this process
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_ENVIRONMENT = {  # defaults of environment variables that the user has not set
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VLLM:
+    """The names of vLLM with which an engine is made and asked."""
+
+    EngineArgs: Any
+    LLMEngine: Any
+    SamplingParams: Any
+    RequestOutputKind: Any
+    tokens_input: Any
+    has_gpu: bool
+
+
+def import_vllm(compiles: bool) -> VLLM:
+    """Import vLLM, repair its kernels for CPUs, and return its names.
+
+    Args:
+        compiles: False disables torch.compile in this process from now on, for the learner too. vLLM compiles at the
+            first request, so it cannot be enabled again after the start.
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not compiles:
+        torch._dynamo.config.disable = True  # vLLM would compile the gathering of log-probs: 14 s at the first request
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.inputs import tokens_input
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu as cpu_int8
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.utils import cpu_triton_utils
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM cannot be imported: {error}. Install it with {install('vllm')}, or use "
+            f"engine=transformers; docs/vllm.md has the versions"
+        ) from error
+    cpu_triton_utils._expand_kernel_impl = expand
+    cpu_int8.check_cpu_sgl_kernel = _never
+    return VLLM(
+        EngineArgs=EngineArgs,
+        LLMEngine=LLMEngine,
+        SamplingParams=SamplingParams,
+        RequestOutputKind=RequestOutputKind,
+        tokens_input=tokens_input,
+        has_gpu=not current_platform.is_cpu(),
+    )
+
+
+def check_device(on_gpu: bool, has_gpu: bool) -> None:
+    """Raise EngineError where vLLM would run on another kind of device than the learner."""
+    if on_gpu != has_gpu:
+        learner, vllm, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
+        raise EngineError(
+            f"training runs on {learner} and vLLM here is for {vllm}, so engine's settings would be meant for the "
+            f"wrong one; set device: {other}, install vLLM for {learner}, or use engine=transformers"
+        )
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Have vLLM engines made inside the block run in this process, against the environment if need be.
+
+    Weights are handed over as tensors, which another process could not take.
+    """
+    before = os.environ.get(_MULTIPROCESSING)
+    os.environ[_MULTIPROCESSING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MULTIPROCESSING]
+        else:
+            os.environ[_MULTIPROCESSING] = before
+
+
+def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the load format with which vLLM takes these weights instead of those in the model's folder."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader(_LOAD_FORMAT)
+    class GivenWeightsLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            """Do nothing: the weights are in this process."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            model.load_weights(iter(weights))
+
+    return _LOAD_FORMAT
+
+
+def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the weights of the draft model, as `reload_weights` of vLLM's worker replaces those of the other."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model, config = worker.get_draft_model(), worker.vllm_config
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, config.speculative_config.draft_model_config)
+    pack_tied_head(model)
+
+
+def pack_tied_head(model: torch.nn.Module) -> None:
+    """Pack a tied output layer again, because `reload_weights` does not update vLLM's packed copy of it on a CPU."""
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def keep_scales(model: torch.nn.Module) -> None:
+    """Keep the scales of INT8 weights alive on a CPU, where oneDNN reads them from the memory of their first tensor.
+
+    vLLM 0.32 frees that tensor at the end of `reload_weights`.
+    """
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+        if hasattr(kernel, "dnnl_handler"):
+            kernel.process_weights_after_loading = partial(_pack_and_keep, kernel)
+
+
+def _pack_and_keep(kernel: Any, layer: torch.nn.Module) -> None:
+    type(kernel).process_weights_after_loading(kernel, layer)
+    kernel.kept = layer.weight_scale
+
+
+def _never(*_: Any) -> bool:
+    return False
