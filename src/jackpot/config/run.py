@@ -20,6 +20,7 @@ from jackpot.config.base import (
     NonNegative,
     Strict,
 )
+from jackpot.config.batch import BatchConfig
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
 from jackpot.config.engines import (
     CODES,
@@ -274,66 +275,6 @@ class CriticConfig(Strict):
     """lambda of generalized advantage estimation, not of OBRS."""
     clip: Bound = 0.5
     """Largest change of a value from its old one that the critic's loss rewards; null or .inf: no clip."""
-
-
-class FilterGroupsConfig(Strict):
-    """Settings of DAPO's dynamic sampling, which replaces groups of equal rewards (arXiv 2503.14476, 3.2)."""
-
-    max_num_gen_batches: Annotated[int, Field(ge=2)] = 10
-    """Generation batches of `prompts` prompts each, the first included, after which groups of equal rewards fill what
-    is missing."""
-
-
-class BatchConfig(Strict):
-    """Settings of an iteration's batches. They count sequences: prompts x group_size of them are a rollout batch."""
-
-    prompts: Count
-    """Prompts of one iteration."""
-    group_size: Count
-    """Responses to each prompt, which the advantage compares with each other."""
-    mini_batch_size: Count | None = None
-    """Sequences of one optimizer step; null: the whole rollout batch."""
-    ppo_epochs: Count = 1
-    """Passes over one rollout batch."""
-    micro_batch_tokens: Annotated[Count, MAY_CHANGE] = 16_384
-    """Tokens of one forward pass, the prompt of each response included; padding counts only for models that read it. It
-    changes memory and speed, and results only by rounding."""
-    filter_groups: FilterGroupsConfig | None = None
-    """Replace groups of equal rewards by further groups; null: train on every group."""
-    ahead: Annotated[int, Field(ge=0, le=8)] = 0
-    """Iterations that the weights in training may be younger than those that generated the rollout batch, 0 to 8. With
-    0 the engine waits for the learner; with 1 it generates the next batch while the learner trains, with 3 or more
-    several at a time."""
-
-    @property
-    def rollouts(self) -> int:
-        """Sequences of one rollout batch."""
-        return self.prompts * self.group_size
-
-    @property
-    def steps_per_iteration(self) -> int:
-        """Optimizer steps of one iteration."""
-        return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
-
-    @model_validator(mode="after")
-    def _check(self) -> "BatchConfig":
-        step = self.mini_batch_size or self.rollouts
-        if self.rollouts % step:
-            raise ValueError(
-                f"prompts {self.prompts} x group_size {self.group_size} = {self.rollouts} sequences do not divide into "
-                f"optimizer steps of mini_batch_size {step}; choose a mini_batch_size that divides {self.rollouts}, or "
-                f"other prompts or group_size"
-            )
-        return self
-
-
-def batches_in_reserve(ahead: int) -> int:
-    """Return how many rollout batches are begun and not trained on when the next ones begin: more than half of `ahead`.
-
-    Then at most as many begin together, so the learner need not wait for the first of them while they share the
-    engines. With fewer in reserve it would, and with more each update of the weights would serve fewer batches.
-    """
-    return ahead // 2 + 1 if ahead else 0
 
 
 class EvaluationConfig(Strict):

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.run import Config, batches_in_reserve
+from jackpot.config.batch import batches_in_reserve
+from jackpot.config.run import Config
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Mean, Sum, Sums, add_sums
 from jackpot.core.prng import fold_in, uniforms

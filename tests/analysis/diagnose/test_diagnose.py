@@ -14,7 +14,8 @@ from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
-from jackpot.config.run import Config, FilterGroupsConfig, Sampling
+from jackpot.config.batch import FilterGroupsConfig
+from jackpot.config.run import Config, Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.ui import cli
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jackpot.config.run import batches_in_reserve
+from jackpot.config.batch import batches_in_reserve
 
 
 class Response(NamedTuple):
