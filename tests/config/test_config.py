@@ -395,6 +395,15 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
             },
             "which objective.correction.budget holds already",
         ),
+        ({"distill_control": {"metric": "acceptance"}, "share": 0.0, "engine.draft": {}}, "0 in iteration 1 it is"),
+        (
+            {
+                "distill_control": {"metric": "acceptance"},
+                "share": {"schedule": "step", "hold": 2},
+                "engine.draft": {},
+            },
+            "at its share of 0 in iteration 3 it is trained and generates none",
+        ),
     ],
 )
 def test_a_distillation_that_cannot_be_controlled_is_refused(changes, said):

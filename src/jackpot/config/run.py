@@ -465,23 +465,35 @@ class Config(Strict):
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
         check_sleep(*engines, are_two=are_two, draft=bool(self.draft))
         control = self.rollout_model and self.rollout_model.distill_control
-        most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
-        if control and control.metric == "acceptance" and getattr(self.objective.correction, "budget", None):
-            raise ValueError(
-                "rollout_model.distill_control.metric is 'acceptance', which objective.correction.budget holds already "
-                "however far apart the models are; use metric: kl"
-            )
-        if control and control.metric == "acceptance" and control.target >= most:
-            raise ValueError(
-                f"rollout_model.distill_control.target is {control.target:g}, and with lam "
-                f"{1.0 / most:g} even equal models are accepted at {most:g}; give a target below that"
-            )
+        if control and control.metric == "acceptance":
+            self._check_acceptance(control.target)
         if overlong and overlong.len > self.sampling.max_new_tokens:
             raise ValueError(
                 f"objective.overlong_buffer.len is {overlong.len}, more than sampling.max_new_tokens "
                 f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
             )
         return self
+
+    def _check_acceptance(self, target: float) -> None:
+        """Refuse to hold an acceptance that is constant, out of reach, or of no token in an iteration."""
+        most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
+        if getattr(self.objective.correction, "budget", None):
+            raise ValueError(
+                "rollout_model.distill_control.metric is 'acceptance', which objective.correction.budget holds already "
+                "however far apart the models are; use metric: kl"
+            )
+        if target >= most:
+            raise ValueError(
+                f"rollout_model.distill_control.target is {target:g}, and with lam "
+                f"{1.0 / most:g} even equal models are accepted at {most:g}; give a target below that"
+            )
+        for number in range(1, self.iterations + 1):
+            if self.uses_rollout_model(number) and "rollout_model" not in self.writers(number):
+                raise ValueError(
+                    f"rollout_model.distill_control.metric is 'acceptance', that of tokens which the rollout model "
+                    f"generated, but at its share of 0 in iteration {number} it is trained and generates none; use "
+                    f"metric: kl, which every token has, or a share above 0"
+                )
 
     def _check_fp8(self) -> None:
         if self.precision != "fp8" and self.fp8_backward != "dequantized":
