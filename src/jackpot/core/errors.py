@@ -25,6 +25,10 @@ class EngineError(JackpotError, RuntimeError):
     """Reports an engine that cannot serve a request, or failed to."""
 
 
+class WeightsError(EngineError):
+    """Reports an engine that holds other weights than it was sent."""
+
+
 class CheckpointError(JackpotError, RuntimeError):
     """Reports a checkpoint or run folder from which training cannot continue."""
 

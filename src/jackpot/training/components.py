@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.run import Config
 from jackpot.core.digest import WeightsDigest
-from jackpot.core.errors import EngineError
+from jackpot.core.errors import WeightsError
 from jackpot.core.metrics import Sum, Sums
 from jackpot.core.types import Role, Version
 from jackpot.models.cost import ForwardCost
@@ -71,7 +71,7 @@ class RunComponents:
         codes and scales where the engine takes these. Return what is reported of that.
 
         Raises:
-            EngineError: the engine holds other weights than the learner sent.
+            WeightsError: the engine holds other weights than the learner sent.
         """
         weights = self.learner.weights(role, engine.capabilities.dtype)
         if engine.capabilities.sleeps:
@@ -108,7 +108,7 @@ def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version:
     sent = digest.hexdigest()
     if held != sent:
         what = "codes and scales of" if codes else "weights of"
-        raise EngineError(
+        raise WeightsError(
             f"after the weight update at {version} the engine holds {what} digest {held[:12]}, the learner sent "
             f"{sent[:12]}; training on its rollouts would be training on unknown weights"
         )

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jackpot.core.clock import Clock
-from jackpot.core.errors import TrainingError
+from jackpot.core.errors import TrainingError, WeightsError
 from jackpot.core.metrics import Sums, add_sums
 from jackpot.core.types import Role, Rollout, TokenBatch, TrainingSample, Version
 from jackpot.rollout.engines.base import Engine
@@ -94,9 +94,10 @@ class Trainer:
         Raises:
             CheckpointError: the last checkpoint cannot be written. Earlier ones are tried again an iteration later.
             TrainingError: a guard stops the run.
+            WeightsError: an engine holds other weights than it was sent.
         """
         config, parts = self._config, self._components
-        with StopSignal() as stop, _old_objects_frozen():
+        with StopSignal() as stop, _old_objects_frozen(), self._other_weights_recorded():
             if self.iteration < 0:
                 self._rollback.check(self._finish_iteration({}))
             else:
@@ -135,6 +136,14 @@ class Trainer:
             closing.callback(self._folder.close)
             closing.callback(self._components.close)
             self._record_events()  # those of an iteration that did not end may say why
+
+    @contextmanager
+    def _other_weights_recorded(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightsError as error:
+            self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
+            raise
 
     def _check_engines(self, number: int, rollouts: Sequence[Rollout]) -> None:
         """Check what the engines report of the rollout batch of iteration `number`."""

@@ -47,6 +47,8 @@ def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, A
     iteration = lines[-1]["iteration"] if lines else 0
     verdict = "unhealthy" if findings else "healthy" if iteration >= LEAST else "too early"
     summary = _summary(verdict, iteration, findings)
+    if config.scheme and (apart := history.computed_differently()) and apart not in summary:
+        summary += f" Engine and training are not in one flow, as precision {config.precision} asks{apart}."
     return Diagnosis(verdict=verdict, iteration=iteration, findings=findings, summary=summary)
 
 
@@ -79,9 +81,18 @@ def _finding(rule: Rule, history: MetricHistory) -> Finding | None:
         now=now,
         side="above" if now > high else "below",
         limit=high if now > high else low,
-        explanation=rule.explanation + (history.computed_differently() if rule.metric == ENGINE_GAP else ""),
+        explanation=rule.explanation + _details(rule.metric, history),
         suggestion=rule.suggestion,
     )
+
+
+def _details(metric: str, history: MetricHistory) -> str:
+    """Return what the events say behind a rule's explanation."""
+    details = {
+        ENGINE_GAP: history.computed_differently,
+        "events/stopped": lambda: history.why_stopped() + history.computed_differently(),
+    }
+    return details[metric]() if metric in details else ""
 
 
 def _summary(verdict: str, iteration: int, findings: Sequence[Finding]) -> str:

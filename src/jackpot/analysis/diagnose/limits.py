@@ -72,6 +72,11 @@ class MetricHistory:
         named = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in found[-1]]
         return f". They compute differently: {'; '.join(named)}" if named else ""
 
+    def why_stopped(self) -> str:
+        """Give the reason of the newest event `stopped` behind a sentence; "" without one."""
+        found = [event["why"] for event in self._events if event["event"] == "stopped" and "why" in event]
+        return f": {found[-1]}" if found else ""
+
     def recent(self, metric: str) -> float:
         """Return the median of the newest values of a metric; 0 without one."""
         values = [value for _, value in self.series(metric)]

@@ -87,8 +87,8 @@ RULES: tuple[Rule, ...] = (
         metric="events/stopped",
         high=0.0,
         aggregate=latest,
-        explanation="the run stopped itself; events.jsonl says why",
-        suggestion="lower policy.optimizer.learning_rate or policy.optimizer.max_grad_norm and continue",
+        explanation="the run stopped itself",
+        suggestion="mend what the reason names, and continue by the same command",
     ),
     Rule(
         group="bug",
