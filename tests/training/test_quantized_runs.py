@@ -12,6 +12,7 @@ from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.analysis.diagnose.rules import ENGINE_GAP
+from jackpot.config.engines import cache_numbers
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
@@ -181,6 +182,18 @@ def test_layers_that_the_engine_of_the_policy_computes_differently_are_named_whe
     unwritten = ("engine.kv_cache_dtype=fp8", "evaluation.engine=transformers")
     assert computed_differently(small_config(*OF_POLICY, *unwritten)) == []
     assert computed_differently(small_config("rollout_model.share=0.5", *unwritten)) == found
+
+
+def test_a_cache_that_vllm_truncates_on_a_cpu_is_named_although_the_settings_are_those_of_training():
+    vllm = ("engine={name: vllm, quantization: int8_w8a8, kv_cache_dtype: fp8}", *ALONE[:2])
+    emulated = (vllm[0].replace("vllm", "transformers"), *vllm[1:])
+    truncated = "fp8, truncated by vLLM on a CPU"
+    config = small_config("precision=int8", *vllm)
+    assert computed_differently(config) == [["keys and values", truncated, "fp8"]]
+    assert computed_differently(small_config("precision=int8", *vllm, "engine.kv_cache_dtype=null")) == []
+    assert computed_differently(small_config("precision=int8", *emulated)) == []
+    assert ["keys and values", truncated, "fp32"] in computed_differently(small_config(*vllm))
+    assert cache_numbers(config.engine, "cuda") == "fp8"  # whose conversion rounds
 
 
 def test_the_headline_kl_is_that_of_all_engines_that_write():

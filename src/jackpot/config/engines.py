@@ -225,6 +225,15 @@ def quantized_numbers(engine: "EngineConfig") -> str:
     return f"{engine.quantization or engine.dtype}, cache {engine.kv_cache_dtype or engine.dtype}"
 
 
+def cache_numbers(engine: "EngineConfig", device: str) -> str | None:
+    """Name the number format of an engine's cached keys and values, None for that of its activations.
+
+    vLLM truncates them to FP8 on a CPU, where all others, and vLLM on a GPU, round to the nearest (docs/precision.md).
+    """
+    truncates = isinstance(engine, VLLMEngineConfig) and device == "cpu" and engine.kv_cache_dtype == "fp8"
+    return "fp8, truncated by vLLM on a CPU" if truncates else engine.kv_cache_dtype
+
+
 def flow_of(engine: "EngineConfig") -> tuple[str, Dtype] | None:
     """Return the number formats of an engine of quantized activations, whose every token is computed as training in
     its flow computes it: `quantized_numbers` and `dtype`. None for other engines, and for other kernels."""

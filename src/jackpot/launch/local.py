@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.config.engines import is_remote
+from jackpot.config.engines import cache_numbers, is_remote
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.cores import free_cores
@@ -296,9 +296,10 @@ def computed_differently(config: Config) -> list[list[str]]:
     """Return the layers that an engine of the rollouts and training compute in different number formats: name, the
     engine's format, and training's."""
     is_coded = config.scheme is not None
-    fields = ("dtype", "quantization", "kv_cache_dtype", "head_dtype")
+    fields, device = ("dtype", "quantization", "head_dtype"), pick_device(config).type
     of_engines = [
-        SideFormats(**{name: getattr(one, name) for name in fields}) for one in config.writing_engines.values()
+        SideFormats(**{name: getattr(one, name) for name in fields}, kv_cache_dtype=cache_numbers(one, device))
+        for one in config.writing_engines.values()
     ]
     of_training = SideFormats(
         dtype=config.compute_dtype if is_coded else "fp32",

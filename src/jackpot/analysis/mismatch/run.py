@@ -17,7 +17,7 @@ from jackpot.analysis.mismatch.lengths import LengthRow, compare_lengths
 from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
-from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.engines import TransformersEngineConfig, cache_numbers
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.prng import fold_in
@@ -233,7 +233,7 @@ def _pair(
     config: MismatchConfig,
 ) -> MismatchPair:
     tokens = [list(map(token_mismatch, responses.sides, read)) for responses, read in zip(sampled, scored, strict=True)]
-    responses, measure = sampled[0], MismatchSums()
+    responses, measure, device = sampled[0], MismatchSums(), pick_device(config).type
     for side, one in zip(responses.sides, tokens[0], strict=True):
         measure.add(side.uid, one)
     numbers = measure.numbers()
@@ -242,21 +242,21 @@ def _pair(
         name=_pair_name(names, len(config.samplers), len(config.learners)),
         sampler=names[0],
         learner=names[1],
-        verdict=verdict(*sides, pick_device(config).type, config.sampling, numbers.gap.value),
+        verdict=verdict(*sides, device, config.sampling, numbers.gap.value),
         cut=sum(rollout.finish == "length" for rollout in responses.rollouts) / len(responses.rollouts),
         top_log_probs=responses.sides[0].top_ids.shape[1],
         vocabulary=responses.sides[0].vocabulary,
         numbers=numbers,
-        layers=layer_differences(*map(_formats, sides)),
+        layers=layer_differences(*(_formats(side, device) for side in sides)),
         lengths=_lengths(gaps, config) if config.short else (),
     )
 
 
-def _formats(side: SideConfig) -> dict[str, str]:
-    """Return the number formats of a side's layers."""
+def _formats(side: SideConfig, device: str) -> dict[str, str]:
+    """Return the number formats of a side's layers on a kind of device."""
     engine, autocast = side.engine, getattr(side, "autocast", None)
-    fields = ("dtype", "quantization", "kv_cache_dtype", "head_dtype")
-    formats = SideFormats(**{name: getattr(engine, name) for name in fields}, autocast=autocast)
+    own = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
+    formats = SideFormats(**own, kv_cache_dtype=cache_numbers(engine, device), autocast=autocast)
     return layer_formats(load_meta_model(side.path), formats)
 
 
