@@ -8,8 +8,8 @@ import pytest
 from helpers.hub import without_hub
 from helpers.runs import small_config
 from helpers.texts import write_problems
-from jackpot.analysis.plan.cost_model import GPUS
-from jackpot.analysis.plan.estimate import CostEstimate, estimate, extra_passes, is_large, share_hours
+from jackpot.analysis.plan.cost_model import GPUS, Hours
+from jackpot.analysis.plan.estimate import CostEstimate, Estimator, estimate, extra_passes, is_large, share_hours
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
@@ -158,6 +158,26 @@ def test_hours_by_share_meet_at_the_ends_and_two_engines_take_turns() -> None:
     number, drafted = shares.drafted(0.9)
     assert drafted.generation < shares.at(0.0).generation and drafted.sending == quarter.sending
     assert number > shares.drafted(0.3)[0]
+
+
+def test_a_rollout_model_whose_share_has_ended_is_planned_as_it_runs_not_trained() -> None:
+    def planned_hours(*overrides: str) -> Hours:
+        config = resolve("joint_8b", None, ["iterations=10", *overrides])
+        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        return plan.run_hours(plan.shares(GPUS["H100"], 8))
+
+    small, none = planned_hours(), planned_hours("rollout_model.share=0.0")
+    step = planned_hours("rollout_model.share={schedule: step, hold: 5}")
+    alone = planned_hours("rollout_model=null")
+    assert none.training == pytest.approx(alone.training) and none.training < small.training
+    assert step.training == pytest.approx((small.training + alone.training) / 2)
+    awake = [
+        f"{engine}.{one}"
+        for engine in ("engine", "evaluation.engine")
+        for one in ("draft={}", "enable_sleep_mode=false")
+    ]
+    drafts = planned_hours("rollout_model.share={schedule: step, hold: 5}", *awake)
+    assert drafts.training == pytest.approx(small.training)  # it drafts to the end
 
 
 @pytest.mark.slow

@@ -137,6 +137,10 @@ class ShareHours:
         """Return the hours of the policy without a rollout model."""
         return self.run(self.work, self.policy, [self.costs["policy"]])
 
+    def afterwards(self) -> Hours:
+        """Return the hours of the policy beside a rollout model whose share has ended: it is not trained any more."""
+        return self.run(self.work, self.beside, [self.costs["policy"]])
+
     def generation(self, share: float, drafts: Drafts | None = None) -> float:
         """Return the hours in which the rollout model generates a share of each batch, then the policy the others."""
         parts = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
@@ -236,9 +240,14 @@ class Estimator:
         """Return the hours of the run's iterations, without evaluations."""
         if not self._config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
-        count = self._config.iterations
-        over = Counter(self._config.rollout_model.share_at(number) for number in range(1, count + 1))
-        hours = [(times / count, shares.at(share, self.drafts)) for share, times in over.items()]
+        config, count = self._config, self._config.iterations
+        over = Counter(
+            (config.rollout_model.share_at(number), config.uses_rollout_model(number)) for number in range(1, count + 1)
+        )
+        hours = [
+            (times / count, shares.at(share, self.drafts) if is_used else shares.afterwards())
+            for (share, is_used), times in over.items()
+        ]
         return Hours(*(sum(weight * one[part] for weight, one in hours) for part in range(len(Hours._fields))))
 
     def evaluating(self, shares: ShareHours) -> float:
