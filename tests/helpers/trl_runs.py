@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 POLICY, ROLLOUT_MODEL = str(starter_path("policy")), "starter:rollout_model"
 MAX_NEW = 24
+COMPLETIONS = {"completion_ids", "completion_mask", "sampling_per_token_logps", "jackpot_uniforms"}
+COMPLETIONS |= {"jackpot_top_ids", "jackpot_top_log_probs"}  # TRL's columns and ours with an entry for every token
 # An eps this large makes AdamW's step proportional to the gradient, so that equal weights mean equal gradients.
 LINEAR = OptimizerConfig(learning_rate=0.1, eps=1.0, max_grad_norm=1e6)
 ALIKE = {  # of TRL's arguments, what LINEAR is
@@ -91,9 +93,9 @@ def token_batch(batch: dict[str, Any], name: str = "", version: tuple[int, int] 
 
     They were sampled by weights of `version`; those that are none of ours leave Z to the lists alone.
     """
-    exists = batch["completion_mask"].bool()
-    size, width = exists.shape
-    none = torch.zeros(size, width, 0)
+    size, width = len(batch["completion_mask"]), int(batch["completion_mask"].sum(-1).max())  # of this micro-batch
+    batch = {key: one[:, :width] if key in COMPLETIONS else one for key, one in batch.items()}
+    exists, none = batch["completion_mask"].bool(), torch.zeros(size, width, 0)
     return TokenBatch(
         uids=tuple(f"{name}/{row}" for row in range(size)),
         prompt_ids=batch["prompt_ids"],

@@ -21,6 +21,7 @@ LOSSES = {  # TRL's loss_type: what it is among our settings
     "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},  # TRL bounds r from above, by epsilon_high
 }
 MISALIGNED = {"steps_per_generation": 2, "num_iterations": 2, "per_device_train_batch_size": 16, "max_steps": 5}
+STEPS_OF_TWO = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1}
 CASES = [
     ("dapo", OBRS, {}),
     ("grpo", OBRS, {}),
@@ -49,6 +50,8 @@ CASES = [
     ("grpo", OBRS | {"kappa": "none", "proximal": "new"}, MISALIGNED),
     ("grpo", OBRS | {"kappa": "none", "proximal": "rollout"}, MISALIGNED),
     ("grpo", "tis_adjusted", MISALIGNED),
+    # and of several micro-batches each: all of a step are read again
+    ("grpo", OBRS | {"kappa": "none", "target": "new", "proximal": "new"}, MISALIGNED | STEPS_OF_TWO),
 ]
 
 
