@@ -127,6 +127,28 @@ def test_the_policy_with_an_adapter_writes_with_drafts_and_is_evaluated(adapter:
     assert trainer.version == Version(2, 2)  # the model that only drafts is trained all the same
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_dora": True}, "with use_dora, which cannot be merged"),
+        ({"modules_to_save": ["norm"]}, "with modules_to_save, which"),
+        ({"target_modules": ["embed_tokens"]}, "with an embedding in target_modules"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused_where_the_policy_writes(
+    adapter: ModuleType, tmp_path, changes, named
+):
+    peft = pytest.importorskip("peft")
+    lora = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False} | changes
+    given = arguments(tmp_path, max_steps=1, per_device_train_batch_size=16)
+    given |= {"peft_config": peft.LoraConfig(**lora), "rollout_model": settings(share=0.5)}
+    with pytest.raises(ConfigError, match=named):
+        adapter.JackpotGRPOTrainer(**given)
+    trainer = adapter.JackpotGRPOTrainer(**given | {"rollout_model": settings()})
+    with pytest.raises(ConfigError, match=named):
+        trainer.evaluate(trainer.train_dataset.select(range(2)))
+
+
 class Engine(TransformersEngine):
     """Has a fault."""
 

@@ -44,6 +44,15 @@ def test_unsloth_is_refused(adapter: ModuleType, tmp_path, monkeypatch: pytest.M
         adapter.CorrectedGRPOTrainer(**arguments(tmp_path), rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL))
 
 
+def test_a_learned_prompt_is_refused(adapter: ModuleType, tmp_path):
+    """peft puts it before the model, which is read without it: its log-probs are 3 nats off."""
+    peft = pytest.importorskip("peft")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    rollouts = adapter.EngineRollouts(ROLLOUT_MODEL)
+    with pytest.raises(ConfigError, match="of type PROMPT_TUNING"):
+        adapter.CorrectedGRPOTrainer(**arguments(tmp_path), peft_config=prompt, rollout_func=rollouts)
+
+
 def test_a_model_in_shards_is_refused(adapter: ModuleType, tmp_path):
     from jackpot.adapters.trl.refusals import refuse_placement
 

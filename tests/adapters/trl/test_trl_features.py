@@ -39,9 +39,10 @@ def test_a_resumed_run_is_bit_equal_and_its_card_names_us(adapter: ModuleType, t
 def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
     """The policy's log-probs are those of the model with its adapter, as TRL itself computes them."""
     peft = pytest.importorskip("peft")
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     trainer = adapter.CorrectedGRPOTrainer(
         **arguments(tmp_path, max_steps=2),
-        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        peft_config=peft.LoraConfig(**lora, lora_dropout=0.5),  # training mode has other log-probs every time
         rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
         correction={"name": "obrs", "proximal": "new"},
     )

@@ -27,7 +27,7 @@ from jackpot.adapters.trl.base import (
     usable_mask,
     without_dropout,
 )
-from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement
+from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement, refuse_prompts
 from jackpot.adapters.trl.rollouts import NUM_TOP
 from jackpot.config.build import validated
 from jackpot.config.objective import ObjectiveConfig
@@ -129,8 +129,11 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             given["rollout_func"] = partial(self._listen, rollout_func)
         super().__init__(**given)
         refuse_placement(self)
-        model = plain_model(self.accelerator.unwrap_model(self.model))
-        check_head(model)
+        whole = self.accelerator.unwrap_model(self.model)
+        refuse_prompts(whole)
+        model = plain_model(whole)
+        with without_dropout(model):
+            check_head(model)
         self._head = LinearHead(output_layer(model), policy_soft_cap=logit_softcap(model))
         if self.use_vllm:
             check_server(self)

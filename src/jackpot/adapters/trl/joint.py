@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from jackpot.adapters.trl.base import Batch, GRPOTrainer, plain_model, token_batch
 from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer, Scores
-from jackpot.adapters.trl.refusals import refuse_processes, refuse_with_two_models
+from jackpot.adapters.trl.refusals import refuse_processes, refuse_unmerged, refuse_with_two_models
 from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
 from jackpot.adapters.trl.writers import Writers
 from jackpot.config.build import validated
@@ -100,6 +100,8 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         self._generated_by = Version(0, 0)
         super().__init__(**given, rollout_func=self._writers, correction=correction)
         refuse_processes(self)
+        if self._config.is_mixed or self.args.eval_strategy != "no":
+            refuse_unmerged(self.accelerator.unwrap_model(self.model))
         path = self._config.rollout_model.path
         check_same_tokenizer(self.processing_class, load_tokenizer(path))
         self.rollout_model = load_model(path, torch.float32, self.accelerator.device)

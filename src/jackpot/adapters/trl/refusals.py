@@ -4,12 +4,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 
 from jackpot.adapters.trl.base import GRPOTrainer
 from jackpot.core.errors import ConfigError
 from jackpot.objectives.joint import PolicyObjective
 
+_UNMERGED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")  # settings of peft's LoRA
 _OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weigh all tokens of a response alike
 
 
@@ -65,6 +66,30 @@ def refuse_placement(trainer: GRPOTrainer) -> None:
         )
     if isinstance(trainer.processing_class, ProcessorMixin):
         raise ConfigError("models that read images are not supported; give a model of text and its tokenizer")
+
+
+def refuse_prompts(model: PreTrainedModel) -> None:
+    """Raise ConfigError where an adapter of peft learns a prompt, which stands outside of the layers that are read."""
+    for name, one in getattr(model, "peft_config", {}).items():
+        if one.is_prompt_learning:
+            raise ConfigError(
+                f"the adapter {name!r} is of type {one.peft_type.value}, whose prompt peft puts before the model, "
+                f"where the correction does not see it; use an adapter inside the layers, such as LoRA"
+            )
+
+
+def refuse_unmerged(model: PreTrainedModel) -> None:
+    """Raise ConfigError where the policy's engine cannot get the weights of peft's adapters merged."""
+    adapters = getattr(model, "peft_config", {})
+    found = [name for one in adapters.values() for name in _UNMERGED if getattr(one, name, None)]
+    found += ["an embedding in target_modules"] if any("lora_embedding" in name for name in model.state_dict()) else []
+    kinds = {name: one.peft_type.value for name, one in adapters.items()}
+    if adapters and (kinds != {"default": "LORA"} or found):
+        raise ConfigError(
+            f"the policy has the adapters {kinds}{' with ' if found else ''}{', '.join(found)}, which cannot be merged "
+            f"into what its engine gets; where the policy writes, as its share or in evaluations, give it one adapter "
+            f"of plain LoRA on linear layers"
+        )
 
 
 def check_server(trainer: GRPOTrainer) -> None:

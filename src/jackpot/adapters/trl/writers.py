@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.adapters.trl.base import GRPOTrainer, plain_model, without_dropout
+from jackpot.adapters.trl.refusals import refuse_unmerged
 from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
 from jackpot.config.run import Config, Sampling
 from jackpot.core.errors import ConfigError, EngineError
@@ -157,6 +158,8 @@ class Writers:
 
     def _send(self, role: Role, trainer: GRPOTrainer) -> None:
         """Have an engine hold the weights that its model has in training."""
+        if role == "policy":
+            refuse_unmerged(_unwrapped(trainer))
         engine, version = self._engine(role, trainer), trainer.version
         steps = getattr(version, role)
         if self._held.get(role) == steps:
