@@ -127,6 +127,43 @@ def test_the_policy_with_an_adapter_writes_with_drafts_and_is_evaluated(adapter:
     assert trainer.version == Version(2, 2)  # the model that only drafts is trained all the same
 
 
+def test_engines_get_weights_that_changed_without_a_step(adapter: ModuleType, tmp_path):
+    """A second run counts from 0 again, and the best policy of a run is brought back when it ends; what an engine then
+    says is checked against training as ever."""
+    plain = {"max_steps": 1, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
+    twice = trainer_of(adapter, tmp_path / "twice", settings(share=0.5), **plain)
+    twice.train()
+    twice.train()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
+    each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    given = arguments(tmp_path / "best", **plain | best | each | {"max_steps": 2})
+    rewards = iter([1.0, 0.0, 0.0])
+
+    class Scored(adapter.JackpotGRPOTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            done = super().evaluation_loop(*args, **kwargs)
+            done.metrics["eval_reward"] = next(rewards)
+            return done
+
+    trainer = Scored(**given, eval_dataset=given["train_dataset"].select(range(2)), rollout_model=settings())
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    trainer.evaluate()
+
+
+def test_a_schedule_counts_generation_batches_that_end_inside_a_step(adapter: ModuleType, tmp_path):
+    own = settings(share={"schedule": "step", "start": 1.0, "end": 0.5, "hold": 2})
+    changes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 3, "steps_per_generation": 2}
+    trainer, counted = trainer_of(adapter, tmp_path, own, **changes, max_steps=2), []
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: (
+        generate(inputs),
+        counted.append(trainer._writers.iteration),
+    )[0]
+    trainer.train()
+    assert counted == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -166,6 +203,13 @@ class Engine(TransformersEngine):
         if self.fault == "log-probs":
             return [replace(one, rollout_log_probs=one.rollout_log_probs / 2) for one in rollouts]
         return [replace(one, finish="aborted") if self.fault == "aborted" else one for one in rollouts]
+
+
+def test_a_response_that_was_given_up_ends_a_run_with_a_frozen_writer_too(adapter: ModuleType, tmp_path):
+    rollouts = adapter.EngineRollouts(Engine("aborted"))
+    given = arguments(tmp_path, max_steps=1, per_device_train_batch_size=16)
+    with pytest.raises(EngineError, match="gave up 16 of 16 responses"):
+        adapter.CorrectedGRPOTrainer(**given, rollout_func=rollouts).train()
 
 
 @pytest.mark.parametrize(

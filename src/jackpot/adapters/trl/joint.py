@@ -175,6 +175,15 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         of_row = torch.where(by_policy, is_current["policy"], is_current["rollout_model"])
         return of_row[:, None].expand_as(tokens.response_mask)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does, with engines that get the weights anew: a second run counts its steps from 0 again."""
+        self._writers.forget()
+        return super().train(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._writers.forget()
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Do TRL's forward and backward pass of the policy, and then those of the rollout model; step that where TRL is
         about to step the policy."""

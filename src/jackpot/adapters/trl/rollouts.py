@@ -7,7 +7,7 @@ from typing import Any
 from jackpot.adapters.trl.base import GRPOConfig, GRPOTrainer
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.models.load import DTYPES, check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
@@ -36,7 +36,12 @@ class EngineRollouts:
         self._names = BatchNames()
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them."""
+        """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them.
+
+        Raises:
+            EngineError: the engine gave up a response.
+            ConfigError: settings of TRL's sampling that our engines do not have.
+        """
         if self._engine is None:
             self._engine = make_engine(self._model, TransformersEngineConfig(dtype=self._dtype), trainer)
         name, _ = self._names.next(trainer)
@@ -59,7 +64,13 @@ class BatchNames:
 
 
 def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return rollouts as a rollout function returns them to `CorrectedGRPOTrainer`."""
+    """Return rollouts as a rollout function returns them to `CorrectedGRPOTrainer`.
+
+    Raises:
+        EngineError: the engine gave up a response.
+    """
+    if gave_up := [one.uid for one in rollouts if one.finish == "aborted"]:
+        raise EngineError(f"the engine gave up {len(gave_up)} of {len(rollouts)} responses, such as {gave_up[0]}")
     return {
         "prompt_ids": [list(one.prompt.token_ids) for one in rollouts],
         "completion_ids": [one.token_ids.tolist() for one in rollouts],

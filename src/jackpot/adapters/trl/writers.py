@@ -17,7 +17,7 @@ from jackpot.adapters.trl.base import GRPOTrainer, plain_model, without_dropout
 from jackpot.adapters.trl.refusals import refuse_unmerged
 from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
 from jackpot.config.run import Config, Sampling
-from jackpot.core.errors import ConfigError, EngineError
+from jackpot.core.errors import ConfigError
 from jackpot.core.types import Role, Rollout, TokenBatch, Version
 from jackpot.models.forward import can_pack
 from jackpot.models.lora import merged_weights
@@ -104,6 +104,10 @@ class Writers:
         is_same = _NAMES[held.dtype] == config.precision
         return is_same and not held.quantized and not config.sampling.truncated
 
+    def forget(self) -> None:
+        """Have every engine get its weights again, as these changed without an optimizer step."""
+        self._held.clear()
+
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         """Return a completion for each prompt: a rollout function of TRL.
 
@@ -117,14 +121,11 @@ class Writers:
         if trainer.model.training:
             args = trainer.args
             micro_batches = trainer.state.global_step * args.gradient_accumulation_steps
-            self.iteration = micro_batches // args.steps_per_generation + number + 1
+            self.iteration = -(-micro_batches // args.steps_per_generation) + number + 1
             roles = self._assign(name, size, trainer)
             self.by_policy = [role == "policy" for role in roles]
         wanted = requests(prompts, trainer, name, self._config.sampling.num_top_log_probs)
-        rollouts = self._generate(wanted, roles, trainer)
-        if gave_up := [one.uid for one in rollouts if one.finish == "aborted"]:
-            raise EngineError(f"the engine gave up {len(gave_up)} of {size} responses, such as {gave_up[0]}")
-        return completions(rollouts)
+        return completions(self._generate(wanted, roles, trainer))
 
     def _assign(self, name: str, size: int, trainer: GRPOTrainer) -> list[Role]:
         """Return the model of each completion of this process. The groups are those of the batch of all processes."""
