@@ -1,39 +1,55 @@
 """What the FP8 flow (precision: fp8) is equal to bit for bit and what not, and what it costs in gradients and memory.
 
-An engine generates rollouts token by token; the learner's model reads them. A row says how far their log-probs are
-apart: |p_engine - p_learner| of the sampled tokens, and the share of tokens whose hidden states, before the output
-layer, are equal bit for bit where the engine's model reads them too. Zeros have a control beside them that is not.
+An engine generates rollouts token by token; the learner's model reads them. A row says how far the two are apart:
+|p_engine - p_learner| of the sampled tokens, and how many tokens have hidden states, before the output layer, that are
+equal bit for bit to those of the engine's model, which reads them token by token with its cache. Zeros have a control
+beside them that is not. Rows about two engines or two runs compare these.
 
-    python benchmarks/fp8_flow.py        # the tables of docs/precision.md, about 60 CPU seconds
+    python benchmarks/fp8_flow.py        # the tables of docs/precision.md, about 4 CPU minutes
 """
 
 import argparse
 import copy
+import os
+import shutil
+import signal
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from typing import Any
+from functools import partial
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import parity
 import torch
 from torch import Tensor, nn
 
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
+from jackpot.config.recipes import resolve
+from jackpot.config.run import Config, LoraConfig, OptimizerConfig, Sampling
 from jackpot.config.tasks import ArithmeticConfig
-from jackpot.core.types import Rollout, Version
+from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.launch.local import train_run
 from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden
 from jackpot.models.load import DTYPES, eos_token_ids, load_model, load_tokenizer
 from jackpot.models.lora import add_adapter, merged_weights
 from jackpot.models.quantization.attention import attend_as_engine
 from jackpot.models.quantization.convert import quantize_named, replace_linears
-from jackpot.models.quantization.quantizer import FP8_BLOCKS, FP8_TOKEN_BLOCKS, SCHEMES, quantize
+from jackpot.models.quantization.product import product
+from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, dequantize, quantize
 from jackpot.models.quantization.training import CodedLinear, LastRows, train_in_codes
 from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
+from jackpot.rollout.engines.transformers.kv_cache import make_cache
 from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.batching import plain_batches
+from jackpot.training.joint_learner import JointLearner
 from jackpot.training.optimizer import ModelOptimizer
 
 MODEL = "starter:policy"
@@ -42,8 +58,8 @@ FLOWS: dict[str, dict[str, Any]] = {  # settings of the engine
     "FP8": {"quantization": "fp8"},
     "FP8 and FP8 cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "FP8 in bf16": {"quantization": "fp8", "dtype": "bf16"},
-    "INT8 blocks": {"quantization": "int8_blocks"},
-    "INT8 (w8a8), FP8 cache, bf16": {"quantization": "int8_w8a8", "kv_cache_dtype": "fp8", "dtype": "bf16"},
+    "`int8_blocks`": {"quantization": "int8_blocks"},
+    "`int8_w8a8` and FP8 cache in bf16": {"quantization": "int8_w8a8", "kv_cache_dtype": "fp8", "dtype": "bf16"},
 }
 STEPS = (1, 30, 300)
 BUDGET = 100_000  # tokens of a micro-batch that holds all rollouts
@@ -71,40 +87,83 @@ def engine_of(model: nn.Module, settings: dict[str, Any]) -> TransformersEngine:
     )
 
 
-def rollouts_of(engine: TransformersEngine) -> list[Rollout]:
-    task, sampling = make_task(ArithmeticConfig(), load_tokenizer(MODEL)), Sampling(max_new_tokens=32)
+def rollouts_of(engine: TransformersEngine, prompts: Sequence[Prompt] | None = None) -> list[Rollout]:
+    if prompts is None:
+        task = make_task(ArithmeticConfig(), load_tokenizer(MODEL))
+        prompts = [task.prompt("train", number) for number in range(PROMPTS)]
+    sampling = Sampling(max_new_tokens=32)
     requests = [
-        Request(uid=f"{n}/{k}", prompt=task.prompt("train", n), seed=n * GROUP + k, sampling=sampling)
-        for n in range(PROMPTS)
+        Request(uid=f"{n}/{k}", prompt=prompt, seed=n * GROUP + k, sampling=sampling)
+        for n, prompt in enumerate(prompts)
         for k in range(GROUP)
     ]
     return engine.generate(requests)
 
 
+class Reading(NamedTuple):
+    """What a model says of each response, by uid."""
+
+    states: dict[str, Tensor]  # [T, H], before the output layer
+    scores: dict[str, Tensor]  # [T], log-probs of its tokens
+
+
 @torch.no_grad()
-def read(
-    model: nn.Module, rollouts: Sequence[Rollout], budget: int, pads: bool = False
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """States [T, H] and log-probs [T] of each response by uid, through the head of training."""
-    states, scores = {}, {}
+def read(model: nn.Module, rollouts: Sequence[Rollout], budget: int = BUDGET, pads: bool = False) -> Reading:
+    """Read each response through the head of training, in micro-batches of at most `budget` tokens."""
+    found = Reading({}, {})
     for batch in plain_batches(rollouts, budget, 0, pads):
         hidden = response_hidden(model, batch)
         head = Head(hidden=hidden, weight=output_layer(model).weight)
-        found = linear_head(head, batch.at_sampled(batch.response_ids), temperature=1.0, only_log_probs=True).log_probs
+        scores = linear_head(head, batch.at_sampled(batch.response_ids), temperature=1.0, only_log_probs=True).log_probs
         lengths = batch.response_mask.sum(1).tolist()
-        states |= dict(zip(batch.uids, hidden.split(lengths), strict=True))
-        scores |= dict(zip(batch.uids, found.split(lengths), strict=True))
-    return states, scores
+        found.states.update(zip(batch.uids, hidden.split(lengths), strict=True))
+        found.scores.update(zip(batch.uids, scores.split(lengths), strict=True))
+    return found
 
 
-def gap(rollouts: Sequence[Rollout], scores: dict[str, Tensor]) -> str:
-    found = torch.cat([(one.rollout_log_probs.exp() - scores[one.uid].exp()).abs() for one in rollouts])
-    return f"{found.mean():.1e} | {found.max():.1e}"
+@torch.no_grad()
+def written(engine: TransformersEngine, rollouts: Sequence[Rollout]) -> Reading:
+    """What the engine said, and its model's states where it decodes each prompt's responses again, token by token."""
+    body, states = engine._model.base_model, {}
+    for _, group in groupby(rollouts, lambda one: one.uid.partition("/")[0]):
+        rows = list(group)
+        prompt = torch.tensor([one.prompt.token_ids for one in rows])
+        tokens = torch.nn.utils.rnn.pad_sequence([one.token_ids for one in rows], batch_first=True)
+        cache = make_cache(engine._model.config, prompt.shape[1] + tokens.shape[1])
+        found = [body(prompt, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]]
+        cache.reorder_cache(torch.arange(len(rows)))  # gives every row its place, as a batch of the engine does
+        for column in tokens[:, :-1].split(1, dim=1):
+            found.append(body(column, past_key_values=cache, use_cache=True).last_hidden_state[:, -1])
+        states |= {one.uid: row[: len(one.token_ids)] for one, row in zip(rows, torch.stack(found, 1), strict=True)}
+    return Reading(states, {one.uid: one.rollout_log_probs for one in rollouts})
 
 
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
-    same = torch.cat([(ours[uid] == theirs[uid]).all(-1) for uid in ours])
-    return f"{int(same.sum())} of {len(same)}"
+class Apart(NamedTuple):
+    """How far two readings are apart."""
+
+    mean: float  # of |p - p'| over tokens
+    largest: float
+    equal: int  # tokens with the same bits before the output layer
+    tokens: int
+
+    def __str__(self) -> str:
+        gaps = (f"{one:.1e}" if one else "0" for one in (self.mean, self.largest))
+        return f"{' | '.join(gaps)} | {self.equal} of {self.tokens}"
+
+
+def apart(ours: Reading, theirs: Reading) -> Apart:
+    gaps = torch.cat([(ours.scores[uid].exp() - theirs.scores[uid].exp()).abs() for uid in ours.scores])
+    same = torch.cat([(ours.states[uid] == theirs.states[uid]).all(-1) for uid in ours.scores])
+    return Apart(float(gaps.mean()), float(gaps.max()), int(same.sum()), len(gaps))
+
+
+def worst(found: Iterable[Apart]) -> Apart:
+    means, largest, equal, tokens = zip(*found, strict=True)
+    return Apart(max(means), max(largest), min(equal), tokens[0])
+
+
+def row(first: str, second: str, found: Apart) -> None:
+    print(f"| {first} | {second} | {found} |", flush=True)
 
 
 def learner_of(
@@ -138,95 +197,167 @@ def stepped(model: nn.Module, rollouts: Sequence[Rollout], steps: int) -> nn.Mod
     return model
 
 
-def parity() -> None:
-    model = load_model(MODEL, torch.float32)
-    print("| engine | learner | mean | largest | equal states |\n|---|---|---|---|---|")
-    for name, settings in FLOWS.items():
-        with torch.autocast("cpu", torch.bfloat16, enabled="dtype" in settings):  # of the output layer
-            one_flow(model, name, settings)
-    for name in ("FP8", "FP8 and FP8 cache"):
-        after_steps(model, name, FLOWS[name])
+def in_its_dtype(settings: dict[str, Any]) -> torch.autocast:
+    """Autocast of training's output layer where the engine computes in bf16."""
+    return torch.autocast("cpu", torch.bfloat16, enabled="dtype" in settings)
 
 
-def one_flow(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
+def one_flow(model: nn.Module, name: str) -> None:
+    settings = FLOWS[name]
     with closing(engine_of(model, settings)) as engine:
         rollouts = rollouts_of(engine)
-    learner = learner_of(model, settings)
-    whole, scores = read(learner, rollouts, BUDGET)
-    print(f"| {name} | the same, all rollouts at once | {gap(rollouts, scores)} | |")
-    for rows in (1, 5, 16):
-        parts = [read(learner, rollouts[first : first + rows], BUDGET) for first in range(0, len(rollouts), rows)]
-        states, found = ({uid: row for part in parts for uid, row in part[place].items()} for place in (0, 1))
-        print(f"| {name} | the same, {rows} rollouts at a time | {gap(rollouts, found)} | {equal(states, whole)} |")
-    others = {
-        "the same, micro-batches of 120 tokens": (learner, 120, False),
-        "the same, padded, prompts shared by a cache": (learner, BUDGET, True),
-        "the same, activations checkpointed": (learner_of(model, settings, checkpoints=True), BUDGET, False),
-        "control: attention in float32": (learner_of(model, settings, exact=False), BUDGET, False),
-        "control: cache the other way": (learner_of(model, _other_cache(settings)), BUDGET, False),
-        "control: no quantization": (copy.deepcopy(model).eval(), BUDGET, False),
-    }
+        wanted = written(engine, rollouts)
+
+    def found(reader: nn.Module, *args: Any) -> Apart:
+        return apart(wanted, read(reader, rollouts, *args))
+
+    learner, same = learner_of(model, settings), []
+    for count in (1, 5, 16):
+        parts = [read(learner, rollouts[first : first + count]) for first in range(0, len(rollouts), count)]
+        states, scores = ({uid: one for part in parts for uid, one in part[place].items()} for place in (0, 1))
+        same.append(apart(wanted, Reading(states, scores)))
+    checkpointed = learner_of(model, settings, checkpoints=True)
+    same += [found(learner), found(learner, 120), found(learner, BUDGET, True), found(checkpointed)]
+    row(name, "the same, in each of seven ways", worst(same))
+    row(name, f"control: attention in {settings.get('dtype', 'float32')}", found(learner_of(model, settings, False)))
+    other = {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
+    side = "engine" if other != settings else "learner"
+    other |= {} if side == "engine" else {"kv_cache_dtype": "fp8"}
+    row(name, f"control: FP8 keys and values in the {side} alone", found(learner_of(model, other)))
     if "dtype" in settings:
         in_fp32 = {key: value for key, value in settings.items() if key != "dtype"}
-        others["control: autocast"] = (learner_of(model, in_fp32), BUDGET, False)
-    for what, (reader, budget, pads) in others.items():
-        states, found = read(reader, rollouts, budget, pads)
-        print(f"| {name} | {what} | {gap(rollouts, found)} | {equal(states, whole)} |")
+        row(name, "control: the learner under autocast", found(learner_of(model, in_fp32)))
+    row(name, "control: `precision: fp32`", found(copy.deepcopy(model).eval()))
 
 
-def _other_cache(settings: dict[str, Any]) -> dict[str, Any]:
-    if "kv_cache_dtype" in settings:
-        return {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
-    return settings | {"kv_cache_dtype": "fp8"}
-
-
-def after_steps(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
+def after_steps(model: nn.Module, name: str) -> None:
     """Gaps on what the engine generates after each number of steps in STEPS, whose weights it has taken."""
-    with closing(engine_of(model, settings)) as engine:
+    with closing(engine_of(model, FLOWS[name])) as engine:
         rollouts = rollouts_of(engine)
         for steps in STEPS:
-            controls = {"control: codes kept until `_version` moves": stale_of} if steps < STEPS[-1] else {}
-            for what, make in ({"the same": learner_of} | controls).items():
-                learner = stepped(make(model, settings), rollouts, steps)
+            for what, make in {"the same": learner_of, "control: codes kept until `_version` moves": stale_of}.items():
+                learner = stepped(make(model, FLOWS[name]), rollouts, steps)
                 engine.update_weights(learner.named_parameters(), Version(steps, steps))
                 fresh = rollouts_of(engine)
-                print(f"| {name}, after {steps} steps | {what} | {gap(fresh, read(learner, fresh, BUDGET)[1])} | |")
+                found = apart(written(engine, fresh), read(learner, fresh))
+                row(f"{name}, after {steps} optimizer step{'s' * (steps > 1)}", what, found)
 
 
-def shipped() -> None:
-    """Codes that are sent beside weights that the engine quantizes itself, and an adapter that is merged first."""
-    model = load_model(MODEL, torch.float32)
-    adapted = learner_of(model)
-    add_adapter(adapted, LoraConfig(rank=8, alpha=16), 0)
-    for name, parameter in adapted.named_parameters():
+def shipped(model: nn.Module, name: str) -> None:
+    """An engine that is sent codes, as a run sends them, beside one that is sent weights and quantizes them itself."""
+    settings = FLOWS[name]
+    scheme, dtype = SCHEMES[settings["quantization"]], DTYPES[settings.get("dtype", "fp32")]
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    with closing(engine_of(model, settings)) as engine:
+        rollouts, codes = rollouts_of(engine), engine.capabilities.codes.names
+
+        def sent(named: Iterable[tuple[str, Tensor]]) -> Reading:
+            engine.update_weights(named, Version(1, 1))
+            scores = engine.score(rollouts, temperature=1.0)
+            return Reading(
+                written(engine, rollouts).states, {one.uid: of for one, of in zip(rollouts, scores, strict=True)}
+            )
+
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+        def cast(kind: torch.dtype) -> Iterable[tuple[str, Tensor]]:
+            return ((name, weight.to(kind) if name in codes else weight) for name, weight in weights.items())
+
+        own, whole, wrong = (
+            sent(weights.items() if kind is None else quantize_named(cast(kind), codes, scheme))
+            for kind in (None, dtype, other)
+        )
+    row(f"{name}, sent weights", "the same engine, sent their codes", apart(own, whole))
+    rounded = "bfloat16" if other == torch.bfloat16 else "unrounded"
+    row(f"{name}, sent weights", f"control: sent codes of {rounded} weights", apart(own, wrong))
+
+
+def split_product(layer: CodedLinear, inputs: Tensor) -> Tensor:
+    """What two ranks add up of which each has half of the features in, in whole blocks of 128."""
+    half, scheme = layer.in_features // 2, SCHEMES["fp8"]
+    parts = zip(inputs.flatten(0, -2).split(half, dim=1), layer.weight.to(inputs.dtype).split(half, dim=1), strict=True)
+    sums = (product(quantize(rows, scheme.activations), quantize(held, scheme.weights)) for rows, held in parts)
+    return sum(one.to(inputs.dtype) for one in sums).reshape(*inputs.shape[:-1], layer.out_features)
+
+
+def split_tensors() -> None:
+    """What two ranks of tensor parallelism change, on a model whose parts are whole blocks of 128."""
+    text = parity.library_bytes()
+    model = parity.trained("qwen3", 0, text, hidden_size=256, intermediate_size=512, head_dim=64)
+    starts = torch.randint(len(text) - 16, (PROMPTS,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [
+        Prompt(uid=f"{start}", text="", answer="", token_ids=tuple(text[start : start + 16].tolist()))
+        for start in starts
+    ]
+    for name in ("FP8", "FP8 in bf16"):
+        learner, settings = learner_of(model, FLOWS[name]), FLOWS[name]
+        with closing(engine_of(model, settings)) as engine, in_its_dtype(settings):
+            rollouts = rollouts_of(engine, prompts)
+            wanted = written(engine, rollouts)
+            row(f"{name}, 256 wide", "the same", apart(wanted, read(learner, rollouts)))
+            for layer in (one for path, one in learner.named_modules() if path.endswith(("o_proj", "down_proj"))):
+                layer.forward = partial(split_product, layer)
+            row(f"{name}, 256 wide", "control: its tensors split over 2 ranks", apart(wanted, read(learner, rollouts)))
+
+
+def run_config() -> Config:
+    settings = ("precision=fp8", "engine.quantization=fp8", "iterations=4", "batch.prompts=8", "checkpoint.every=2")
+    return resolve("quickstart", "on_policy", [*settings, "evaluation.problems=8", "threads=1"])
+
+
+def run_and_kill(folder: Path) -> None:
+    """Train until the line of the third iteration is written, and be killed."""
+    train_run(run_config(), folder, lambda line: line["iteration"] == 3 and os.kill(os.getpid(), signal.SIGKILL))
+
+
+def from_codes(learner: JointLearner, *given: Any, load: Callable[..., None] = JointLearner.load) -> None:
+    """The control: continue from the numbers that codes stand for, as if the weights themselves had not been kept."""
+    load(learner, *given)
+    for name, weight in learner.weights("policy"):
+        if "_proj" in name:
+            weight.detach().copy_(dequantize(quantize(weight.detach(), SCHEMES["fp8"].weights), torch.float32))
+
+
+def killed(home: Path) -> None:
+    """The policies of a run that ends, of the same killed and continued, and of one continued otherwise."""
+    process = get_context("spawn").Process(target=run_and_kill, args=(home / "killed",))
+    process.start()
+    process.join()
+    if process.exitcode != -signal.SIGKILL:
+        raise SystemExit(f"the run that was to be killed ended with {process.exitcode}")
+    shutil.copytree(home / "killed", home / "control", symlinks=True)
+    train_run(run_config(), home / "whole", lambda line: None)
+    train_run(run_config(), home / "killed", lambda line: None)
+    with patch.object(JointLearner, "load", from_codes):
+        train_run(run_config(), home / "control", lambda line: None)
+    policies = {
+        path.name: load_model(str(path / "checkpoints" / "last" / "policy"), torch.float32) for path in home.iterdir()
+    }
+    with closing(engine_of(policies["whole"], FLOWS["FP8"])) as engine:
+        rollouts = rollouts_of(engine)
+    found = {name: read(learner_of(policy), rollouts) for name, policy in policies.items()}
+    what = "FP8, a run of 4 iterations"
+    row(what, "the same, killed in the third and continued", apart(found["whole"], found["killed"]))
+    row(what, "control: continued from the numbers of its codes", apart(found["whole"], found["control"]))
+
+
+def adapted(model: nn.Module) -> None:
+    """An adapter that is merged before its layer is quantized, beside one that is added to the codes of the weight."""
+    learner = learner_of(model)
+    add_adapter(learner, LoraConfig(rank=8, alpha=16), 0)
+    for name, parameter in learner.named_parameters():
         if "lora_B" in name:
             parameter.data = 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    weights = dict(merged_weights(adapted))
-    beside = copy.deepcopy(adapted)
+    beside = copy.deepcopy(learner)
     for layer in beside.modules():
         if hasattr(layer, "get_delta_weight"):
             del layer.forward  # the class's own
-    with closing(engine_of(model, {"quantization": "fp8"})) as engine:
-        found = {}
-        for how in ("codes", "weights"):
-            named = weights.items()
-            if how == "codes":
-                named = quantize_named(named, engine.capabilities.codes.names, SCHEMES["fp8"])
-            engine.update_weights(named, Version(1, 1))
-            found[how] = rollouts_of(engine)
-        same = all(
-            torch.equal(one.rollout_log_probs, other.rollout_log_probs)
-            for one, other in zip(found["codes"], found["weights"], strict=True)
-        )
-        which = f"FP8, codes or weights sent: rollouts {'equal' if same else 'DIFFER'}"
-        own = gap(found["codes"], read(adapted, found["codes"], BUDGET)[1])
-        print(f"| {which} | an adapter merged first | {own} | |")
-        print("| FP8 | control: adapter beside the codes of the frozen weight | ", end="")
-        print(f"{gap(found['codes'], read(beside, found['codes'], BUDGET)[1])} | |")
-    half = quantize(weights["model.layers.0.mlp.down_proj.weight"].bfloat16(), FP8_BLOCKS)
-    full = quantize(weights["model.layers.0.mlp.down_proj.weight"], FP8_BLOCKS)
-    differ = int((half.codes.view(torch.uint8) != full.codes.view(torch.uint8)).sum())
-    print(f"\ncodes of bfloat16 weights beside those of float32 weights: {differ} of {full.codes.numel()} differ")
+    with closing(engine_of(model, FLOWS["FP8"])) as engine:
+        engine.update_weights(merged_weights(learner), Version(1, 1))
+        rollouts = rollouts_of(engine)
+        wanted = written(engine, rollouts)
+    row("FP8", "the same, with an adapter of rank 8", apart(wanted, read(learner, rollouts)))
+    row("FP8", "control: the adapter beside the codes of the frozen weight", apart(wanted, read(beside, rollouts)))
 
 
 def gradients() -> None:
@@ -287,12 +418,27 @@ def memory() -> None:
         print(f"| `{what}` | {size / tokens:.0f} |")
 
 
+def table() -> None:
+    model = load_model(MODEL, torch.float32)
+    print("| engine, or first side | learner, or second side | mean | largest | equal states |\n|---|---|---|---|---|")
+    for name, settings in FLOWS.items():
+        with in_its_dtype(settings):
+            one_flow(model, name)
+    for name in ("FP8", "FP8 and FP8 cache"):
+        after_steps(model, name)
+    adapted(model)
+    for name in ("FP8", "FP8 in bf16"):
+        shipped(model, name)
+    with tempfile.TemporaryDirectory() as home:
+        killed(Path(home))
+    split_tensors()
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     began = time.process_time()
-    parity()
-    shipped()
+    table()
     gradients()
     memory()
     print(f"\ntorch {torch.__version__}, 1 thread, {time.process_time() - began:.0f} CPU s")

@@ -1,0 +1,50 @@
+"""The table of the FP8 flow: beside each row that is equal stands a control that is not."""
+
+from typing import NamedTuple
+
+import pytest
+
+from helpers.paths import ROOT
+
+WANTED = ("after 1 ", "after 30 ", "after 300 ", "adapter", "sent their codes", "killed", "checkpointed", "split over")
+
+
+class Row(NamedTuple):
+    first: str
+    second: str
+    mean: float
+    largest: float
+    equal: int
+    tokens: int
+
+
+def section() -> str:
+    page = (ROOT / "docs" / "precision.md").read_text()
+    return page.partition("Each zero beside what is not one")[2].partition("Gradients, |error|")[0]
+
+
+def table() -> list[Row]:
+    found = []
+    for line in section().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and " of " in cells[-1]:
+            equal, tokens = cells[-1].split(" of ")
+            found.append(Row(cells[0], cells[1], float(cells[2]), float(cells[3]), int(equal), int(tokens)))
+    return found
+
+
+def test_each_equal_row_has_a_control_that_is_not():
+    rows = table()
+    same = [row for row in rows if row.second.startswith("the same")]
+    assert len(same) > 10 and {row.first for row in rows} == {row.first for row in same}
+    for row in same:
+        assert row.equal == row.tokens > 500 and row.mean < 1e-6 and row.largest < 1e-5, row
+        controls = [one for one in rows if one.first == row.first and one.second.startswith("control: ")]
+        assert controls and all(one.equal < one.tokens for one in controls), row
+        assert any(one.largest > 10 * max(row.largest, 1e-7) for one in controls), row
+    assert len(same) + sum(row.second.startswith("control: ") for row in rows) == len(rows)
+
+
+@pytest.mark.parametrize("what", WANTED)
+def test_the_table_has_what_the_flow_promises(what):
+    assert what in section()
