@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from helpers.engines.architectures import EOS, make_model, make_requests
 from helpers.engines.reference import tiny_model, tiny_prompt
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
 from jackpot.core.errors import ModelError
 from jackpot.core.types import Version
-from jackpot.models.forward import checkpoint_activations, response_hidden
+from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden
 from jackpot.models.load import DTYPES
 from jackpot.models.lora import add_adapter, merged_weights
 from jackpot.models.quantization.attention import Attention, with_trained_kv
@@ -232,6 +233,38 @@ def test_in_bf16_autocast_would_leave_a_gap_and_weights_and_gradients_stay_float
     for name, found in gradients[0].items():
         assert found.dtype == torch.float32 == model.get_parameter(name).dtype
         assert torch.cosine_similarity(found.flatten(), gradients[1][name].flatten(), dim=0) > 0.98, name
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma"])
+def test_in_bf16_a_layer_that_reads_weights_of_others_and_an_embedding_that_scales_leave_no_gap(name):
+    """Lfm2ShortConv reads the weight of its convolution, and Gemma multiplies the rows of its table."""
+    model, settings = make_model(name), TransformersEngineConfig(quantization="fp8", dtype="bf16")
+    twin = copy.deepcopy(model)
+    for weight in twin.parameters():
+        weight.data = weight.data.bfloat16()
+    with closing(TransformersEngine(twin, settings, eos_token_ids=(EOS,), version=Version(0, 0))) as engine:
+        rollouts = engine.generate(make_requests([5, 9], group=2, num_new=16))
+    train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True, dtype=torch.bfloat16)
+    scores, engine_scores = [], {one.uid: one.rollout_log_probs for one in rollouts}
+    for batch in plain_batches(rollouts, 10_000, 0, pads=True):
+        logits = response_hidden(model, batch) @ output_layer(model).weight.bfloat16().T
+        tokens = batch.at_sampled(batch.response_ids)
+        found = logits.detach().double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        scores.append((found - torch.cat([engine_scores[uid] for uid in batch.uids])).abs())
+    assert float(torch.cat(scores).max()) < 1e-6
+
+
+def test_in_bf16_the_gradient_of_a_scaled_embedding_adds_up_in_float32():
+    model = make_model("gemma")
+    table = model.get_input_embeddings()
+    scale = table.embed_scale.bfloat16()
+    train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True, dtype=torch.bfloat16)
+    ids, grad = torch.full((1, 3000), 7), matrix(3000, 64, seed=1).bfloat16()[None]
+    outputs = table(ids)
+    assert torch.equal(outputs[0, 0], table.weight[7].detach().bfloat16() * scale)
+    outputs.backward(grad)
+    torch.testing.assert_close(table.weight.grad[7].double(), (grad[0] * scale).double().sum(0), rtol=1e-4, atol=1e-3)
+    assert table.weight.grad.dtype == torch.float32 and table.weight.grad.count_nonzero() == 64
 
 
 def test_an_adapter_is_merged_before_its_layer_is_quantized_and_gets_the_gradient_of_that():

@@ -11,7 +11,7 @@ costs one for each token.
 Shapes: `M` tokens, `N` features out, `K` features in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 from weakref import ref
@@ -19,7 +19,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.core.errors import ModelError
 from jackpot.models.quantization.attention import attend_as_engine
@@ -174,16 +176,28 @@ def train_in_codes(
 def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Let a backbone compute in `dtype` where a model with weights of that dtype does, in place; weights stay float32.
 
-    Autocast would keep float32 between layers, and in norms. Here each module that has weights of its own sees them
-    rounded while it runs, so that what flows between layers has the dtype too. The output layer is not the backbone's.
+    Autocast would keep float32 between layers, and in norms. Here each module sees its weights, and those within it,
+    which some read, rounded while it runs, so that what flows between layers has the dtype too. The output layer is not
+    the backbone's.
     """
     body = model.base_model
     for module in body.modules():
-        if isinstance(module, CodedLinear) or not module._parameters:
-            continue
-        run = _rounded_outputs if type(module) is nn.Embedding else _with_rounded_weights
-        module.forward = partial(run, module, module.forward, dtype)
+        if isinstance(module, nn.Embedding):
+            run = _rounded_outputs if type(module) is nn.Embedding else _with_rounded_lookup
+            module.forward = partial(run, module, module.forward, dtype)
+        elif rounded := [one for one in _read_by(module) if one._parameters]:
+            module.forward = partial(_with_rounded_weights, rounded, module.forward, dtype)
     body.forward = partial(_without_autocast, body.forward)
+
+
+def _read_by(module: nn.Module) -> list[nn.Module]:
+    """Return the modules whose weights a module may read itself and that are to be rounded: itself, and all within.
+
+    What holds layers reads its own alone: ranks that share the weights have them whole in one layer at a time.
+    """
+    inside = list(module.modules())
+    holds_layers = any(isinstance(one, GradientCheckpointingLayer) for one in inside[1:])
+    return [one for one in inside[: 1 if holds_layers else None] if not isinstance(one, (CodedLinear, nn.Embedding))]
 
 
 def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any) -> Tensor:
@@ -191,13 +205,37 @@ def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: 
     return forward(*args).to(dtype)
 
 
-def _with_rounded_weights(module: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
-    own = dict(module._parameters)
-    module._parameters.update({name: one.to(dtype) for name, one in own.items() if one is not None})
+class _LookupIn(TorchFunctionMode):
+    """Looks rows up in a float32 table and rounds them, where a module looks them up in its rounded one and does more,
+    such as scale them. So the gradient of a row adds up in float32.
+    """
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._table, self._dtype = table, dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.embedding:
+            return func(*args, **(kwargs or {}))
+        return func(args[0], self._table, *args[2:], **(kwargs or {})).to(self._dtype)
+
+
+def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
+    with _LookupIn(module.weight, dtype):
+        return _with_rounded_weights([module], forward, dtype, *args, **options)
+
+
+def _with_rounded_weights(
+    modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
+) -> Any:
+    own = [dict(module._parameters) for module in modules]
+    for module in modules:
+        module._parameters.update({name: one.to(dtype) for name, one in module._parameters.items() if one is not None})
     try:
         return forward(*args, **options)
     finally:
-        module._parameters.update(own)
+        for module, weights in zip(modules, own, strict=True):
+            module._parameters.update(weights)
 
 
 def _without_autocast(forward: Forward, input_ids: Tensor, **options: Any) -> Any:
