@@ -141,6 +141,9 @@ FORMULAS = {  # "file::function": tests
     "training/joint_learner.py::JointLearner._engine_gap": AGES,
     "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
     "training/joint_learner.py::JointLearner._generated_by": AGES,
+    "training/components.py::RunComponents.next_writers": (
+        "training/test_drafted_runs.py::test_who_generates_or_drafts_next_needs_new_weights",
+    ),
     "training/gradients.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
     "training/gradients.py::GradientSplit._measure": (ROLLOUT_MODEL_STEPS,),
     "training/gradients.py::split_numbers": (ROLLOUT_MODEL_STEPS,),

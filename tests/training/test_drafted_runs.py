@@ -1,9 +1,13 @@
 """Runs in which the policy generates the rollouts and the rollout model drafts them."""
 
+from contextlib import closing
+
 import pytest
 
 from helpers.runs import assert_same_run, read_lines, run, run_and_copy, small_config
 from jackpot.core.errors import ConfigError
+from jackpot.launch.local import launch
+from jackpot.training.components import RunComponents
 from jackpot.training.run.folder import RunFolder
 
 DRAFTED = ("rollout_model.share=0.0", "engine.draft={tokens: 2}")
@@ -23,6 +27,40 @@ def test_the_policy_generates_what_a_fresh_rollout_model_drafts(tmp_path):
     assert lines[0]["obrs/acceptance"] > 0.999
     checks = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]
     assert checks and {event["model"] for event in checks} == {"policy"}
+
+
+def test_the_model_that_drafts_has_the_newest_weights_after_every_iteration(tmp_path):
+    held, evaluates_at_the_ends = [], "evaluation.every=9"
+
+    def listen(line):
+        parts = trainer._components
+        held.append((parts.engine.version, parts.policy_engine.version, parts.learner.version))
+
+    with closing(launch(small_config(*DRAFTED, evaluates_at_the_ends), tmp_path, listen)) as trainer:
+        trainer.train()
+    assert [drafter.rollout_model for drafter, _, _ in held] == [0, 1, 2, 3, 4]
+    assert all(drafter == policy == newest for drafter, policy, newest in held)
+
+
+STEP = "rollout_model.share={schedule: step, hold: 2}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "finished", "roles"),
+    [
+        (DRAFTED, 1, {"policy", "rollout_model"}),
+        (DRAFTED[:1], 1, {"policy"}),
+        ((STEP,), 1, {"rollout_model"}),
+        ((STEP,), 2, {"policy"}),
+        ((STEP, "batch.ahead=1"), 1, {"policy", "rollout_model"}),
+        ((STEP, DRAFTED[1]), 1, {"rollout_model"}),  # the policy generates nothing yet
+        ((STEP, DRAFTED[1]), 2, {"policy", "rollout_model"}),
+    ],
+)
+def test_who_generates_or_drafts_next_needs_new_weights(overrides, finished, roles):
+    config = small_config(*overrides)
+    names = dict.fromkeys(("task", "tokenizer", "engine", "policy_engine", "learner"))
+    assert RunComponents(config=config, costs={}, **names).next_writers(finished).keys() == roles
 
 
 def test_drafts_count_in_the_flops(tmp_path):
