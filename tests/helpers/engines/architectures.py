@@ -28,6 +28,7 @@ PLAIN = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MAMBA = EXPERTS | {"mamba_d_state": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "shared_intermediate_size": 32}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -49,10 +50,14 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 96}),
     "bloom": ("bloom", {}),
 }
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # with recurrent states
+    "jamba": ("jamba", MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 1}),
+    "granitemoehybrid": ("granitemoehybrid", MAMBA | {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4}),
+}
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    kind, special = CHANGES[name]
+    kind, special = (CHANGES | HYBRIDS)[name]
     return CONFIG_MAPPING[kind](**PLAIN | special | changes)
 
 

@@ -56,6 +56,22 @@ def test_routers_experts_and_shared_weights_stay_and_are_named():
     }
 
 
+class Reads(nn.Module):
+    """Multiplies one weight itself and calls the other layer, whose bias it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.own_more = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.own_more(states @ self.own.weight) - self.own_more.bias
+
+
+def test_a_weight_that_the_module_around_a_layer_reads_itself_stays():
+    found = quantized_names(nn.Sequential(Reads()))
+    assert found.converted == ("0.own_more.weight",) and found.kept["0.own.weight"] == "read by its parent"
+
+
 def test_a_model_without_linear_layers_is_refused_by_what_it_is_made_of():
     with pytest.raises(ValueError, match="no linear layer to quantize in Embedding"):
         quantize_linears(nn.Embedding(3, 4), SCHEMES["fp8"])

@@ -2,13 +2,16 @@
 
 The linear layers inside the model are quantized. Embeddings and the output layer are kept, as their rounding reaches
 every token at once; so are norms, biases, and the routers of experts, which choose by small differences. A weight that
-belongs to no linear layer, such as one tensor of all experts, is kept too; the report names everything that is kept.
+belongs to no linear layer, such as one tensor of all experts, is kept too, and so is one that the code of the layer
+around it multiplies itself, as a Mamba layer does; the report names everything that is kept.
 """
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -44,12 +47,22 @@ def quantized_names(model: nn.Module) -> Conversion:
             or (id(module) in heads and "output layer")
             or (_ROUTER.search(path) and "router")
             or (uses[id(parameter)] > 1 and "shared by several layers")
+            or (_reads_weight(type(modules[path.rpartition(".")[0]]), path.rpartition(".")[2]) and "read by its parent")
         )
         if why:
             kept[name] = why
         else:
             converted.append(name)
     return Conversion(converted=tuple(converted), kept=kept)
+
+
+@cache
+def _reads_weight(kind: type[nn.Module], child: str) -> bool:
+    """Tell whether the code of a module reads the weight of a child, in place of calling it."""
+    try:
+        return re.search(rf"\bself\.{re.escape(child)}\.weight\b", inspect.getsource(kind)) is not None
+    except (OSError, TypeError):  # there is no source
+        return False
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:

@@ -161,8 +161,14 @@ def train_in_codes(
         dtype: of the engine's weights and activations.
 
     Raises:
-        ModelError: the model has no linear layer to quantize, or its attention cannot be replaced.
+        ModelError: the model has no linear layer to quantize, its attention cannot be replaced, or it keeps a recurrent
+            state and `dtype` is not float32.
     """
+    if dtype != torch.float32 and getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"{type(model).__name__} keeps a recurrent state, which an engine in bf16 rounds token by token and "
+            f"training by chunks, so that they differ; set engine.dtype=fp32, or precision to fp32 or bf16"
+        )
     attend_as_engine(model, fp8_cache, exact)
     rows = LastRows(scheme.activations)
     try:

@@ -26,6 +26,17 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, 8, 8))
 
 
+class Reads(nn.Module):
+    """Calls one linear layer, and multiplies the weight of the other one itself, as a Mamba layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.up_proj(states) @ self.down_proj.weight
+
+
 def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
     rows, columns = (1, weight.shape[1]) if kind == "int8" else (128, 128)
     return torch.from_numpy(round_blocks(weight.detach().numpy(), rows, columns, kind)).float()
@@ -79,6 +90,7 @@ def test_the_output_layer_and_routers_are_named_as_not_quantized_tied_or_not():
     routed = Experts()
     del routed.experts
     assert WeightFormat.of_model(routed, "fp8").quantization_config["modules_to_not_convert"] == ["lm_head", "gate"]
+    assert WeightFormat.of_model(Reads(), "int8_w8a8").quantization_config["ignore"] == ["lm_head", "down_proj"]
 
 
 def test_models_of_which_vllm_would_quantize_something_else_are_refused():

@@ -77,7 +77,7 @@ class WeightFormat:
             layers = [
                 name.removesuffix(".weight")
                 for name, why in kept.items()
-                if why in ("router", "shared by several layers")
+                if why in ("router", "shared by several layers", "read by its parent")
             ]
             config = {**_CONFIGS[quantization], _KEPT_KEYS[quantization]: [_HEAD, *layers]}
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
