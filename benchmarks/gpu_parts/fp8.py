@@ -4,7 +4,9 @@
 rollouts x 1.33, training x 1.41, end to end x 1.16. The time of a product includes quantizing its left factor, whose
 share is "quantizing"; "off by" is |found - exact| / |exact| on a few rows, where exact multiplies the codes in float64.
 Rollouts are those of the transformers engine, whose layers are quantized one by one, not vLLM's; models have 4 layers.
-Quantization is not fused with the norm before it.
+Quantization is a dozen kernels of torch and is not fused with the norm before it. The rows "norm and quantizing" say
+what that costs: as it is, both compiled apart, and both as one kernel; "faster" and "pays" are of apart over as one.
+"bits" says whether the codes are those of the first way.
 """
 
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from gpu_parts.models import (
 from gpu_parts.results import Result, Row
 from gpu_parts.step import one_update
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from jackpot.config.build import build_config
 from jackpot.models.quantization.product import gemm_exact, product, product_name
@@ -45,6 +48,9 @@ def rows(machine: Machine) -> list[Row]:
         Row(f"product of {tokens:,} tokens, {name}", partial(multiply, machine, tokens, shape))
         for name, shape in weights.items()
         for tokens in counts
+    ]
+    found += [
+        Row(f"norm and quantizing, {tokens:,} tokens", partial(norm_and_codes, machine, tokens)) for tokens in counts
     ]
     found.append(Row("rollouts", partial(compared, machine, generation)))
     found += [
@@ -67,6 +73,30 @@ def multiply(machine: Machine, tokens: int, shape: tuple[int, int]) -> Result:
     error = float((product(codes, held)[:CHECKED] - exact).norm() / exact.norm())
     name = product_name(machine.device)
     return _ratio(plain, coded) | {"quantizing": alone / coded, "off by": error, "product": name}
+
+
+def norm_and_codes(machine: Machine, tokens: int) -> Result:
+    """Time RMSNorm and the quantization of what it returns: as training runs them, compiled, and compiled as one."""
+    size = 256 if machine.tiny else WEIGHTS["q and o"][1]
+    norm = Qwen3RMSNorm(size).to(machine.device, torch.bfloat16)
+    inputs = torch.randn(tokens, size, device=machine.device).bfloat16()
+
+    def codes(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize(states, FP8_TOKEN_BLOCKS)[:2]
+
+    compiled_norm, compiled_codes = torch.compile(norm), torch.compile(codes)
+    ways = {
+        "as it is": lambda: codes(norm(inputs)),
+        "apart": lambda: compiled_codes(compiled_norm(inputs)),
+        "as one": torch.compile(lambda: codes(norm(inputs))),
+    }
+    with torch.no_grad():
+        found = {name: run() for name, run in ways.items()}  # compiles
+        seconds = {name: machine.seconds(run, 20) for name, run in ways.items()}
+    wanted, faster = found["as it is"][0].view(torch.uint8), seconds["apart"] / seconds["as one"]
+    bits = all(torch.equal(one[0].view(torch.uint8), wanted) for one in found.values())
+    times = {f"{name} ms": 1e3 * one for name, one in seconds.items()}
+    return times | {"faster": faster, "pays": faster >= PAYS, "bits": bits}
 
 
 def compared(machine: Machine, prepare: Callable[[Machine, bool], Callable[[], None]]) -> Result:

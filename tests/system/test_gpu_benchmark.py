@@ -92,6 +92,7 @@ def test_the_rows_of_every_part_have_names_of_their_own(gpu):
         for tiny in (True, False):
             names = [row.name for row in importlib.import_module(f"gpu_parts.{part}").rows(Machine(tiny))]
             assert names and len(names) == len(set(names)), part
+            assert part != "fp8" or any(name.startswith("norm and quantizing") for name in names)
 
 
 class TestRuns:
