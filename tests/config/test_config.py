@@ -57,6 +57,23 @@ def message(*changes, **options):
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"objective.advantage": "reinforce_pp"}, "advantage 'reinforce_pp' compares with no group"),
+        ({"objective.advantage": "gae", "critic": {"optimizer": {}}}, "advantage 'gae' compares with no group"),
+        ({"rollout_model": None}, "without a rollout_model the policy generates all responses"),
+        ({"rollout_model.split": "prompt"}, "one model generates all responses to a prompt; use split: group"),
+        ({"rollout_model.share": 1.0}, "share is 0 or 1 in every iteration"),
+        ({"rollout_model.share": {"schedule": "step", "hold": 1}}, "share is 0 or 1 in every iteration"),
+    ],
+)
+def test_a_baseline_of_each_model_that_would_change_nothing_is_refused(changes, said):
+    mixed = {"objective.baseline": "model", "rollout_model.split": "group", "rollout_model.share": 0.5}
+    build(OBRS, mixed)
+    assert said in message(OBRS, mixed, changes)
+
+
 # Unknown and impossible settings
 
 

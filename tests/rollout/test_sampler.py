@@ -87,10 +87,10 @@ def sampler_of(rules, *overrides, change=lambda rollout: rollout, task_class=Num
     return (
         Sampler(
             config,
-            {"rollout_model": engine},
+            {"rollout_model": engine} | ({"policy": engine_class(change)} if config.is_mixed else {}),
             task,
             tokenizer,
-            {"rollout_model": COST},
+            {"rollout_model": COST, "policy": COST},
             prompts,
             Clock(),
             lambda n, event: events.append(event | {"iteration": n}),
@@ -173,6 +173,18 @@ def test_dynamic_sampling_takes_rewards_that_differ_by_rounding_alone_for_equal(
     sampler, *_ = sampler_of(lambda number: MIXED if number % 2 else rounded, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [1, 3, 5, 7] and without_advantage(batch) == 0.0
+
+
+@pytest.mark.parametrize(("baseline", "wanted"), [("model", [1, 3, 5, 7]), ("group", [0, 1, 2, 3])])
+def test_groups_are_filtered_by_the_rewards_that_the_baseline_compares(baseline, wanted):
+    """The rollout model gives the first two responses, the policy the others."""
+    own_equal, own_unequal = (1.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)
+    shares = ("rollout_model.share=0.5", "rollout_model.split=group", f"objective.baseline={baseline}")
+    sampler, *_ = sampler_of(lambda number: own_unequal if number % 2 else own_equal, DYNAMIC, *shares)
+    batch = sampler.next_batch(1)
+    assert kept(batch) == wanted
+    samples = response_advantages("grpo", batch.scored, within_model=baseline == "model")
+    assert {one.rollout.prompt.uid for one in samples if one.advantages.any()} == set(map(str, wanted))
 
 
 def test_surplus_unequal_groups_are_left_out_and_counted():

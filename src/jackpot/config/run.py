@@ -464,6 +464,8 @@ class Config(Strict):
         check_placed(*engines, number=self.placement.engines, ahead=self.batch.ahead)
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
         check_sleep(*engines, are_two=are_two, draft=bool(self.draft))
+        if self.objective.baseline == "model":
+            self._check_baseline()
         control = self.rollout_model and self.rollout_model.distill_control
         if control and control.metric == "acceptance":
             self._check_acceptance(control.target)
@@ -473,6 +475,23 @@ class Config(Strict):
                 f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
             )
         return self
+
+    def _check_baseline(self) -> None:
+        """Refuse to compare rewards within what each model generated of a group, where that would change nothing."""
+        model, advantage, why = self.rollout_model, self.objective.advantage, None
+        if advantage in ("gae", "reinforce_pp"):
+            why = f"advantage {advantage!r} compares with no group; use another advantage"
+        elif model is None:
+            why = "without a rollout_model the policy generates all responses; give a rollout_model"
+        elif model.split == "prompt":
+            why = "with rollout_model.split 'prompt' one model generates all responses to a prompt; use split: group"
+        elif not any(0.0 < model.share_at(number) < 1.0 for number in range(1, self.iterations + 1)):
+            why = "rollout_model.share is 0 or 1 in every iteration; give one between, such as 0.5"
+        if why:
+            raise ValueError(
+                f"objective.baseline 'model' compares the responses to a prompt that one of two models generated, but "
+                f"{why}, or baseline: group"
+            )
 
     def _check_acceptance(self, target: float) -> None:
         """Refuse to hold an acceptance that is constant, out of reach, or of no token in an iteration."""

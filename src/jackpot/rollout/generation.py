@@ -16,7 +16,7 @@ class PromptGroup:
     """Holds the usable responses to one prompt."""
 
     members: list[ScoredRollout]
-    has_equal_rewards: bool  # whether the task gave all members the same reward, before shaping
+    has_equal_rewards: bool  # whether all members that are compared got the same reward of the task, before shaping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

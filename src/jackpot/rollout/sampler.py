@@ -248,12 +248,17 @@ class Sampler:
         return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
 
     def _group(self, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> PromptGroup:
-        """Pair the responses to one prompt with their scores."""
+        """Pair the responses to one prompt with their scores. With `baseline: model` those of each model are compared
+        with each other alone."""
         members = [
             ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
-        return PromptGroup(members=members, has_equal_rewards=all_equal([score.reward for score in scores]))
+        compared: dict[Role | None, list[float]] = {}
+        for rollout, score in zip(rollouts, scores, strict=True):
+            key = rollout.sampled_by if self._config.objective.baseline == "model" else None
+            compared.setdefault(key, []).append(score.reward)
+        return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, compared.values())))
 
 
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Sums) -> ForwardCost:
