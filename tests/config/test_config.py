@@ -349,6 +349,16 @@ def test_an_exact_normalizer_whose_weights_will_have_moved_is_refused():
     build(exact_new)
 
 
+def test_an_exact_normalizer_needs_every_engine_that_generates_rollouts_unquantized():
+    exact = {"objective.correction.normalizer": "exact"}
+    own = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
+    build(exact, own)  # it generates in evaluations alone
+    assert "evaluation.engine samples from a quantized copy" in message(exact, own, {"rollout_model.share": 0.5})
+    of_rollouts = {"engine": {"quantization": "int8_w8a8"}, "evaluation.engine": {"name": "transformers"}}
+    assert "but engine samples from a quantized copy" in message(exact, of_rollouts)
+    build(exact, of_rollouts, {"rollout_model.share": 0.0})
+
+
 def test_an_exact_normalizer_of_rollouts_generated_ahead_is_refused_unless_the_rollout_model_is_frozen():
     exact, ahead = {"objective.correction.normalizer": "exact"}, {"batch.ahead": 1}
     for model in ({}, {"rollout_model.update": "iteration"}, {"rollout_model": None}):

@@ -544,10 +544,12 @@ class Config(Strict):
                 f"normalizer 'exact' takes p_inf from training, but engine.draft.lam {self.draft.lam:g} samples from "
                 f"another distribution; use lam 1, or normalizer: topk"
             )
-        if correction.normalizer == "exact" and is_quantized(self.engine):
+        quantized = [key for key, engine in self.writing_engines.items() if is_quantized(engine)]
+        if correction.normalizer == "exact" and quantized:
             raise ValueError(
-                "normalizer 'exact' takes p_inf from training, but the engine samples from a quantized copy of the "
-                "model (engine.quantization, engine.kv_cache_dtype); use normalizer: topk, or an engine without them"
+                f"normalizer 'exact' takes p_inf from training, but {quantized[0]} samples from a quantized copy of "
+                f"the model ({quantized[0]}.quantization, {quantized[0]}.kv_cache_dtype); use normalizer: topk, or an "
+                f"engine without them"
             )
         model = self.rollout_model
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
