@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from study import ALONE, PANELS, RECIPE, ROOT, TUNING_SEED, best_factor, committed, recipe_of, tuning_name
-from study_page import T_95
 from torch import Tensor
 
 from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
@@ -36,6 +35,7 @@ from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.launch.local import train_run
 from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
+from jackpot.rollout.pass_at_k import student_t
 
 JUDGED = ROOT / "docs" / "study" / "advice.json"
 PAGE, HEADING = ROOT / "docs" / "replay.md", "## How often the rule was right"
@@ -158,7 +158,7 @@ def outcome(one: Outcome, other: Outcome) -> int | None:
     seeds = sorted(one.accuracy.keys() & other.accuracy.keys())
     differences = tuple(one.accuracy[seed] - other.accuracy[seed] for seed in seeds)
     if len(seeds) > 1:
-        half = T_95[len(seeds) - 1] * SeedSpread(values=differences).error
+        half = student_t(len(seeds) - 1) * SeedSpread(values=differences).error
     elif seeds and one.error is not None and other.error is not None:
         half = 1.96 * math.hypot(one.error, other.error)
     else:

@@ -45,6 +45,7 @@ from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
+from jackpot.rollout.pass_at_k import student_t
 from jackpot.ui.views.comparison import percent
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ PAGE = ROOT / "docs" / "study.md"
 PICTURE = ROOT / "docs" / "pictures" / "study.png"
 PRICED = "joint_8b"  # the recipe whose time the cost model gives: Qwen3-1.7B generates for Qwen3-8B
 MARGIN, HALF = -0.02, 0.5  # the target: a 95 % interval above this, at this share of on-policy's rollout FLOPs or less
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
 NOT_RUN = "not run yet"
 EXACT = "drafted"  # the arm that is on_policy in all but its cost
 PAIRS = {"close": FIRST, "far": FIRST, "gap": GAP}
@@ -95,7 +95,7 @@ class Interval:
     def half(self) -> float | None:
         """Half of its width."""
         error = SeedSpread(values=self.values).error
-        return None if error is None else T_95[len(self.values) - 1] * error
+        return None if error is None else student_t(len(self.values) - 1) * error
 
     @property
     def text(self) -> str:
