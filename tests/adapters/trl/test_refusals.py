@@ -4,9 +4,14 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from helpers.trl_runs import ROLLOUT_MODEL, arguments
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
+from jackpot.core.types import Version
+from jackpot.models.load import load_model
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 pytestmark = pytest.mark.trl
 
@@ -30,6 +35,20 @@ def test_settings_are_refused_by_name(adapter: ModuleType, tmp_path, correction,
     with pytest.raises(ConfigError) as caught:
         adapter.CorrectedGRPOTrainer(**arguments(tmp_path, **changes), **rollouts, correction=correction)
     assert named in str(caught.value)
+
+
+def test_what_would_not_be_read_is_refused(adapter: ModuleType, tmp_path):
+    rollouts = {"rollout_func": adapter.EngineRollouts(ROLLOUT_MODEL)}
+    vllm = arguments(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False)
+    for given in (arguments(tmp_path) | rollouts, vllm | {"correction": "tis"}):
+        with pytest.raises(ConfigError, match="num_top_log_probs is 5"):
+            adapter.CorrectedGRPOTrainer(**given, num_top_log_probs=5)
+    model = load_model(ROLLOUT_MODEL, torch.float32)
+    engine = TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[1], version=Version(0, 0))
+    with pytest.raises(ConfigError, match="dtype is 'bf16', but an engine was given"):
+        adapter.EngineRollouts(engine, dtype="bf16")
+    with pytest.raises(ConfigError, match="dtype"):
+        adapter.EngineRollouts(ROLLOUT_MODEL, dtype="bf61")
 
 
 def test_tools_need_a_correction_that_reads_the_ratio_alone(adapter: ModuleType, tmp_path):

@@ -105,7 +105,8 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         args, kwargs: of TRL's trainer.
         correction: settings of the correction: its name, or a mapping with the name and settings, such as
             `{"name": "obrs", "lam": 1.0, "c1": 3.0}` (docs/corrections.md).
-        num_top_log_probs: K that TRL's vLLM is asked for; vLLM allows 20 unless told otherwise.
+        num_top_log_probs: K that TRL's vLLM is asked for, by default 20, the most that vLLM allows unless told
+            otherwise.
 
     Raises:
         ConfigError: TRL's own correction is on too, nobody reports log-probs, or a feature of TRL that a correction of
@@ -116,12 +117,21 @@ class CorrectedGRPOTrainer(GRPOTrainer):
     _tag_names = (*GRPOTrainer._tag_names, "jackpot")
 
     def __init__(
-        self, *args: Any, correction: str | Mapping[str, Any] = "obrs", num_top_log_probs: int = NUM_TOP, **kwargs: Any
+        self,
+        *args: Any,
+        correction: str | Mapping[str, Any] = "obrs",
+        num_top_log_probs: int | None = None,
+        **kwargs: Any,
     ) -> None:
         given = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
         self._objective = policy_objective(validated(ObjectiveConfig, {"correction": correction}))
         refuse(given, self._objective)
+        if num_top_log_probs is not None and (given.get("rollout_func") or not self._reads_z):
+            raise ConfigError(
+                f"num_top_log_probs is {num_top_log_probs}, but only TRL's vLLM is asked for it, and only for a "
+                f"correction that reads Z; leave it out. `EngineRollouts` has an argument of this name"
+            )
         self._lists: _Lists | None = None  # of the generation batch in progress
         self._generations = (0, 0)  # optimizer steps, and generation batches since the last of them
         self._corrected_at = 0  # optimizer steps at which the policy was read last
@@ -139,8 +149,8 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             check_server(self)
             if self._reads_z:
                 generation = self.vllm_generation
-                generation.logprobs = num_top_log_probs
-                generation.generate = partial(self._listen_to_vllm, generation.generate, num_top_log_probs)
+                generation.logprobs = NUM_TOP if num_top_log_probs is None else num_top_log_probs
+                generation.generate = partial(self._listen_to_vllm, generation.generate, generation.logprobs)
 
     @property
     def _reads_z(self) -> bool:

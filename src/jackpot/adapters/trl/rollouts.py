@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.adapters.trl.base import GRPOConfig, GRPOTrainer
+from jackpot.config.build import validated
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.core.errors import ConfigError, EngineError
@@ -15,7 +16,6 @@ from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 NUM_TOP = Sampling().num_top_log_probs
-_DTYPE = TransformersEngineConfig().dtype
 
 
 class EngineRollouts:
@@ -26,13 +26,21 @@ class EngineRollouts:
 
     Args:
         model: folder, hub name or starter:NAME of the model that generates, in this process; or an engine.
-        dtype: of its weights, fp32 or bf16, where `model` is a path.
+        dtype: of its weights, fp32 or bf16, where `model` is a path; by default fp32. An engine has its own.
         num_top_log_probs: K of the top-k that it returns.
+
+    Raises:
+        ConfigError: an unknown dtype, or one for an engine.
     """
 
-    def __init__(self, model: str | Path | Engine, *, dtype: str = _DTYPE, num_top_log_probs: int = NUM_TOP) -> None:
-        self._model, self._dtype, self._top = model, dtype, num_top_log_probs
+    def __init__(
+        self, model: str | Path | Engine, *, dtype: str | None = None, num_top_log_probs: int = NUM_TOP
+    ) -> None:
         self._engine = model if isinstance(model, Engine) else None
+        if self._engine and dtype:
+            raise ConfigError(f"dtype is {dtype!r}, but an engine was given, which has its own; leave it out")
+        self._model, self._settings = model, validated(TransformersEngineConfig, {"dtype": dtype} if dtype else {})
+        self._top = num_top_log_probs
         self._names = BatchNames()
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -43,7 +51,7 @@ class EngineRollouts:
             ConfigError: settings of TRL's sampling that our engines do not have.
         """
         if self._engine is None:
-            self._engine = make_engine(self._model, TransformersEngineConfig(dtype=self._dtype), trainer)
+            self._engine = make_engine(self._model, self._settings, trainer)
         name, _ = self._names.next(trainer)
         return completions(self._engine.generate(requests(prompts, trainer, name, self._top)))
 
