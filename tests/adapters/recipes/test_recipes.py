@@ -35,6 +35,7 @@ RECIPES = {
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 INPUTS = {name: [torch.tensor(row) for row in rows] for name, rows in RECORDED["inputs"].items()}
 MASKS = [row.bool() for row in INPUTS["mask"]]
+LENGTHS = [20, 13, 7, 20, 1, 11, 20, 4]  # of the responses of `batch`
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -74,8 +75,7 @@ def batch() -> dict[str, Tensor]:
     rollout = -3.0 * torch.rand(8, 20, generator=random) - 0.01
     old = (rollout + 0.6 * torch.randn(8, 20, generator=random)).clamp(max=0.0)
     new = old + 0.3 * torch.randn(8, 20, generator=random)
-    lengths = torch.tensor([20, 13, 7, 20, 1, 11, 20, 4])
-    mask = (torch.arange(20) < lengths[:, None]) & (torch.rand(8, 20, generator=random) > 0.1)
+    mask = (torch.arange(20) < torch.tensor(LENGTHS)[:, None]) & (torch.rand(8, 20, generator=random) > 0.1)
     mask[:, 0] = True
     advantages = torch.randn(8, 1, generator=random).expand(8, 20)
     return {"rollout": rollout, "old": old, "new": new.requires_grad_(), "mask": mask, "advantages": advantages}
@@ -89,6 +89,44 @@ def test_no_recipe_is_longer_than_thirty_lines():
     assert sorted(RECIPES) == ["areal", "openrlhf", "prime_rl", "skyrl", "slime"]
     for name, code in RECIPES.items():
         assert len(code.splitlines()) + 1 <= 30, name
+
+
+# A correction whose acceptance mask is apart from its weights: a token that the draw rejects has no gradient.
+
+
+@pytest.mark.parametrize("framework", sorted(RECIPES))
+def test_a_rejected_token_has_no_gradient(framework, request: pytest.FixtureRequest):
+    coin = {"name": "coin_only"}
+    if framework in ("slime", "prime_rl"):  # their rows are shorter: one response each
+        rollout, old = (INPUTS[name][0][None] for name in ("rollout_log_probs", "log_probs"))
+        mask, advantages = MASKS[0][None], INPUTS["advantages"][0][None]
+        rollout = rollout + 1.0  # so that most are rejected
+        new = old.clone().requires_grad_()
+    else:
+        rollout, old, new, mask, advantages = batch().values()
+    request.getfixturevalue(framework) if framework != "slime" else None
+    module = recipe(framework, **{} if framework == "prime_rl" else {"CORRECTION": coin})
+    if framework == "skyrl":
+        settings = request.getfixturevalue("skyrl").AlgorithmConfig()
+        loss = module.jackpot_loss(new, old, advantages, settings, mask.float(), rollout)[0]
+    elif framework == "openrlhf":
+        loss = module.PolicyLoss()(new, old, advantages, action_mask=mask.float(), rollout_log_probs=rollout)[0]
+    elif framework == "areal":
+        data, new = packed()
+        loss = request.getfixturevalue("areal").grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS)
+    elif framework == "slime":
+        given = {"train_log_probs": old, "rollout_log_probs": rollout, "loss_masks": mask.float()}
+        loss = module.jackpot_tis(None, pg_loss=-new[0], **given)[0][mask[0]].sum()
+    else:
+        given = (new[0], rollout[0], None, torch.ones_like(advantages[0]), mask[0], None)
+        loss = module.jackpot_loss(request.getfixturevalue("prime_rl").LossInputs(*given), **coin).loss
+    [gradient] = torch.autograd.grad(loss, new)
+    done = correct(**coin, rollout_log_probs=rollout, target_log_probs=old, response_mask=mask)
+    rejected = mask & (done.accept_mask == 0.0)
+    if framework == "areal":
+        rejected = torch.cat([row[:length] for row, length in zip(rejected, LENGTHS, strict=True)])
+    assert rejected.any()
+    assert not gradient[rejected].any()
 
 
 # SkyRL
@@ -273,14 +311,13 @@ def areal() -> ModuleType:
 def packed() -> tuple[dict[str, Tensor], Tensor]:
     """The batch as AReaL packs it, and the log-probs that are trained."""
     given = batch()
-    lengths = [20, 13, 7, 20, 1, 11, 20, 4]
 
     def pack(rows: Tensor) -> Tensor:
-        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+        return torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])
 
     names = {"logprobs": "rollout", "prox_logp": "old", "loss_mask": "mask", "advantages": "advantages"}
     data = {name: pack(given[mine]) for name, mine in names.items()}
-    data["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    data["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0)
     return data, pack(given["new"].detach()).requires_grad_()
 
 
