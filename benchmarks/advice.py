@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -224,16 +224,77 @@ def kind(said: int, found: int) -> str:
     return "only the rule" if said else "only the study" if found else "both tie"
 
 
-def compared(source: Source) -> Counter[str]:
-    """Count the KINDS over all two arms of which the rule's word and the study's are known."""
-    counts: Counter[str] = Counter()
-    for pair, found in source.by_pair.items():
-        arms = judged_arms(pair)
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two arms of which the rule's word and the study's are known: 1 where the first is better, -1, 0 for a tie."""
+
+    arms: tuple[Judged, Judged]
+    said: int
+    found: int
+
+    @property
+    def by_share(self) -> int:
+        """Return what a rule would say that knows no more than the mean share: less of the rollout model is better."""
+        one, other = (sum(share * part for share, part in arm.shares.items()) for arm in self.arms)
+        return (one < other) - (one > other)
+
+    @property
+    def differs_in_correction(self) -> bool:
+        """Return whether the same model generates the rollouts of both in every iteration."""
+        return self.arms[0].shares == self.arms[1].shares
+
+
+def pairs_of(source: Source) -> list[Pair]:
+    """Return all two arms of which the rule's word and the study's are known."""
+    pairs = []
+    for models, found in source.by_pair.items():
+        arms = judged_arms(models)
         for one, other in combinations([arm for arm in arms if arm in found], 2):
             result = outcome(found[one], found[other])
             if result is not None:
-                counts[kind(predicted(arms[one], arms[other]), result)] += 1
-    return counts
+                both = arms[one], arms[other]
+                pairs.append(Pair(arms=both, said=predicted(*both), found=result))
+    return pairs
+
+
+def compared(source: Source) -> Counter[str]:
+    """Count the KINDS over all pairs."""
+    return Counter(kind(one.said, one.found) for one in pairs_of(source))
+
+
+def agreed(pairs: Sequence[Pair], say: Callable[[Pair], int]) -> str:
+    """Word in how many pairs the study finds what `say` says."""
+    if not pairs:
+        return "-"
+    right = sum(say(one) == one.found for one in pairs)
+    return f"{right} of {len(pairs)} ({right / len(pairs):.0%})"
+
+
+SPLIT = (
+    "lines of the",
+    '"less is better", all pairs',
+    "unequal shares: the rule",
+    '"less is better"',
+    "one share: the rule",
+    '"always a tie"',
+    "correction alone: the rule",
+)
+
+
+def split_row(source: Source) -> str:
+    """One row of the second table: what of the agreement the share of the rollout model alone decides."""
+    pairs = pairs_of(source)
+    by_share, alike = ([one for one in pairs if bool(one.by_share) == is_decided] for is_decided in (True, False))
+    corrections = [one for one in alike if one.differs_in_correction]
+    cells = [
+        agreed(pairs, lambda one: one.by_share),
+        agreed(by_share, lambda one: one.said),
+        agreed(by_share, lambda one: one.by_share),
+        agreed(alike, lambda one: one.said),
+        agreed(alike, lambda one: 0),
+        agreed(corrections, lambda one: one.said),
+    ]
+    return f"| {source.name} | {' | '.join(cells)} |"
 
 
 def row(source: Source) -> str:
@@ -279,6 +340,14 @@ there were:
 
 `only the rule`: it names a better one and the study shows no difference; `only the study`: the other way round;
 `opposite`: each names another one. With one seed the interval is that of the problems alone: too narrow.
+
+**What the share alone decides.** Most pairs differ in the share of the rollout model, and of those the rule knows
+little more than "less of the rollout model is better" (by the mean share over the iterations; equal ones are a tie).
+What it adds is in the pairs of one share, nearly all of which differ in the correction alone:
+
+| {" | ".join(SPLIT)} |
+|{"---|" * len(SPLIT)}
+{chr(10).join(split_row(source) for source in every)}
 
 | worth, in rollouts of the policy's own | {" | ".join(kept)} |
 |---|{"---|" * len(kept)}

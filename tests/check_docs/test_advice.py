@@ -34,6 +34,15 @@ def test_a_difference_within_its_95_percent_interval_is_a_tie() -> None:
     assert [advice.outcome(one, single[0]) for one in single[1:]] == [0, 1]
 
 
+def test_less_of_the_rollout_model_is_what_the_share_alone_says() -> None:
+    arms = [advice.Judged(groups=None, shares=one) for one in ({1.0: 0.75, 0.0: 0.25}, {0.5: 1.0}, {0.75: 1.0})]
+    said = [advice.Pair(arms=(arms[0], other), said=1, found=-1) for other in arms]
+    assert [one.by_share for one in said] == [0, -1, 0]
+    assert [one.differs_in_correction for one in said] == [True, False, False]
+    assert advice.agreed(said, lambda one: one.by_share) == "1 of 3 (33%)"
+    assert advice.agreed(said, lambda one: one.said) == "0 of 3 (0%)" and advice.agreed([], lambda one: 0) == "-"
+
+
 def test_the_rule_holds_a_share_for_worth_its_mean_over_the_iterations_and_calls_close_ones_a_tie() -> None:
     sums = torch.tensor([[1000.0, 1000.0, 1050.0, 60.0, 1000.0, 200.0, 900.0]], dtype=torch.float64).expand(20, -1)
     one = advice.Judged(groups=sums, shares={1.0: 1.0})
