@@ -95,8 +95,7 @@ def test_a_rollout_function_without_what_the_correction_needs_is_an_error(adapte
 
 
 def test_settings_that_our_engines_lack_are_an_error(adapter: ModuleType, tmp_path):
-    trainer = adapter.CorrectedGRPOTrainer(
-        **arguments(tmp_path, min_p=0.1), rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL)
-    )
     with pytest.raises(ConfigError, match=r"min_p is 0\.1"):
-        trainer.train()
+        adapter.CorrectedGRPOTrainer(
+            **arguments(tmp_path, min_p=0.1), rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL)
+        )

@@ -28,7 +28,7 @@ from jackpot.adapters.trl.base import (
     without_dropout,
 )
 from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement, refuse_prompts
-from jackpot.adapters.trl.rollouts import NUM_TOP
+from jackpot.adapters.trl.rollouts import NUM_TOP, EngineRollouts, sampling_of
 from jackpot.config.build import validated
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.core.errors import ConfigError, DataError
@@ -136,6 +136,8 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         self._generations = (0, 0)  # optimizer steps, and generation batches since the last of them
         self._corrected_at = 0  # optimizer steps at which the policy was read last
         if rollout_func := given.get("rollout_func"):
+            if isinstance(rollout_func, EngineRollouts):
+                sampling_of(given["args"], NUM_TOP)
             given["rollout_func"] = partial(self._listen, rollout_func)
         super().__init__(**given)
         refuse_placement(self)
