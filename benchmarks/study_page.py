@@ -368,16 +368,16 @@ def target_text(pairs: Sequence[Arms], margin: float = MARGIN) -> str:
 
 
 def best_text(pairs: Sequence[Arms]) -> str:
-    """Say which arm is the most accurate at half of the rollout FLOPs or less."""
+    """Say which arm is the most accurate at half of the rollout FLOPs or less, a line a pair."""
     parts = []
     for arms in pairs:
         if best := next(iter(arms.cheap()), None):
             apart, equal = arms.difference(best, "on_policy").text, arms.at_equal_cost(best).text
             parts.append(
-                f"{arms.pair}: `{best}`, {apart} points to `on_policy` at {arms[f'{best}@rollout']}, and {equal} to "
+                f"   - {arms.pair}: `{best}`, {apart} points to `on_policy` at {arms[f'{best}@rollout']}, and {equal} to "
                 f"`on_policy` that had spent as much"
             )
-    return "; ".join(parts) or NOT_RUN
+    return "\n".join(parts) or f"   - {NOT_RUN}"
 
 
 def markdown(columns: Row, rows: Sequence[Row]) -> str:
