@@ -374,8 +374,8 @@ def best_text(pairs: Sequence[Arms]) -> str:
         if best := next(iter(arms.cheap()), None):
             apart, equal = arms.difference(best, "on_policy").text, arms.at_equal_cost(best).text
             parts.append(
-                f"   - {arms.pair}: `{best}`, {apart} points to `on_policy` at {arms[f'{best}@rollout']}, and {equal} to "
-                f"`on_policy` that had spent as much"
+                f"   - {arms.pair}: `{best}`, {apart} points to `on_policy` at {arms[f'{best}@rollout']}, and {equal} "
+                f"to `on_policy` that had spent as much"
             )
     return "\n".join(parts) or f"   - {NOT_RUN}"
 
