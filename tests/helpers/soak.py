@@ -64,6 +64,9 @@ SCENARIOS = {arm: Scenario("regimes", arm) for arm in load_recipe("regimes")["ar
     "dynamic_sampling": Scenario("objectives", "dapo", ("objective.overlong_buffer.len=4",)),
     "lora_on_both": Scenario("quickstart", "lora", ("rollout_model.lora={rank: 4, alpha: 8}",)),
     "tool": Scenario("quickstart", "tool"),
+    "mixed": Scenario("mixed", "mixed_groups"),
+    "annealed": Scenario("mixed", "annealed", ("rollout_model.share.hold=4",)),
+    "drafted": Scenario("mixed", "drafted"),
 }
 
 
