@@ -1,6 +1,7 @@
 """What TRL's users have beside the loss goes on: resume, peft, several processes, evaluations, the model card."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,15 @@ def test_an_evaluation_is_trls_own(adapter: ModuleType, tmp_path):
     trainer.train()
     trainer.evaluate(trainer.train_dataset.select(range(2)))
     assert any("eval_reward" in line for line in trainer.state.log_history)
+
+
+def test_what_counted_nothing_is_not_in_the_log(adapter: ModuleType, tmp_path):
+    """All completions are cut short and masked. One NaN would spoil TRL's mean over steps."""
+    trainer = trainer_of(adapter, tmp_path, max_steps=1, max_completion_length=1, mask_truncated_completions=True)
+    trainer.train()
+    logged = {name: value for line in trainer.state.log_history for name, value in line.items() if "jackpot/" in name}
+    assert "jackpot/obrs/kappa" in logged and "jackpot/correction/weight_max" not in logged
+    assert all(math.isfinite(value) for value in logged.values()), logged
 
 
 def test_two_processes_take_the_steps_of_one(adapter: ModuleType, tmp_path):

@@ -329,5 +329,11 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
             sums.append(correction_sums(done, inputs, correction.lam, has_z) | unusable)
         metrics = {name: one.value for name, one in to_host(all_reduce_sums(add_sums(*sums))).items()}
-        for name, value in (metrics | ({"obrs/kappa": done.kappa} if has_z else {})).items():
-            self._metrics["train"][f"jackpot/{name}"].append(float(value))
+        self._log_metrics(metrics | ({"obrs/kappa": done.kappa} if has_z else {}))
+
+    def _log_metrics(self, values: Mapping[str, Tensor | float]) -> None:
+        """Add numbers to TRL's log, which averages those of several steps; leave out what counted nothing, which is NaN
+        or -inf."""
+        for name, value in values.items():
+            if (number := float(value)) > -math.inf:
+                self._metrics["train"][f"jackpot/{name}"].append(number)

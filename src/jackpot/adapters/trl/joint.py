@@ -141,7 +141,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
             return made
         by_policy = torch.tensor(self._writers.by_policy, device=batch["completion_ids"].device)
         share = self.accelerator.gather((~by_policy).float()).mean()
-        self._metrics["train"]["jackpot/sampling/rollout_model_share"].append(float(share))
+        self._log_metrics({"sampling/rollout_model_share": share})
         return made | {"jackpot_by_policy": by_policy}
 
     def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> Scores:
@@ -255,9 +255,8 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         metrics["rollout_model/distill_weight"] = Mean.number(self._distill_weight)
         if control := self._config.rollout_model.distill_control:
             self._distill_weight = next_distill_weight(control, self._distill_weight, metrics)
-        for name, entry in metrics.items():
-            if not name.startswith("obrs/"):  # the correction's are in the log already
-                self._metrics["train"][f"jackpot/{name}"].append(float(entry.value))
+        # The correction's are in the log already.
+        self._log_metrics({name: one.value for name, one in metrics.items() if not name.startswith("obrs/")})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make TRL's schedule, and the rollout model's optimizer, whose schedule ends at the same step."""
