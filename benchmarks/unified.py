@@ -121,10 +121,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     texts = options.results.read_text().splitlines() if options.results.exists() else []
-    found = [json.loads(text) for text in texts]
+    found, seeds = [json.loads(text) for text in texts], [int(one) for one in options.seeds.split(",")]
     if options.table:
         for commit in dict.fromkeys(one["source"] for one in found):
-            of = [one for one in found if (one["source"], one["settings"]) == (commit, options.settings)]
+            chosen = (commit, options.settings)
+            of = [one for one in found if (one["source"], one["settings"]) == chosen and one["seed"] in seeds]
             print(f"src/ of {commit}\n\n{table(of)}\n")
         return
     commit, wanted = source(), {}
@@ -133,7 +134,7 @@ def main() -> None:
     done = {
         (one["model"], one["arm"], one["seed"], one["source"]) for one in found if one["settings"] == options.settings
     }
-    for seed in map(int, options.seeds.split(",")):
+    for seed in seeds:
         for model, arms in ARMS.items():
             if options.only not in (None, model):
                 continue
