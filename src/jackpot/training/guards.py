@@ -75,12 +75,12 @@ class EngineCheck:
         config = self._config
         if not rollouts:
             return
-        with _recorded(self._record, iteration):
+        with stop_recorded(self._record, iteration):
             check_ids(rollouts, engine.capabilities.vocab_size)
         if not config.guard.check_engine:
             return
         seed = fold_in(config.seed, "glance", iteration)
-        with _recorded(self._record, iteration):
+        with stop_recorded(self._record, iteration):
             version = self._version_of(rollouts, iteration)
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
             chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
@@ -112,12 +112,12 @@ class EngineCheck:
         chosen = first_rollouts([one for one in rollouts if one.sampled_mask.any() and not discard_reason(one)])
         if not chosen:
             return math.nan
-        with _recorded(self._record, iteration):
+        with stop_recorded(self._record, iteration):
             check_ids(chosen, engine.capabilities.vocab_size)
         score = self._score(chosen)
         if not config.guard.check_engine:
             return engine_gap(chosen, score(config.sampling))
-        with _recorded(self._record, iteration):
+        with stop_recorded(self._record, iteration):
             check_lists(ReportedLists.of(chosen))
             return check_gap(chosen, config.sampling, self._precisions(engine), score)["mean_gap"]
 
@@ -179,7 +179,7 @@ class NonFiniteGuard:
             is_bad = bool(result.metrics["health/non_finite_steps"].value)
             self.count = self.count + 1 if is_bad else 0
             if self.count >= self._limit:
-                with _recorded(self._record, iteration):
+                with stop_recorded(self._record, iteration):
                     raise TrainingError(
                         f"the last {self.count} optimizer steps, up to iteration {iteration}, had a non-finite loss or "
                         f"gradient. All were skipped, so the weights and every checkpoint are those of before. Look at "
@@ -189,11 +189,11 @@ class NonFiniteGuard:
 
 
 @contextmanager
-def _recorded(record: RecordEvent, iteration: int) -> Iterator[None]:
-    """Record the error that stops a run as an event of `iteration`, and raise it on."""
+def stop_recorded(record: RecordEvent, iteration: int, kind: type[JackpotError] = JackpotError) -> Iterator[None]:
+    """Record an error of a kind, which stops a run, as an event of `iteration`, and raise it on."""
     try:
         yield
-    except JackpotError as error:
+    except kind as error:
         record(iteration, {"event": "stopped", "why": str(error)})
         raise
 

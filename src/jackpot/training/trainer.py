@@ -20,7 +20,7 @@ from jackpot.training.batching import mini_batches
 from jackpot.training.checkpointer import Checkpointer
 from jackpot.training.components import RunComponents
 from jackpot.training.evaluator import Evaluator
-from jackpot.training.guards import EngineCheck, NonFiniteGuard
+from jackpot.training.guards import EngineCheck, NonFiniteGuard, stop_recorded
 from jackpot.training.interrupt import StopSignal
 from jackpot.training.iteration_metrics import lag_sums, metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
@@ -97,7 +97,7 @@ class Trainer:
             WeightsError: an engine holds other weights than it was sent.
         """
         config, parts = self._config, self._components
-        with StopSignal() as stop, _old_objects_frozen(), self._other_weights_recorded():
+        with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
                 self._rollback.check(self._finish_iteration({}))
             else:
@@ -118,7 +118,7 @@ class Trainer:
                 writers = self._next_writers(number)
                 if writers:
                     self._sampler.finish()
-                with self._clock("sync"):
+                with self._clock("sync"), stop_recorded(self._folder.event, number, WeightsError):
                     sent = [parts.send_weights(engine, role) for role, engine in writers.items()]
                 with self._clock("save"):
                     self._save(number, samples, results)
@@ -136,14 +136,6 @@ class Trainer:
             closing.callback(self._folder.close)
             closing.callback(self._components.close)
             self._record_events()  # those of an iteration that did not end may say why
-
-    @contextmanager
-    def _other_weights_recorded(self) -> Iterator[None]:
-        try:
-            yield
-        except WeightsError as error:
-            self._folder.event(self.iteration + 1, {"event": "stopped", "why": str(error)})
-            raise
 
     def _check_engines(self, number: int, rollouts: Sequence[Rollout]) -> None:
         """Check what the engines report of the rollout batch of iteration `number`."""
@@ -178,7 +170,7 @@ class Trainer:
         values, batch = metric_values(sums), self._config.batch
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             self._sampler.finish()
-            with self._clock("evaluate"):
+            with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
                 values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
         self._folder.check_in_place()
         self._record_events()
