@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.config.engines import cache_numbers, is_remote
+from jackpot.config.engines import is_remote
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.cores import free_cores
@@ -296,11 +296,8 @@ def computed_differently(config: Config) -> list[list[str]]:
     """Return the layers that an engine of the rollouts and training compute in different number formats: name, the
     engine's format, and training's."""
     is_coded = config.scheme is not None
-    fields, device = ("dtype", "quantization", "head_dtype"), pick_device(config).type
-    of_engines = [
-        SideFormats(**{name: getattr(one, name) for name in fields}, kv_cache_dtype=cache_numbers(one, device))
-        for one in config.writing_engines.values()
-    ]
+    device = pick_device(config).type
+    of_engines = [SideFormats.of(one, device) for one in config.writing_engines.values()]
     of_training = SideFormats(
         dtype=config.compute_dtype if is_coded else "fp32",
         quantization=config.scheme,
@@ -344,7 +341,7 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
             raise ModelError(
                 f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary"
             )
-        _widen(config, model)
+        widen(config, model)
         models["reference"] = model
     return models
 
@@ -358,7 +355,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     settings = getattr(config, role)
     with _role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
-    _widen(config, model)
+    widen(config, model)
     if config.scheme:
         _train_in_codes(config, model)
     else:
@@ -389,7 +386,9 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
         fuse(model)
 
 
-def _widen(config: Config, model: PreTrainedModel) -> None:
+def widen(config: Config, model: PreTrainedModel) -> None:
+    """Have the output layer of a model multiply in float32 where the settings say so; in one flow its weight is rounded
+    as the engine's is."""
     if config.head_dtype == "fp32":
         widen_head(model, DTYPES[config.compute_dtype] if config.scheme else None)
 

@@ -17,7 +17,7 @@ from jackpot.analysis.mismatch.lengths import LengthRow, compare_lengths
 from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
-from jackpot.config.engines import TransformersEngineConfig, cache_numbers
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.prng import fold_in
@@ -254,9 +254,7 @@ def _pair(
 
 def _formats(side: SideConfig, device: str) -> dict[str, str]:
     """Return the number formats of a side's layers on a kind of device."""
-    engine, autocast = side.engine, getattr(side, "autocast", None)
-    own = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
-    formats = SideFormats(**own, kv_cache_dtype=cache_numbers(engine, device), autocast=autocast)
+    formats = SideFormats.of(side.engine, device, getattr(side, "autocast", None))
     return layer_formats(load_meta_model(side.path), formats)
 
 

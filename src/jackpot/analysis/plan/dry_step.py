@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.run import Config
 from jackpot.core.types import PackedRow, Role
-from jackpot.launch.local import model_paths
+from jackpot.launch.local import model_paths, widen
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -35,7 +35,6 @@ from jackpot.models.forward import (
     output_layer,
     predicting_hidden,
     read_row,
-    widen_head,
 )
 from jackpot.models.fused import fuse
 from jackpot.models.load import DTYPES, load_meta_model
@@ -231,8 +230,7 @@ def _shorten(model: PreTrainedModel, tracker: MemoryTracker) -> None:
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
     """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
     settings, model = getattr(config, role), load_meta_model(path).eval()
-    if config.head_dtype == "fp32":
-        widen_head(model, DTYPES[config.compute_dtype] if config.scheme else None)
+    widen(config, model)
     _prepare(config, model)
     if settings.optimizer is None:
         return model.requires_grad_(False)
@@ -264,8 +262,7 @@ def _reference(config: Config) -> PreTrainedModel | None:
     if settings is None:
         return None
     model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
-    if config.head_dtype == "fp32":
-        widen_head(model, DTYPES[config.compute_dtype] if config.scheme else None)
+    widen(config, model)
     if config.scheme:
         _prepare(config, model)
     return model

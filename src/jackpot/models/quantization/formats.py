@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from jackpot.config.engines import EngineConfig, cache_numbers
 from jackpot.models.quantization.convert import quantized_names
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES, Grid
 
@@ -24,6 +25,12 @@ class SideFormats:
     kv_cache_dtype: str | None = None
     head_dtype: str | None = None
     autocast: str | None = None  # of products, where weights and what flows between layers have `dtype`
+
+    @classmethod
+    def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
+        """Return the formats of an engine on a kind of device."""
+        own = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
+        return cls(**own, kv_cache_dtype=cache_numbers(engine, device), autocast=autocast)
 
 
 class LayerDifference(NamedTuple):
