@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from itertools import islice, takewhile
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -228,14 +228,13 @@ class TransformersEngine(Engine):
         def shared(request: Request) -> tuple[BatchSettings, bool]:
             return batch_settings(request.sampling), request.exact_drafts
 
-        first = self._queue[0]
-        alike = takewhile(lambda request: shared(request) == shared(first), self._queue)
+        (_, is_exact), alike = next(groupby(self._queue, shared))
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
         make: Callable[..., DecodingBatch] = DecodingBatch
         if self._draft is not None:
             settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
-            settings = settings.model_copy(update={"lam": 1.0} if first.exact_drafts else {})
+            settings = settings.model_copy(update={"lam": 1.0} if is_exact else {})
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)
