@@ -257,11 +257,6 @@ def pairs_of(source: Source) -> list[Pair]:
     return pairs
 
 
-def compared(source: Source) -> Counter[str]:
-    """Count the KINDS over all pairs."""
-    return Counter(kind(one.said, one.found) for one in pairs_of(source))
-
-
 def agreed(pairs: Sequence[Pair], say: Callable[[Pair], int]) -> str:
     """Word in how many pairs the study finds what `say` says."""
     if not pairs:
@@ -281,9 +276,8 @@ SPLIT = (
 )
 
 
-def split_row(source: Source) -> str:
+def split_row(source: Source, pairs: Sequence[Pair]) -> str:
     """One row of the second table: what of the agreement the share of the rollout model alone decides."""
-    pairs = pairs_of(source)
     by_share, alike = ([one for one in pairs if bool(one.by_share) == is_decided] for is_decided in (True, False))
     corrections = [one for one in alike if one.differs_in_correction]
     cells = [
@@ -297,9 +291,9 @@ def split_row(source: Source) -> str:
     return f"| {source.name} | {' | '.join(cells)} |"
 
 
-def row(source: Source) -> str:
+def row(source: Source, pairs: Sequence[Pair]) -> str:
     """One row of the table, with what a rule would get right that always says tie."""
-    counts = compared(source)
+    counts = Counter(kind(one.said, one.found) for one in pairs)
     total = counts.total()
     if not total:
         return f"| {source.name} | {source.lines} | not yet |" + " |" * (len(KINDS) + 1)
@@ -325,7 +319,7 @@ def section() -> str:
     """Return the section of docs/replay.md from the study's lines that there are now."""
     kept = json.loads(JUDGED.read_text())
     every = sources()
-    lines = sum(source.lines for source in every)
+    lines, pairs = sum(source.lines for source in every), [pairs_of(source) for source in every]
     return f"""{HEADING}
 
 The arms of [the study](study.md) were ranked by their worth on the rollouts of one run of its recipe for each pair of
@@ -336,7 +330,7 @@ there were:
 
 | lines of the | number | agree | {" | ".join(KINDS)} | "always a tie" agrees |
 |---|---|---|{"---|" * len(KINDS)}---|
-{chr(10).join(row(source) for source in every)}
+{chr(10).join(map(row, every, pairs))}
 
 `only the rule`: it names a better one and the study shows no difference; `only the study`: the other way round;
 `opposite`: each names another one. With one seed the interval is that of the problems alone: too narrow.
@@ -347,7 +341,7 @@ What it adds is in the pairs of one share, nearly all of which differ in the cor
 
 | {" | ".join(SPLIT)} |
 |{"---|" * len(SPLIT)}
-{chr(10).join(split_row(source) for source in every)}
+{chr(10).join(map(split_row, every, pairs))}
 
 | worth, in rollouts of the policy's own | {" | ".join(kept)} |
 |---|{"---|" * len(kept)}
