@@ -159,12 +159,12 @@ class Writers:
 
     def _send(self, role: Role, trainer: GRPOTrainer) -> None:
         """Have an engine hold the weights that its model has in training."""
-        if role == "policy":
-            refuse_unmerged(_unwrapped(trainer))
         engine, version = self._engine(role, trainer), trainer.version
         steps = getattr(version, role)
         if self._held.get(role) == steps:
             return
+        if role == "policy":
+            refuse_unmerged(_unwrapped(trainer))
         if engine.capabilities.sleeps and trainer.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
