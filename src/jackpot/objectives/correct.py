@@ -140,19 +140,7 @@ def estimate_z(
         DataError: tensors of other shapes, dtypes or devices, or neither or both forms of the policy's distribution.
     """
     ids, top = rollout_top_ids, rollout_top_log_probs
-    if (policy_logits is None) == (hidden_states is None) or (hidden_states is None) != (head is None):
-        raise DataError("the policy's distribution is needed once: give policy_logits, or hidden_states and head")
-    if ids.shape != top.shape or not ids.dim() or ids.dtype != torch.int64 or not top.is_floating_point():
-        raise DataError(
-            f"rollout_top_ids is {list(ids.shape)} {ids.dtype}, rollout_top_log_probs {list(top.shape)} {top.dtype}; "
-            f"they must be [..., K], int64 and float"
-        )
-    name, scores = ("policy_logits", policy_logits) if hidden_states is None else ("hidden_states", hidden_states)
-    if scores.shape[:-1] != ids.shape[:-1] or scores.device != ids.device or top.device != ids.device:
-        raise DataError(
-            f"{name} is {list(scores.shape)} on {scores.device}, rollout_top_ids {list(ids.shape)} on {ids.device} and "
-            f"rollout_top_log_probs on {top.device}; they must be of the same positions and on one device"
-        )
+    _check_distributions(ids, top, policy_logits, hidden_states, head)
     with torch.no_grad():
         if hidden_states is None:
             at_ids, policy_ids, policy_top = _read_logits(policy_logits, ids, temperature)
@@ -168,6 +156,25 @@ def estimate_z(
             fill_ins=filled,
             fill_valid=ids.new_full(ids.shape[:-1], fill_ins is not None, dtype=torch.bool),
             lam=lam,
+        )
+
+
+def _check_distributions(
+    ids: Tensor, top: Tensor, policy_logits: Tensor | None, hidden_states: Tensor | None, head: nn.Linear | None
+) -> None:
+    """Raise the DataErrors of `estimate_z`; `ids` and `top` are its `rollout_top_ids` and `rollout_top_log_probs`."""
+    if (policy_logits is None) == (hidden_states is None) or (hidden_states is None) != (head is None):
+        raise DataError("the policy's distribution is needed once: give policy_logits, or hidden_states and head")
+    if ids.shape != top.shape or not ids.dim() or ids.dtype != torch.int64 or not top.is_floating_point():
+        raise DataError(
+            f"rollout_top_ids is {list(ids.shape)} {ids.dtype}, rollout_top_log_probs {list(top.shape)} {top.dtype}; "
+            f"they must be [..., K], int64 and float"
+        )
+    name, scores = ("policy_logits", policy_logits) if hidden_states is None else ("hidden_states", hidden_states)
+    if scores.shape[:-1] != ids.shape[:-1] or scores.device != ids.device or top.device != ids.device:
+        raise DataError(
+            f"{name} is {list(scores.shape)} on {scores.device}, rollout_top_ids {list(ids.shape)} on {ids.device} and "
+            f"rollout_top_log_probs on {top.device}; they must be of the same positions and on one device"
         )
 
 

@@ -96,20 +96,24 @@ class TransformersEngine(Engine):
             sleeps=settings.enable_sleep_mode,
         )
         self._events = self._weights.events
-        self._capture: GraphCapture | None = None  # None: `DecodingBatch` decodes
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
-        if not is_eager and drafter is not None:
-            self._events.append(decoding_event("growing", False, "rows accept different numbers of drafts"))
-        elif not is_eager and decodes_statically(model):
-            self._capture = GraphCapture(model.device.type)
-        elif not is_eager:
-            why = f"{type(model).__name__} with these settings has no attention for it"
-            self._events.append(decoding_event("growing", False, why))
+        self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._in_flight = InFlightRequests()
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None
+
+    def _make_capture(self, model: PreTrainedModel) -> GraphCapture | None:
+        """Return what captures decoding steps, or None and an event that says why there is none."""
+        if self._draft is not None:
+            why = "rows accept different numbers of drafts"
+        elif decodes_statically(model):
+            return GraphCapture(model.device.type)
+        else:
+            why = f"{type(model).__name__} with these settings has no attention for it"
+        self._events.append(decoding_event("growing", False, why))
+        return None
 
     @property
     def capabilities(self) -> Capabilities:
