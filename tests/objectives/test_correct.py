@@ -132,6 +132,13 @@ def test_everything_runs_where_tensors_have_no_numbers() -> None:
         ),
         ("tis", {"rollout_log_probs": torch.full((B, T), -torch.inf)}, "rollout_log_probs holds "),
         ("tis", {"z": torch.full((B, T), torch.nan)}, "z holds "),
+        ("obrs", {"z": 0.9}, "z is of type float and response_mask [6, 40]; both must be tensors"),
+        ("tis", {"rollout_log_probs": None}, "rollout_log_probs is of type NoneType"),
+        ("tis", {"response_mask": [[True]]}, "response_mask is of type list; it must be [B, T] torch.bool"),
+        ("tis", {"rollout_log_probs": torch.full((B, T), 0.5)}, "rollout_log_probs is above 0 at most tokens"),
+        ("obrs", {"z": torch.full((B, T), 0.7), "lam": 2.0}, "from 0.7 to 0.7; at lam = 2 Z is in [0, 0.5]"),
+        ("obrs", {"z": torch.full((B, T), -0.1)}, "z holds numbers from -0.1 to -0.1"),
+        ("mask_only", {"uniforms": torch.ones(B, T)}, "uniforms holds numbers outside of [0, 1)"),
     ],
 )
 def test_what_cannot_be_corrected_is_named(name: str, change: dict[str, Any], message: str) -> None:
@@ -150,6 +157,17 @@ def test_what_cannot_be_corrected_is_named(name: str, change: dict[str, Any], me
             {"policy_logits": torch.zeros(B, T - 1, V)},
             "policy_logits is [6, 39, 50] on cpu, rollout_top_ids",
         ),
+        ({"rollout_top_ids": [1]}, "rollout_top_ids is of type list; it must be a tensor"),
+        (
+            {"rollout_top_ids": torch.arange(V, V + K).expand(B, T, K)},
+            "ids from 50 to 57; the policy's vocabulary",
+        ),
+        ({"temperature": 0.0}, "temperature is 0.0 and lam 1.0; both must be above 0"),
+        ({"fill_ins": lambda ids: ids[..., 0]}, "fill_ins returned [6, 40]; it must be [6, 40, 8]"),
+        (
+            {"policy_logits": None, "hidden_states": torch.zeros(B, T, H), "head": torch.zeros(V, H)},
+            "head is [50, 16]; it must be the policy's output layer",
+        ),
     ],
 )
 def test_what_z_cannot_be_estimated_from_is_named(change: dict[str, Any], message: str) -> None:
@@ -157,3 +175,25 @@ def test_what_z_cannot_be_estimated_from_is_named(change: dict[str, Any], messag
     lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"], "policy_logits": given["logits"]}
     with pytest.raises(JackpotError, match=re.escape(message)):
         estimate_z(**{**lists, **change})
+
+
+@pytest.mark.parametrize("fault", ["a token twice", "raw scores"])
+def test_a_list_that_is_no_distribution_has_no_z_and_an_absent_token_harms_nothing(fault: str) -> None:
+    given = rollouts()
+    whole, place = z_of(given).value, (0, 0)
+    given["top"][1, 0, -2:] = -torch.inf
+    given["ids"][1, 0, -2:] = given["ids"][1, 0, 0]
+    if fault == "a token twice":
+        given["ids"][place][1] = given["ids"][place][0]
+    else:
+        given["top"][place] = 0.0
+    z = z_of(given)
+    assert z.value.isnan().nonzero().tolist() == [[*place]]
+    others = torch.ones(B, T, dtype=torch.bool)
+    others[0, 0] = others[1, 0] = False
+    assert z.value[others].equal(whole[others]) and 0 < z.value[1, 0] <= whole[1, 0]
+    given["response_mask"][place] = False
+    assert correct("obrs", z=z, **arguments(given)).weights.isfinite().all()
+    given["response_mask"][place] = True
+    with pytest.raises(JackpotError, match=r"z holds 1 numbers that are not finite .* names a token twice"):
+        correct("obrs", z=z, **arguments(given))

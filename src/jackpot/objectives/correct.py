@@ -22,6 +22,8 @@ from jackpot.objectives.kernels.tiles import Head
 
 FillIns = Callable[[Tensor], Tensor]
 _LAM, _TEMPERATURE = OBRSCorrection().lam, Sampling().temperature
+_MASS = 1.01  # largest sum of probabilities of a top-k list, by rounding
+_ROUNDING = 0.01  # largest log-prob, and Z above its bound, by rounding
 
 _ADVICE = {  # what to do where a correction lacks a tensor
     "z": "estimate it with jackpot.estimate_z from the policy's logits and the engine's top-k log-probs, or take "
@@ -62,8 +64,8 @@ def correct(
         rollout_log_probs: [B, T] nats, of the sampled tokens as the engine that sampled them computed them.
         target_log_probs: [B, T] nats, of the policy: before the update (`old_log_probs`) or now.
         response_mask: [B, T] bool, True where a token was sampled; what stands elsewhere is ignored.
-        z: [B, T], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; only obrs and its parts read
-            it.
+        z: [B, T] in [0, min(1, 1 / lam)], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; only
+            obrs and its parts read it.
         advantages: [B, T]; only corrections that look at their sign read them: prefix, f_tis, dppo.
         proximal_log_probs: [B, T] nats, of the point that PPO's ratio is taken from; None: `target_log_probs`.
         uniforms: [B, T] in [0, 1), what rejection is drawn by; None: drawn here.
@@ -73,7 +75,8 @@ def correct(
 
     Raises:
         ConfigError: an unknown correction or setting, or a value that is not allowed.
-        DataError: tensors of other shapes, dtypes or devices, or one that this correction needs and that is missing.
+        DataError: tensors of other shapes, dtypes or devices, or one that this correction needs and that is missing; on
+            a CPU also numbers that cannot be what their name says, where a look at them waits for nothing.
     """
     correction = make_correction(name, **settings)
     given = {
@@ -85,6 +88,8 @@ def correct(
         "uniforms": uniforms,
     }
     _check(response_mask, given)
+    if response_mask.device.type == "cpu":  # elsewhere a look waits for the device
+        _check_numbers(response_mask, given, correction.lam)
     for needed in sorted(correction.reads):
         if given[needed] is None:
             raise DataError(f"correction {name} reads {needed}, which is not given: {_ADVICE[needed]}")
@@ -123,31 +128,37 @@ def estimate_z(
 
     Args:
         rollout_top_ids: [..., K] int64, the most probable tokens of each position by the engine; at masked positions
-            any K ids.
+            any K ids of the vocabulary.
         rollout_top_log_probs: [..., K] nats, of these tokens as the engine sampled them.
         policy_logits: [..., V] float.
         hidden_states: [..., H] float.
         head: V by H, maps hidden states to logits.
-        temperature: of sampling, by which the policy's logits are divided.
+        temperature: of sampling, above 0, by which the policy's logits are divided.
         lam: of the correction that reads Z.
         fill_ins: returns log p_inf, [..., K], of given ids [..., K], the policy's most probable ones, by a forward pass
             of the weights that sampled; None: nothing is known of those which the engine does not name.
 
     Returns:
-        Z, its bounds, and the mass that was captured: [...] each, without gradient.
+        Z, its bounds, and the mass that was captured: [...] each, without gradient. Z is NaN where a list of the engine
+        names a token twice or sums to more than 1, as it may at masked positions.
 
     Raises:
-        DataError: tensors of other shapes, dtypes or devices, or neither or both forms of the policy's distribution.
+        DataError: tensors of other shapes, dtypes or devices, neither or both forms of the policy's distribution, a
+            temperature or lam that is not above 0, or, on a CPU, ids outside of the vocabulary.
     """
     ids, top = rollout_top_ids, rollout_top_log_probs
     _check_distributions(ids, top, policy_logits, hidden_states, head)
+    if not (temperature > 0 and lam > 0):
+        raise DataError(f"temperature is {temperature} and lam {lam}; both must be above 0")
     with torch.no_grad():
         if hidden_states is None:
             at_ids, policy_ids, policy_top = _read_logits(policy_logits, ids, temperature)
         else:
             at_ids, policy_ids, policy_top = _read_head(hidden_states, head, ids, temperature)
         filled = torch.full_like(policy_top, -torch.inf) if fill_ins is None else fill_ins(policy_ids)
-        return obrs.topk_z(
+        if not isinstance(filled, Tensor) or filled.shape != policy_ids.shape:
+            raise DataError(f"fill_ins returned {_described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
+        z = obrs.topk_z(
             rollout_top_log_probs=top.float(),
             target_at_rollout_top=at_ids,
             rollout_top_ids=ids,
@@ -157,6 +168,14 @@ def estimate_z(
             fill_valid=ids.new_full(ids.shape[:-1], fill_ins is not None, dtype=torch.bool),
             lam=lam,
         )
+        return z._replace(value=torch.where(_is_distribution(ids, top), z.value, torch.nan))
+
+
+def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
+    """Tell of each list, [..., K], whether its ids differ and its probabilities sum to at most 1: [...]."""
+    absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # ids of their own, for places without a token
+    named = torch.where(top > -torch.inf, ids, absent).sort(-1).values
+    return (named.diff(dim=-1) != 0).all(-1) & (top.float().exp().sum(-1) <= _MASS)
 
 
 def _check_distributions(
@@ -165,16 +184,28 @@ def _check_distributions(
     """Raise the DataErrors of `estimate_z`; `ids` and `top` are its `rollout_top_ids` and `rollout_top_log_probs`."""
     if (policy_logits is None) == (hidden_states is None) or (hidden_states is None) != (head is None):
         raise DataError("the policy's distribution is needed once: give policy_logits, or hidden_states and head")
+    name, scores = ("policy_logits", policy_logits) if hidden_states is None else ("hidden_states", hidden_states)
+    given = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
+    for one, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise DataError(f"{one} is {_described(tensor)}; it must be a tensor")
     if ids.shape != top.shape or not ids.dim() or ids.dtype != torch.int64 or not top.is_floating_point():
         raise DataError(
             f"rollout_top_ids is {list(ids.shape)} {ids.dtype}, rollout_top_log_probs {list(top.shape)} {top.dtype}; "
             f"they must be [..., K], int64 and float"
         )
-    name, scores = ("policy_logits", policy_logits) if hidden_states is None else ("hidden_states", hidden_states)
     if scores.shape[:-1] != ids.shape[:-1] or scores.device != ids.device or top.device != ids.device:
         raise DataError(
             f"{name} is {list(scores.shape)} on {scores.device}, rollout_top_ids {list(ids.shape)} on {ids.device} and "
             f"rollout_top_log_probs on {top.device}; they must be of the same positions and on one device"
+        )
+    if head is not None and not isinstance(head, nn.Linear):
+        raise DataError(f"head is {_described(head)}; it must be the policy's output layer, a torch.nn.Linear")
+    size = scores.shape[-1] if head is None else head.out_features
+    if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < size):
+        raise DataError(
+            f"rollout_top_ids holds ids from {int(ids.min())} to {int(ids.max())}; the policy's vocabulary has 0 to "
+            f"{size - 1}; at masked positions and for absent tokens, whose log-prob is -inf, give any of these"
         )
 
 
@@ -202,29 +233,54 @@ def _read_head(hidden: Tensor, head: nn.Linear, ids: Tensor, temperature: float)
     return at_ids, top_ids, top
 
 
+def _described(given: object) -> str:
+    """Say what was given in place of something else: a tensor's shape, or a type."""
+    return str(list(given.shape)) if isinstance(given, Tensor) else f"of type {type(given).__name__}"
+
+
 def _check(mask: Tensor, given: dict[str, Tensor | None]) -> None:
-    """Raise the DataErrors of `correct` but that of a missing tensor."""
-    if mask.dtype != torch.bool or mask.dim() != 2:
+    """Raise the DataErrors of `correct` about types, shapes, dtypes and devices."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
+        found = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else _described(mask)
         raise DataError(
-            f"response_mask is {list(mask.shape)} {mask.dtype}; it must be [B, T] torch.bool (`.bool()`), True where a "
-            f"token was sampled"
+            f"response_mask is {found}; it must be [B, T] torch.bool (`.bool()`), True where a token was sampled"
         )
     for name, tensor in given.items():
-        if tensor is None:
+        if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):
             continue
-        if tensor.shape != mask.shape:
+        if not isinstance(tensor, Tensor) or tensor.shape != mask.shape:
             raise DataError(
-                f"{name} is {list(tensor.shape)} and response_mask {list(mask.shape)}; both must be [B, T], one number "
-                f"a token"
+                f"{name} is {_described(tensor)} and response_mask {list(mask.shape)}; both must be tensors, [B, T], "
+                f"one number a token"
             )
         if not tensor.is_floating_point():
             raise DataError(f"{name} is {tensor.dtype}; it must be a float tensor")
         if tensor.device != mask.device:
             raise DataError(f"{name} is on {tensor.device} and response_mask on {mask.device}; move one of them")
-        if tensor.device.type == "cpu":  # elsewhere a look waits for the device
-            may_be_zero = tensor.isneginf() if name == "target_log_probs" else torch.zeros_like(mask)
-            if wrong := int((mask & ~tensor.isfinite() & ~may_be_zero).sum()):
-                raise DataError(f"{name} holds {wrong} numbers that are not finite at tokens of the response mask")
+
+
+def _check_numbers(mask: Tensor, given: dict[str, Tensor | None], lam: float) -> None:
+    """Raise the DataErrors of `correct` about numbers at tokens of the mask."""
+    most = min(1.0, 1.0 / lam)
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        numbers = tensor.detach()[mask]
+        may_be_zero = numbers.isneginf() if name == "target_log_probs" else torch.zeros_like(numbers, dtype=torch.bool)
+        if wrong := int((~numbers.isfinite() & ~may_be_zero).sum()):
+            why = "; estimate_z gives NaN where the engine's list names a token twice or sums to more than 1"
+            raise DataError(
+                f"{name} holds {wrong} numbers that are not finite at tokens of the response mask{why * (name == 'z')}"
+            )
+        if name.endswith("log_probs") and (numbers > _ROUNDING).sum() > (numbers < -_ROUNDING).sum():
+            raise DataError(f"{name} is above 0 at most tokens; log-probs are natural logarithms of probabilities")
+        if name == "z" and not ((numbers >= 0) & (numbers <= most + _ROUNDING)).all():
+            raise DataError(
+                f"z holds numbers from {float(numbers.min()):.4g} to {float(numbers.max()):.4g}; at lam = {lam:g} Z is "
+                f"in [0, {most:g}]: estimate it at the lam of the correction"
+            )
+        if name == "uniforms" and not ((numbers >= 0) & (numbers < 1)).all():
+            raise DataError("uniforms holds numbers outside of [0, 1); draw them with torch.rand")
 
 
 def _drawn(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
