@@ -1,9 +1,11 @@
 """Runs whose engines generate in processes of their own (`placement.engines`), here in forks of this one."""
 
+import asyncio
 import json
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +24,7 @@ from jackpot.launch.engine_processes import own_gpu
 from jackpot.launch.local import make_engines, model_paths, train_run
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EngineHost
-from jackpot.rollout.engines.process import ProcessLink
+from jackpot.rollout.engines.process import ProcessLink, starting
 from jackpot.training.joint_learner import JointLearner
 
 
@@ -183,6 +185,30 @@ def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_
     os.waitpid(leader, 0)
     assert select.select([ends], [], [], 30.0)[0] and not Path(memory).exists()
     os.close(ends)
+
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+TORCHRUN += ("ROLE_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what torchrun sets it is given nothing: it would join the ranks, or share their cores out once more."""
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    entry = "import json, os, socket, sys; ours = socket.socket(fileno=int(sys.argv[1])); "
+    entry += "ours.send(json.dumps(dict(os.environ)).encode())"
+
+    async def given() -> dict[str, str]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            child = await starting(entry, {"CUDA_VISIBLE_DEVICES": "3"})(theirs)
+            assert await child.wait() == 0
+            return json.loads(ours.recv(2**20))
+
+    found = asyncio.run(given())
+    assert not found.keys() & set(TORCHRUN)
+    assert found["CUDA_VISIBLE_DEVICES"] == "3" and found["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize(
