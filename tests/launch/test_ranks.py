@@ -16,6 +16,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.place import Place
 from jackpot.launch import local
 from jackpot.launch.ranks import BACKENDS, _own_device
+from training.test_rollback import COLLAPSES, GUARD
 
 
 def test_two_ranks_train_the_run_of_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
@@ -89,6 +90,17 @@ def test_a_killed_rank_ends_all_and_any_number_of_ranks_continues(
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     changed = [one["ranks"] for one in events if one["event"] == "environment_changed"]
     assert changed == ([] if ranks == 2 else [f"ranks 2 -> {ranks}"])
+
+
+@pytest.mark.slow
+def test_two_ranks_go_back_to_a_checkpoint_as_one_does(tmp_path: Path) -> None:
+    """The followers build their learners anew, from the checkpoint and with smaller steps."""
+    config = small_config(*COLLAPSES, GUARD, "iterations=3")
+    ended = run_ranks(2, config, tmp_path / "two")
+    assert ended.codes == [0, 0], ended.printed
+    assert [line["iteration"] for line in run(config, tmp_path / "one")] == [0, 1, 2, 1, 2, 3]
+    assert_close_runs(tmp_path / "one", tmp_path / "two")
+    assert metrics(tmp_path / "two")[-1]["health/rollbacks"] == 1.0
 
 
 def test_a_rank_that_stands_still_is_an_error_within_the_time_out(tmp_path: Path) -> None:
