@@ -89,40 +89,6 @@ def test_prefix_towards_the_current_policy_has_the_gradient_of_ctpos_clipped_los
     torch.testing.assert_close(-advantage * found.weights * found.accept_mask, log_probs.grad * MASK)
 
 
-def test_prefix_corrects_the_states_and_a_ratio_of_the_token_alone_does_not():
-    """E_inf of w f(prefix, token) = E_target of f, by enumeration of all responses of two history-dependent models."""
-    vocabulary, length = 3, 4
-    draw = torch.Generator().manual_seed(0)
-    responses = list(itertools.product(range(vocabulary), repeat=length))
-    tables = [
-        {
-            prefix: torch.randn(vocabulary, generator=draw, dtype=torch.float64).log_softmax(-1)
-            for t in range(length)
-            for prefix in itertools.product(range(vocabulary), repeat=t)
-        }
-        for _ in range(2)
-    ]
-    worth = {one[:t]: math.sin(7.0 * sum(one[:t]) + t) for one in responses for t in range(1, length + 1)}
-    rollout, target = (
-        torch.stack([torch.stack([table[one[:t]][one[t]] for t in range(length)]) for one in responses])
-        for table in tables
-    )
-    values = torch.tensor([[worth[one[: t + 1]] for t in range(length)] for one in responses], dtype=torch.float64)
-    everywhere = torch.ones_like(rollout, dtype=torch.bool)
-    inputs = replace(
-        random_inputs([1.0] * len(responses), everywhere), rollout_log_probs=rollout, target_log_probs=target
-    )
-
-    def mean(log_probs, weights):
-        return (log_probs.sum(-1).exp() @ (weights * values)).tolist()  # of each token number
-
-    exact = mean(target, torch.ones_like(target))
-    prefix = make_correction("prefix", low=math.inf, high=math.inf).apply(inputs, {})
-    assert mean(rollout, prefix.weights) == pytest.approx(exact, rel=1e-10)
-    token = mean(rollout, make_correction("is").apply(inputs, {}).weights)
-    assert token[0] == pytest.approx(exact[0], rel=1e-10) and token[-1] != pytest.approx(exact[-1], rel=0.05)
-
-
 # f_tis
 
 

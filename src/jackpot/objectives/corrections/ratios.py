@@ -151,8 +151,8 @@ class MinPrefix(BaseCorrection):
     After MinPRO, arXiv 2601.22718: the smallest ratio of the prefix stands for the product of all. The paper clips
     from below too; its bounds and its code are not known to us, so 0 and `cap` are ours.
 
-    Between `tis`, which leaves prefixes to the rollout model, and `prefix`: biased against all that follows a token
-    which the policy finds improbable, and so against late tokens, as the smallest of many ratios is below 1.
+    Between `tis`, which leaves prefixes to the rollout model, and `prefix`, which it is for the first two tokens, up to
+    the cap. After these biased against late tokens, as the mean of the smallest of several ratios is below 1.
     """
 
     settings: MinPrefixCorrection

@@ -1,0 +1,125 @@
+"""What corrections are biased towards, by enumeration of all responses of two models that read the whole prefix."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.objectives.obrs import known_z
+
+VOCABULARY, LENGTH = 3, 4
+
+
+@dataclass(frozen=True)
+class Enumeration:
+    """Every response once [N, T]: log-probs of its tokens under both models, a value of each prefix, and a reward."""
+
+    rollout: Tensor
+    target: Tensor
+    values: Tensor
+    rewards: Tensor  # [N]
+
+    def apply(self, name: str, **settings) -> tuple[Tensor, Tensor]:
+        """Return w and m of the correction, [N, T] each, with the rewards as advantages."""
+        inputs = CorrectionInputs(
+            rollout_log_probs=self.rollout,
+            target_log_probs=self.target,
+            proximal_log_probs=self.target,
+            response_mask=torch.ones_like(self.rollout, dtype=torch.bool),
+            uniforms=torch.zeros_like(self.rollout),
+            advantages=self.rewards[:, None].expand(self.rollout.shape),
+            z=known_z(torch.ones_like(self.rollout)),
+        )
+        found = make_correction(name, **settings).apply(inputs, {})
+        return found.weights, found.accept_mask
+
+    def mean(self, factors: Tensor | float, log_probs: Tensor | None = None) -> list[float]:
+        """Mean of `factors` of the first token, the second, ... over the rollout model's responses, or another's."""
+        chances = (self.rollout if log_probs is None else log_probs).sum(-1).exp()
+        return (chances @ (factors * torch.ones_like(self.rollout))).tolist()
+
+
+@cache
+def enumeration() -> Enumeration:
+    draw = torch.Generator().manual_seed(0)
+    responses = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+    prefixes = [prefix for t in range(LENGTH) for prefix in itertools.product(range(VOCABULARY), repeat=t)]
+    tables = [
+        {prefix: torch.randn(VOCABULARY, generator=draw, dtype=torch.float64).log_softmax(-1) for prefix in prefixes}
+        for _ in range(2)
+    ]
+    rollout, target = (
+        torch.stack([torch.stack([table[one[:t]][one[t]] for t in range(LENGTH)]) for one in responses])
+        for table in tables
+    )
+    values = [[math.sin(7.0 * sum(one[:t]) + t) for t in range(1, LENGTH + 1)] for one in responses]
+    rewards = [1.0 if sum(one) % 2 else -1.0 for one in responses]
+    return Enumeration(rollout, target, torch.tensor(values).double(), torch.tensor(rewards).double())
+
+
+def test_prefix_corrects_the_states_and_a_ratio_of_the_token_alone_does_not():
+    """E_inf of w f(prefix, token) = E_target of f."""
+    models = enumeration()
+    exact = models.mean(models.values, models.target)
+    prefix, _ = models.apply("prefix", low=math.inf, high=math.inf)
+    assert models.mean(prefix * models.values) == pytest.approx(exact, rel=1e-10)
+    token, _ = models.apply("is")
+    found = models.mean(token * models.values)
+    assert found[0] == pytest.approx(exact[0], rel=1e-10) and found[-1] != pytest.approx(exact[-1], rel=0.05)
+
+
+def test_min_prefix_is_unbiased_for_two_tokens_and_gives_later_ones_less_than_their_share():
+    """E_inf of the product is 1 at every token; with the smallest ratio in its place it falls below."""
+    models = enumeration()
+    weights, _ = models.apply("min_prefix", cap=math.inf)
+    exact = models.mean(models.values, models.target)
+    found = models.mean(weights * models.values)
+    assert found[:2] == pytest.approx(exact[:2], rel=1e-10)
+    assert found[3] != pytest.approx(exact[3], rel=0.05)
+    shares = models.mean(weights)
+    assert shares[:2] == pytest.approx([1.0, 1.0], rel=1e-10)
+    assert 1.0 > shares[2] > shares[3]
+
+
+def test_min_prefix_is_unbiased_for_the_token_given_its_prefix():
+    """The mean of w over the next token is the smallest ratio of the prefix, whatever the token's distributions are."""
+    models = enumeration()
+    weights, _ = models.apply("min_prefix", cap=math.inf)
+    ratios = (models.target - models.rollout).exp()
+    smallest = torch.cummin(ratios, -1).values
+    for t in range(1, LENGTH):
+        by_prefix = (weights[:, t] * models.rollout[:, t].exp()).unflatten(0, (VOCABULARY**t, VOCABULARY, -1))[:, :, 0]
+        before = smallest[:, t - 1].unflatten(0, (VOCABULARY**t, -1))[:, 0]
+        torch.testing.assert_close(by_prefix.sum(-1), before, rtol=1e-12, atol=0.0)
+
+
+def test_f_tis_is_unbiased_as_is_for_good_responses_and_too_kind_to_bad_ones_far_from_the_policy():
+    """E_inf of w m A f, f = 1: above that of `is` by just what the far bad responses held."""
+    models = enumeration()
+    weights, mask = models.apply("f_tis", cap=math.inf, max_kl=0.5)
+    ratios, _ = models.apply("is")
+    good = models.rewards[:, None] > 0
+    assert models.mean(weights * mask * good) == pytest.approx(models.mean(ratios * good), rel=1e-12)
+    gradient, unbiased = (models.mean(factors * models.rewards[:, None]) for factors in (weights * mask, ratios))
+    far = (models.rollout - models.target).sum(-1, keepdim=True) > 0.5
+    held = models.mean(ratios * (far & ~good))
+    assert min(held) > 0.01
+    assert gradient == pytest.approx([a + b for a, b in zip(unbiased, held, strict=True)], rel=1e-10)
+
+
+def test_dppo_is_unbiased_for_tokens_inside_the_region_and_lets_no_other_leave_it():
+    """E_inf of w m f given the prefix is the policy's mean of f over the tokens that stay; the others lack both their
+    probability and their gradient, and all of these move the policy away from the rollout model."""
+    models = enumeration()
+    weights, mask = models.apply("dppo", max_tv=0.15, cap=math.inf)
+    outside = (models.target.exp() - models.rollout.exp()).abs() > 0.15
+    moves_away = models.rewards[:, None] * (models.target - models.rollout) > 0
+    dropped = outside & moves_away
+    assert torch.equal(mask == 0.0, dropped) and 0 < dropped.sum() < outside.sum()
+    given_prefix = models.rollout.exp() * weights * mask
+    torch.testing.assert_close(given_prefix, torch.where(dropped, 0.0, models.target.exp()))
