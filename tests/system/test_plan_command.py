@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.plan import placement
+from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui import cli
 from jackpot.ui.terminal.plan import unpriced
@@ -47,6 +48,21 @@ def test_the_plan_names_the_cheapest_placement_and_where_its_lengths_are_from(
     assert all(
         title in shown for title in ("3 H200, simulated", "What batch.ahead buys", "What deaths of engines cost")
     )
+
+
+def test_the_acceptance_of_drafts_is_that_of_a_run_which_drafted(finished_run: FinishedRuns) -> None:
+    drafted = ("rollout_model.share=0", "engine.draft.tokens=2")
+    folder = finished_run(*drafted)
+    measured = RunFolder(folder).read("metrics.jsonl")[-1]["draft/acceptance"]
+    found = [
+        json.loads(typed("--gpus", "2", *given, "--json", *drafted).stdout)
+        for given in (("--run", str(folder)), ("--response-length", "9"))
+    ]
+    assert 0.0 < measured < 1.0 and found[0]["drafts"]["acceptance"] == measured
+    assert str(folder) in found[0]["drafts"]["source"]
+    assert found[1]["drafts"]["acceptance"] == ACCEPTANCE and found[1]["drafts"]["source"].startswith("assumed")
+    shown = typed("--gpus", "2", "--run", str(folder), *drafted).stdout
+    assert f"2 drafts for each pass of the policy, of which each is accepted with the chance {measured:.2f}" in shown
 
 
 def test_only_plans_of_int8_training_say_that_their_hours_do_not_hold() -> None:

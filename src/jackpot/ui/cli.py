@@ -209,7 +209,10 @@ def plan(
     kind: Annotated[
         str | None, typer.Option(help="A6000, A100, H100 or H200; default what the recipe names, or H100.")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder whose responses give the mean length.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Run folder whose responses give the mean length, and its drafts their acceptance."),
+    ] = None,
     response_length: Annotated[
         float | None, typer.Option(help="Mean length of responses in tokens, in place of --run.")
     ] = None,

@@ -172,9 +172,9 @@ class ShareHours:
         fastest = min(hours, key=lambda number: hours[number].generation)
         return fastest, hours[fastest]
 
-    def by_writer(self) -> dict[str, Hours]:
-        """Return the hours by which model generates the batches."""
-        number, drafted = self.drafted(ACCEPTANCE)
+    def by_writer(self, acceptance: float) -> dict[str, Hours]:
+        """Return the hours by which model generates the batches; `acceptance` of drafts as in `drafted`."""
+        number, drafted = self.drafted(acceptance)
         return {
             "rollout model": self.at(1.0),
             "each a half, in turn": self.at(0.5),
@@ -195,6 +195,7 @@ class Estimator:
 
     Args:
         response: mean length of a response, tokens; None: assumed from the limit.
+        acceptance: probability that a draft is accepted where those before it were.
     """
 
     def __init__(
@@ -203,8 +204,10 @@ class Estimator:
         sizes: Mapping[Role, ModelSize],
         prompts: PromptLengths,
         response: float | None = None,
+        acceptance: float = ACCEPTANCE,
     ) -> None:
         self._config, self._sizes, self._prompt = config, sizes, prompts.longest
+        self._acceptance = acceptance
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=response or mean_response(limit), limit=limit)
@@ -233,7 +236,7 @@ class Estimator:
         return (
             self.run_hours(shares)._replace(evaluating=self.evaluating(shares)),
             Hours(*(times * part for part in shares.run(alone, shares.policy, policy))),
-            shares.by_writer() if "rollout_model" in self._costs else {},
+            shares.by_writer(self._acceptance) if "rollout_model" in self._costs else {},
         )
 
     def run_hours(self, shares: ShareHours) -> Hours:
@@ -262,7 +265,7 @@ class Estimator:
         if self._config.draft is None:
             return None
         tokens = DRAFTED if self._config.draft.tokens == "auto" else self._config.draft.tokens
-        return Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
+        return Drafts(self._costs["rollout_model"], tokens, self._acceptance)
 
     def shares(self, gpu: Gpu, count: int, needs: Mapping[str, EngineNeeds] | None = None) -> ShareHours:
         """Return what computes hours by the share of the rollout model.

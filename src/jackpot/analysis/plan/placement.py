@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jackpot.analysis.plan.cost_model import GPUS, EngineSpeed, Gpu, Hours, Lengths
+from jackpot.analysis.plan.cost_model import GPUS, Drafts, EngineSpeed, Gpu, Hours, Lengths
 from jackpot.analysis.plan.estimate import Estimator, ShareHours
 from jackpot.analysis.plan.events import Cluster, Response, Simulated, Speed, simulate
 from jackpot.analysis.plan.sharding import Blocks, Shard, shard, without_learner
@@ -61,6 +61,7 @@ class ClusterPlan(NamedTuple):
 
     kind: str  # name of the GPU, a key of GPUS
     lengths: Lengths  # of prompts and responses
+    drafts: Drafts | None  # that the policy's engine verifies
     arithmetic: Hours | None  # of the shared placement as `--dry-run` counts it; None where it has no room
     micro_batches: int  # of an optimizer step, if all are full
     runs: list[PlacedRun]  # of placements that have the room, the shared one first
@@ -130,7 +131,9 @@ class Placements:
             else:
                 no_room.append(placement)
         shared = self._plan.row(self._kind, gpus).hours if runs and runs[0].placement.is_shared else None
-        found = ClusterPlan(self._kind, self._plan.lengths, shared, self.micro_batches, runs, no_room, {})
+        found = ClusterPlan(
+            self._kind, self._plan.lengths, self._plan.drafts, shared, self.micro_batches, runs, no_room, {}
+        )
         found.cheapest()  # there is one
         fastest, ahead = found.fastest()
         show(f"simulating deaths of engines on {fastest.placement}")

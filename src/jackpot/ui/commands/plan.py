@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from jackpot.analysis.plan.cost_model import mean_response
+from jackpot.analysis.plan.cost_model import ACCEPTANCE, mean_response
 from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.placement import RESTART, Placements
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
@@ -39,20 +39,22 @@ def plan(
     console = Console(stderr=as_json)
     config = resolve(recipe, arm, overrides or [])
     response, source = _response(config, run, response_length)
+    acceptance, accepted = _acceptance(run)
+    sources = {"response": source, "acceptance": accepted}
     named = recipe_notes(recipe, load_recipe(recipe)).gpus
     machine = GpusConfig.model_validate(
         {"kind": kind or (named.kind if named else "H100"), "count": gpus or (named.count if named else 8)}
     )
     with status(console, "counting memory") as show:
         prompts = prompt_lengths(config)
-        estimator = Estimator(config, model_sizes(config), prompts, response)
+        estimator = Estimator(config, model_sizes(config), prompts, response, acceptance)
         found = Placements(config, estimator, machine.kind, seed).plan(
             machine.count, RESTART if restart is None else restart, show
         )
     if as_json:
-        typer.echo(json.dumps(to_json(plan_numbers(found, source)), indent=2, allow_nan=False))
+        typer.echo(json.dumps(to_json(plan_numbers(found, sources)), indent=2, allow_nan=False))
     else:
-        show_placements(console, config, found, prompts, source, show_all)
+        show_placements(console, config, found, prompts, sources, show_all)
 
 
 def _response(config: Config, run: Path | None, given: float | None) -> tuple[float, str]:
@@ -69,18 +71,31 @@ def _response(config: Config, run: Path | None, given: float | None) -> tuple[fl
             "metrics have it, and --response-length TOKENS. jackpot train RECIPE --dry-run guesses "
             f"{mean_response(limit):,.0f} tokens from sampling.max_new_tokens"
         )
-    if run is None:
-        mean, source = given, "given by --response-length"
-    else:
-        run_config(run)
-        lines = [line["response/tokens"] for line in RunFolder(run).read("metrics.jsonl") if "response/tokens" in line]
-        if not lines:
-            raise ConfigError(f"{run} has no iteration with responses yet; give another run or --response-length")
-        newest = lines[-max(1, len(lines) // _NEWEST) :]
-        mean, source = sum(newest) / len(newest), f"the mean of the last {len(newest)} iterations of {run}"
+    measured = (given, "given by --response-length") if run is None else _newest_mean(run, "response/tokens")
+    if measured is None:
+        raise ConfigError(f"{run} has no iteration with responses yet; give another run or --response-length")
+    mean, source = measured
     if not 1 <= mean <= limit:
         raise ConfigError(
             f"responses of {mean:,.0f} tokens in the mean ({source}) do not fit sampling.max_new_tokens {limit:,}; "
             "give a mean between 1 and that, or set sampling.max_new_tokens=N"
         )
     return mean, source
+
+
+def _acceptance(run: Path | None) -> tuple[float, str]:
+    """Return the chance that a draft is accepted, and where it is from: a run that drafted, or an assumption."""
+    measured = _newest_mean(run, "draft/acceptance") if run else None
+    return measured or (ACCEPTANCE, "assumed; --run FOLDER of a run with engine.draft measures it")
+
+
+def _newest_mean(run: Path, metric: str) -> tuple[float, str] | None:
+    """Return the mean of a metric over a run's newest iterations, and which these are; None where it has none.
+
+    Raises:
+        CheckpointError: `run` is not a run folder.
+    """
+    run_config(run)
+    values = [line[metric] for line in RunFolder(run).read("metrics.jsonl") if line.get(metric) is not None]
+    newest = values[-max(1, len(values) // _NEWEST) :]
+    return (sum(newest) / len(newest), f"the mean of the last {len(newest)} iterations of {run}") if newest else None

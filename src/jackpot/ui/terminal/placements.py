@@ -1,5 +1,6 @@
 """Prints the placements that `jackpot plan` simulated, and gives their numbers as JSON."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -17,14 +18,19 @@ _GB = 1e9  # bytes
 
 
 def show_placements(
-    console: Console, config: Config, plan: ClusterPlan, prompts: PromptLengths, source: str, show_all: bool
+    console: Console,
+    config: Config,
+    plan: ClusterPlan,
+    prompts: PromptLengths,
+    sources: Mapping[str, str],
+    show_all: bool,
 ) -> None:
     """Print the cheapest placement, a table of all, what is assumed, and with `show_all` what ahead and deaths change.
 
     Args:
-        source: where the mean length of responses is from.
+        sources: where the mean length of responses and the acceptance of drafts are from.
     """
-    cheapest, *assumed = _sentences(config, plan, prompts, source)
+    cheapest, *assumed = _sentences(config, plan, prompts, sources)
     show_answer(console, [cheapest], [Section(title="", intro="", items=_tables(plan))], show_all)
     for sentence in assumed:
         print_line(console, sentence)
@@ -101,7 +107,7 @@ def _ahead(plan: ClusterPlan, ahead: int) -> list[str]:
     return [str(ahead), str(run.placement), f"{found.seconds:.1f}", *shares, hours, in_flight]
 
 
-def _sentences(config: Config, plan: ClusterPlan, prompts: PromptLengths, source: str) -> list[str]:
+def _sentences(config: Config, plan: ClusterPlan, prompts: PromptLengths, sources: Mapping[str, str]) -> list[str]:
     """Say which placement is cheapest, what evaluations take, and what is assumed."""
     best, ahead = plan.cheapest()
     hours, gpus = best.hours(ahead), best.placement.gpus
@@ -122,9 +128,15 @@ def _sentences(config: Config, plan: ClusterPlan, prompts: PromptLengths, source
             "decides."
         )
     said.append(
-        f"Responses of {plan.lengths.mean:,.0f} tokens in the mean: {source}. Prompts of {prompts.mean:,.0f} tokens"
+        f"Responses of {plan.lengths.mean:,.0f} tokens in the mean: {sources['response']}. "
+        f"Prompts of {prompts.mean:,.0f} tokens"
         + (f", assumed: {prompts.assumed}." if prompts.assumed else ", counted.")
     )
+    if plan.drafts:
+        said.append(
+            f"{plan.drafts.tokens} drafts for each pass of the policy, of which each is accepted with the chance "
+            f"{plan.drafts.acceptance:.2f} where those before it were: {sources['acceptance']}."
+        )
     said.append(
         f"An optimizer step has {plan.micro_batches:,} full micro-batches: more GPUs than that are counted as if they "
         f"did not train faster. Engines on GPUs of their own take {ENGINES_SHARE:.0%} of the memory. In flight: if "
@@ -133,13 +145,19 @@ def _sentences(config: Config, plan: ClusterPlan, prompts: PromptLengths, source
     return [*said, *unpriced(config)]
 
 
-def plan_numbers(plan: ClusterPlan, source: str) -> dict[str, Any]:
+def plan_numbers(plan: ClusterPlan, sources: Mapping[str, str]) -> dict[str, Any]:
     """Return every number of a plan, for JSON."""
     best, ahead = plan.cheapest()
     return {
         "gpu": plan.kind,
         "gpus": best.placement.gpus,
-        "response": {"mean": plan.lengths.mean, "limit": plan.lengths.limit, "source": source},
+        "response": {"mean": plan.lengths.mean, "limit": plan.lengths.limit, "source": sources["response"]},
+        "drafts": plan.drafts
+        and {
+            "tokens": plan.drafts.tokens,
+            "acceptance": plan.drafts.acceptance,
+            "source": sources["acceptance"],
+        },
         "prompt": plan.lengths.prompt,
         "micro_batches": plan.micro_batches,
         "cheapest": {"placement": str(best.placement), "ahead": ahead, "hours": best.hours(ahead)},
