@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jackpot.objectives.advantages import compute_advantages
 from jackpot.objectives.corrections import CorrectionInputs, make_correction
 from jackpot.objectives.obrs import known_z
 
@@ -22,6 +23,7 @@ class Enumeration:
     rollout: Tensor
     target: Tensor
     values: Tensor
+    scores: Tensor  # derivatives of the target's log-probs by a factor of the values, added to its logits
     rewards: Tensor  # [N]
 
     def apply(self, name: str, **settings) -> tuple[Tensor, Tensor]:
@@ -57,9 +59,18 @@ def enumeration() -> Enumeration:
         torch.stack([torch.stack([table[one[:t]][one[t]] for t in range(LENGTH)]) for one in responses])
         for table in tables
     )
-    values = [[math.sin(7.0 * sum(one[:t]) + t) for t in range(1, LENGTH + 1)] for one in responses]
+
+    def value(prefix: tuple[int, ...]) -> float:
+        return math.sin(7.0 * sum(prefix) + len(prefix))
+
+    def score(prefix: tuple[int, ...], token: int) -> float:
+        chances = tables[1][prefix].exp().tolist()
+        return value((*prefix, token)) - sum(p * value((*prefix, a)) for a, p in enumerate(chances))
+
+    values = [[value(one[: t + 1]) for t in range(LENGTH)] for one in responses]
+    scores = [[score(one[:t], one[t]) for t in range(LENGTH)] for one in responses]
     rewards = [1.0 if sum(one) % 2 else -1.0 for one in responses]
-    return Enumeration(rollout, target, torch.tensor(values).double(), torch.tensor(rewards).double())
+    return Enumeration(rollout, target, *(torch.tensor(one, dtype=torch.float64) for one in (values, scores, rewards)))
 
 
 def test_prefix_corrects_the_states_and_a_ratio_of_the_token_alone_does_not():
@@ -123,3 +134,20 @@ def test_dppo_is_unbiased_for_tokens_inside_the_region_and_lets_no_other_leave_i
     assert torch.equal(mask == 0.0, dropped) and 0 < dropped.sum() < outside.sum()
     given_prefix = models.rollout.exp() * weights * mask
     torch.testing.assert_close(given_prefix, torch.where(dropped, 0.0, models.target.exp()))
+
+
+@pytest.mark.parametrize(("advantage", "share"), [("rloo", 1.0), ("dr_grpo", 0.5)])
+@pytest.mark.parametrize(("correction", "is_exact"), [({"name": "is"}, True), ({"name": "tis", "cap": 1.0}, False)])
+def test_a_baseline_across_models_adds_no_bias_where_the_correction_has_none(advantage, share, correction, is_exact):
+    """Groups of a response of each model: E of A w score is E of r w score, or half, where the mean has the own reward.
+    Under a cap the mean of w score is not 0, and the baseline's own mean gets into the gradient."""
+    models = enumeration()
+    weights, _ = models.apply(**correction)
+    count = len(models.rewards)
+    pairs = torch.cartesian_prod(torch.arange(count), torch.arange(count))  # of the rollout model, of the policy
+    groups = torch.arange(count**2).repeat_interleave(2)
+    advantages = compute_advantages(advantage, models.rewards[pairs].flatten(), groups).unflatten(0, (count, count, 2))
+    of_rollout_model = advantages[..., 0] @ models.target.sum(-1).exp()
+    found = models.mean(of_rollout_model[:, None] * weights * models.scores)
+    wanted = [share * one for one in models.mean(models.rewards[:, None] * weights * models.scores)]
+    assert (found == pytest.approx(wanted, rel=1e-9)) == is_exact

@@ -43,8 +43,8 @@ class ObjectiveConfig(Strict):
     baseline: Literal["group", "model"] = "group"
     """Responses whose rewards the advantage of one is compared with: all to its prompt, or those that the same model
     generated (model, only with `rollout_model.split: group`), of which one alone has the advantage 0.
-    `batch.filter_groups` goes by the same ones. With `advantage: rloo` each is compared with the others alone, which is
-    unbiased whichever model generated them."""
+    `batch.filter_groups` goes by the same ones. With `advantage: rloo` each is compared with the others alone, which
+    adds no bias of its own whichever model generated them, as long as the correction's weights have none."""
     clip_low: NonNegative | None = 0.2
     """The surrogate's clip of the ratio from below, at 1 - clip_low; null: no clip. gspo needs a far closer one."""
     clip_high: NonNegative | None = 0.2
