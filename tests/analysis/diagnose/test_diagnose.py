@@ -244,6 +244,24 @@ def test_what_the_guard_allowed_is_the_limit_of_the_gap(config: Config) -> None:
     assert (finding.metric, finding.limit) == ("mismatch/engine_gap", 1e-5)
 
 
+def test_the_gap_of_two_models_has_the_larger_limit_and_that_of_exact_answers_the_smaller() -> None:
+    """Relaxed drafts move the policy's rollouts, by 0.25 at most, and not its answers in evaluations."""
+    draft = ("rollout_model.share=0.5", "engine.draft={tokens: 3, lam: 0.7}")
+    checked = [
+        {"event": "engine_check", "iteration": 1, "model": model, "allowed": allowed}
+        for model, allowed in (("policy", 0.25), ("rollout_model", 1e-5))
+    ]
+    lines = history({"mismatch/engine_gap": 1e-2})
+    evaluated = {f"eval/{model}_engine_gap": gap for model, gap in (("policy", 2e-3), ("rollout_model", 2e-5))}
+    for settings in (draft, (draft[0], "evaluation.engine={name: transformers, draft: {tokens: 3, lam: 0.7}}")):
+        config = small_config(*settings)
+        assert diagnose(lines, checked, config).verdict == "healthy"
+        [finding] = diagnose(lines, checked[1:], config).findings
+        assert finding.metric == "mismatch/engine_gap"
+        found = {one.metric: one.limit for one in diagnose(history(evaluated), checked, config).findings}
+        assert found == {"eval/policy_engine_gap": 1e-3, "eval/rollout_model_engine_gap": 1e-5}
+
+
 @pytest.mark.parametrize("ratio", [0.8, 1.2])
 @pytest.mark.parametrize(
     ("elsewhere", "is_a_bug"),

@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
 from jackpot.config.engines import EngineConfig, flow_of, is_quantized
-from jackpot.config.run import Config
+from jackpot.config.run import Config, Writer
 from jackpot.training.collapse import two_errors
 from jackpot.training.gaps import LARGEST_GAPS
 
@@ -55,15 +55,20 @@ class MetricHistory:
             and line["iteration"] * steps >= after_steps
         ]
 
-    def largest_gap(self, engine: EngineConfig) -> float:
-        """Return the mean |p_engine - p_training| that the guard allowed at the newest start.
+    def largest_gap(self, metric: str, model: Writer, engine: EngineConfig) -> float:
+        """Return the mean |p_engine - p_training| that the guard allowed a model's engine at the newest start.
 
-        Without such an event, and for an engine of its own in evaluations, it is that of both dtypes on a GPU.
+        Where it did not check that model's engine, nor one of the same settings, it is that of both dtypes on a GPU;
+        so too in evaluations of a policy whose rollouts may be relaxed drafts, for the answers there are exact.
         """
-        precision = self.config.compute_dtype
-        of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[precision])
-        allowed = [event["allowed"] for event in self._events if "allowed" in event]
-        return allowed[-1] if allowed and self.config.evaluation.engine is None else of_dtypes
+        of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[self.config.compute_dtype])
+        draft = self.config.draft
+        if draft and draft.lam < 1.0 and metric == "eval/policy_engine_gap":
+            return of_dtypes
+        checks = [event for event in self._events if "allowed" in event]
+        own = [event for event in checks if event.get("model", model) == model]
+        alike = checks if self.config.evaluation.engine is None else []
+        return [of_dtypes, *(event["allowed"] for event in own or alike)][-1]
 
     def computed_differently(self) -> str:
         """Say behind a sentence which layers the engine and training compute differently, as the newest start found
@@ -136,8 +141,10 @@ def rounding(metric: str) -> Limit:
     def of(history: MetricHistory, values: Values) -> float | None:
         config, engines = history.config, _engines_of(metric, history.config)
         flow = flow_of(config.engine)
-        alike = [bool(flow) and flow_of(one) == flow if config.scheme else not is_quantized(one) for one in engines]
-        return max(map(history.largest_gap, engines)) if all(alike) else None
+        alike = [
+            bool(flow) and flow_of(one) == flow if config.scheme else not is_quantized(one) for one in engines.values()
+        ]
+        return max(history.largest_gap(metric, *one) for one in engines.items()) if all(alike) else None
 
     return of
 
@@ -145,17 +152,16 @@ def rounding(metric: str) -> Limit:
 def quantizing(metric: str) -> Limit:
     """Return the limit of a gap, mean |p_engine - p_training|, from which a quantized engine needs a correction."""
     return lambda history, values: (
-        QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config))) else None
+        QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config).values())) else None
     )
 
 
-def _engines_of(metric: str, config: Config) -> Collection[EngineConfig]:
-    """Return the engines whose log-probs a gap compares with training's."""
-    in_evaluations = {
-        "eval/policy_engine_gap": [config.evaluation.engine or config.engine],
-        "eval/rollout_model_engine_gap": [config.engine],
-    }
-    return in_evaluations.get(metric, config.writing_engines.values())
+def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
+    """Return the engines whose log-probs a gap compares with training's, by their models."""
+    evaluated = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
+    in_evaluations = {f"eval/{model}_engine_gap": {model: engine} for model, engine in evaluated.items()}
+    writers = evaluated if config.rollout_model else {"policy": config.engine}
+    return in_evaluations.get(metric, {model: writers[model] for model in config.writers(1, config.iterations)})
 
 
 def unless_filtered(limit: float) -> Limit:
