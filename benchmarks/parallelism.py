@@ -6,7 +6,7 @@ each split over ranks as `jackpot.analysis.mismatch.parallel` says. What a row s
 
     log p      mean |log p_sampler - log p_learner| of the drawn tokens, nats
     largest    the largest |p_sampler - p_learner|
-    KL         by k3, nats a token
+    KL         by k3, nats per token
     top 1      share of tokens where the most probable tokens of the two differ
     experts    of a mixture: share of tokens that some layer sends to other experts
 

@@ -4,7 +4,7 @@ Every row compares a sampler with a learner: the same weights and tokens, anothe
 Tokens are drawn from the model in bfloat16. What a row says of each model:
 
     max dp, mean dp   |p_sampler - p_learner| of the drawn tokens
-    KL                KL(sampler || learner) over the whole vocabulary, nats a token
+    KL                KL(sampler || learner) over the whole vocabulary, nats per token
     equal             whether all logits are equal bit for bit
 
 A side reads whole sequences at once, or token by token with a cache. In the rows that must be 0 the sampler reads

@@ -30,9 +30,9 @@ CURVES = {
     "eval/policy_accuracy": ("Policy, without rounding", "right on held-out problems"),
     "reward/mean": ("Logged reward, of the quantized copy", "mean reward"),
     "mismatch/engine_gap": ("Gap", "mean |p - q| of sampled tokens"),
-    "policy/entropy": ("Entropy of the policy", "nats a token"),
-    "policy/approx_kl_k1": ("KL of an update, by k1", "nats a token"),
-    "policy/approx_kl_weighted": ("The same, weighted by p_old / p_inf", "nats a token"),
+    "policy/entropy": ("Entropy of the policy", "nats per token"),
+    "policy/approx_kl_k1": ("KL of an update, by k1", "nats per token"),
+    "policy/approx_kl_weighted": ("The same, weighted by p_old / p_inf", "nats per token"),
 }
 
 Line = dict[str, Any]

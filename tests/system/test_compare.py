@@ -68,7 +68,7 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
         "32 sequences generated",
         "minus obrs",
         "rollout FLOPs",
-        "processor seconds",
+        "CPU seconds",
         "comparison.html",
         "comparison.png",
     ):

@@ -64,7 +64,7 @@ def test_a_line_is_the_mean_over_seeds_and_few_seeds_have_a_band_from_lowest_to_
 
 def test_the_same_arm_over_flops_and_processor_seconds() -> None:
     assert list(series("Policy by rollout FLOPs", RUNS)["none"].x) == [0, 7]
-    assert list(series("Policy by processor seconds of training", RUNS)["obrs"].x) == [0, 2, 4, 6]
+    assert list(series("Policy by CPU seconds of training", RUNS)["obrs"].x) == [0, 2, 4, 6]
     assert series("KL(rollout model || policy) by sequences generated", RUNS)["obrs"].y[0] is None
 
 

@@ -31,7 +31,7 @@ class EvaluationPoint:
     policy_accuracy: float  # or the policy's mean reward, as `RunSummary.measure` says
     rollout_model_accuracy: float | None  # the same; None where the policy generates its own rollouts
     acceptance: float | None  # mean of a(x) at the correction's lam
-    kl: float | None  # KL(rollout model || policy), nats a token
+    kl: float | None  # KL(rollout model || policy), nats per token
     policy_accuracy_stderr: float | None = None  # standard error over problems; None in runs that did not log it
 
 

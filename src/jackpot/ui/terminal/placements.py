@@ -41,7 +41,7 @@ def _tables(plan: ClusterPlan) -> tuple[Table, ...]:
     machine = f"{plan.runs[0].placement.gpus} {plan.kind}"
     heads = ("generate + train", "GB each", *(f"ahead {ahead}" for ahead in AHEAD), "eval h", "hours")
     placements = [_placement(run) for run in plan.runs]
-    placements += [[str(placement), "no room", *["-"] * (len(heads) - 2)] for placement in plan.no_room]
+    placements += [[str(placement), "OOM", *["-"] * (len(heads) - 2)] for placement in plan.no_room]
     whole = plan.deaths[max(plan.deaths)]
     deaths = [
         (

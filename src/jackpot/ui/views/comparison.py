@@ -20,7 +20,7 @@ from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.results import measured
 
-_COSTS = ("reached", "rollout FLOPs", "training FLOPs", "processor seconds", "seconds")
+_COSTS = ("reached", "rollout FLOPs", "training FLOPs", "CPU seconds", "seconds")
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
@@ -141,7 +141,7 @@ def amount(number: float) -> str:
     return f"{number:,.0f}" if 10 <= abs(number) < 1e6 else f"{number:.3g}"
 
 
-_BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "processor seconds of training"}
+_BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "CPU seconds of training"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,7 @@ class _View:
 
 _LABELS: dict[Measure, str] = {"accuracy": "sampled accuracy", "reward": "mean reward"}
 _OTHERS = (
-    _View(title="KL(rollout model || policy)", label="nats a token", value=lambda point: point.kl),
+    _View(title="KL(rollout model || policy)", label="nats per token", value=lambda point: point.kl),
     _View(title="Acceptance", label="mean acceptance a(x)", value=lambda point: point.acceptance),
 )
 

@@ -25,7 +25,7 @@ _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
     ("mean |log p - log q|", lambda one: estimated(one.numbers.log_gap)),
     ("tokens with another most probable one", lambda one: _share(one.numbers.other_token)),
     ("tokens sent to other experts", lambda one: _share(one.numbers.other_experts)),
-    ("KL by k1, nats a token", lambda one: estimated(one.numbers.k1)),
+    ("KL by k1, nats per token", lambda one: estimated(one.numbers.k1)),
     ("KL by k3", lambda one: estimated(one.numbers.k3)),
     ("KL of whole distributions", lambda one: _bounds(one.numbers.kl, one.numbers.kl_is_exact)),
     ("total variation", lambda one: _bounds(one.numbers.variation, one.numbers.kl_is_exact)),
@@ -247,7 +247,7 @@ def _band_charts(
         chart(f"Mean gap by {kind}", "mean |p - q|", lambda band: band.gap),
         chart(
             f"KL by {kind}",
-            "nats a token" if is_exact else "k3, nats a token",
+            "nats per token" if is_exact else "k3, nats per token",
             lambda band: band.kl[0] if is_exact else band.k3,
         ),
     )

@@ -14,7 +14,11 @@ _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
     ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
     ("right", "accuracy of its responses", lambda one: f"{one.accuracy:.1%}"),
     ("policy", "accuracy of the policy", lambda one: f"{one.policy_accuracy:.1%}"),
-    ("KL(r||p)", "KL(rollout model || policy), nats a token", lambda one: format_number(one.kl_rollout_policy, ".4f")),
+    (
+        "KL(r||p)",
+        "KL(rollout model || policy), nats per token",
+        lambda one: format_number(one.kl_rollout_policy, ".4f"),
+    ),
     ("KL(p||r)", "KL(policy || rollout model)", lambda one: format_number(one.kl_policy_rollout, ".4f")),
     ("after", "KL(policy || tokens accepted by OBRS), lam = 1", lambda one: format_number(one.kl_after, ".4f")),
     ("Z", "expected acceptance Z, lam = 1", lambda one: format_number(one.acceptance, ".4f")),
@@ -122,7 +126,7 @@ def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
         Chart(
             title="The gap over training",
             x_label="iteration",
-            y_label="nats a token",
+            y_label="nats per token",
             series=(
                 line("KL(policy || rollout model)", lambda one: one.kl_policy_rollout, 0),
                 line("after OBRS", lambda one: one.kl_after, 1),
