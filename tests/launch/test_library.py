@@ -24,3 +24,5 @@ def test_a_run_is_trained_continued_and_read(tmp_path: Path) -> None:
         train(config, "iterations=2", folder=tmp_path / "run")
     with pytest.raises(JackpotError, match="unknown recipe"):
         train("quickstrat", folder=tmp_path / "other")
+    with pytest.raises(JackpotError, match="there is no file"):
+        train(tmp_path / "mine.yaml", folder=tmp_path / "other")

@@ -82,7 +82,7 @@ def train_config(
 
 
 def train(
-    recipe: str | Config,
+    recipe: str | Path | Config,
     *overrides: str,
     folder: Path | str,
     arm: str | None = None,
@@ -107,7 +107,7 @@ def train(
     """
     if isinstance(recipe, Config) and (overrides or arm):
         raise TypeError("overrides and arm belong to the name of a recipe; change the Config itself")
-    config = recipe if isinstance(recipe, Config) else resolve(recipe, arm, overrides)
+    config = recipe if isinstance(recipe, Config) else resolve(str(recipe), arm, overrides)
     check_sets(config.evaluation.benchmarks)
     run = Path(folder)
     if (at := place()).rank > 0:
