@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` trains the policy while a smaller model writes, and is trained and distilled along (docs/trl.md).
+"""TRL's `GRPOTrainer` trains the policy while a smaller model generates and is trained along (docs/trl.md).
 
 The policy's loss stays TRL's, with a correction of this package (`corrected`). The rollout model's, eqs. 6 and 7, is
 ours, and so is its optimizer: it reads each micro-batch after the policy, whose states are caught in TRL's own forward

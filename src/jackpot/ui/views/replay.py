@@ -16,7 +16,7 @@ _SAMPLED: _Columns = (
     ("responses", lambda one: f"{one.dropped_responses:.1%}"),
     ("capped", lambda one: f"{one.capped:.2%}"),
     ("clipped", lambda one: f"{one.clipped:.1%}"),
-    ("effective", lambda one: f"{one.effective:.1%}"),
+    ("ESS", lambda one: f"{one.effective:.1%}"),
     ("TV after", lambda one: f"{one.sampled_tv_after_correction:.2%}"),
 )
 _WEIGHTS: _Columns = (
@@ -28,7 +28,7 @@ _WEIGHTS: _Columns = (
 )
 _EXACT: _Columns = (
     ("TV after", lambda one: f"{one.tv_after_correction:.2%}"),
-    ("effective", lambda one: f"{one.exact_effective:.1%}"),
+    ("ESS", lambda one: f"{one.exact_effective:.1%}"),
     ("bias", lambda one: format_number(one.bias, ".3f")),
     ("drift", lambda one: format_number(one.drift, ".3f")),
     ("variance", lambda one: format_number(one.variance, ".2f")),
@@ -47,8 +47,8 @@ def replay_sections(found: ReplayResult) -> dict[str, Section]:
             rows,
             _SAMPLED,
             "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: share without any token left; "
-            "effective: (sum F)^2 / (n sum F^2) of the factor F on the gradient; TV after: total variation left after "
-            f"the correction, from these tokens alone.{own}",
+            "ESS: effective sample size, (sum F)^2 / (n sum F^2) of the factor F on the gradient; TV after: total "
+            f"variation left after the correction, from these tokens alone.{own}",
         ),
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
@@ -58,7 +58,7 @@ def replay_sections(found: ReplayResult) -> dict[str, Section]:
                 f"Summed over the vocabulary, in {exact[0][1].states:,} states",
                 exact,
                 _EXACT,
-                "TV after: total variation left after the correction; effective: tokens, as above; bias: of the "
+                "TV after: total variation left after the correction; ESS: of tokens, as above; bias: of the "
                 "gradient's direction, 0 exact, 1 unrelated; drift: the push that every advantage gives to all "
                 "tokens; variance: times that of the policy's own rollouts; states: sd / mean of their weights.",
             )
@@ -97,7 +97,7 @@ def facts(found: ReplayResult) -> Table:
             ", ".join(f"{float(log_ratio.quantile(share).exp()):.3g}" for share in (0.01, 0.5, 0.99))
             + f", {float(run['mismatch/ratio_max'].value):.3g}",
         ),
-        ("effective responses by their whole ratio", f"{float(run['mismatch/sequence_ess'].value):.1%}"),
+        ("ESS of whole responses, by their ratio", f"{float(run['mismatch/sequence_ess'].value):.1%}"),
     ]
     if "z" in run:
         share = float(run["z"].count / run["total_variation"].count)
