@@ -108,9 +108,17 @@ def _response_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
-    rows = tuple((pair.name, *one) for pair in pairs for one in pair.layers)
-    title = "Layers that the two sides compute in different number formats"
-    return (Table(title=title, columns=("pair", "layers", "sampler", "learner"), rows=rows),) if rows else ()
+    """Return a table for each pair with such layers; of two columns, which are text and break where they must."""
+    several = len(pairs) > 1
+    return tuple(
+        Table(
+            title="Layers that the two sides compute in different number formats" + f": {pair.name}" * several,
+            columns=("layers", "sampler | learner"),
+            rows=tuple((layers, f"{sampler} | {learner}") for layers, sampler, learner in pair.layers),
+        )
+        for pair in pairs
+        if pair.layers
+    )
 
 
 def _what(pairs: Sequence[MismatchPair]) -> str:
