@@ -28,6 +28,7 @@ by dtype.
 """
 
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -78,9 +79,23 @@ def needed_flops(shape: str, side: str, result: Result) -> float:
 
 
 def of_floor(results: Results, shape: str, dtype: str, side: str) -> list[float]:
+    """The floor's part of each turn's time, at the median rate of all turns."""
     rates = results.values("flops_per_second", worker="floor.py", dtype=dtype)
-    found = measured(results, shape, dtype, side)
-    return [needed_flops(shape, side, one) / rate / one["step"] for one, rate in zip(found, rates, strict=False)]
+    found = measured(results, shape, dtype, side) if rates else []
+    return [needed_flops(shape, side, one) / median(rates) / one["step"] for one in found]
+
+
+def at_floor(results: Results, dtype: str = "fp32") -> str:
+    """Say how many times TRL's speed our steps would have if they took the floor's time."""
+    parts = []
+    for shape in SHAPES:
+        trl = speeds(results, shape, dtype, "TRL")
+        for side in OURS:
+            times, floor = ratios(speeds(results, shape, dtype, side), trl), of_floor(results, shape, dtype, side)
+            if times and floor:
+                now = f"where it has {median(times):.2f}"
+                parts.append(f"{side}, {shape}, {median(times) / median(floor):.1f} times {now}")
+    return "; ".join(parts) or "to be measured"
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
