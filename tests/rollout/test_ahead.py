@@ -156,7 +156,7 @@ def test_several_batches_ahead_are_trained_on_once_within_the_bound_and_survive_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 2, 4, 8])
 def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) -> None:
     assert_bounded_and_killed_equal(tmp_path, ahead, range(1, 6))
 
