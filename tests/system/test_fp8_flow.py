@@ -54,6 +54,7 @@ def test_no_tool_calls_a_run_in_one_flow_broken(healthy):
     pair, printed = mismatch(healthy)
     assert pair["layers"] == [] and pair["numbers"]["gap"]["value"] < 1e-6 and pair["numbers"]["max_gap"] < 1e-5
     assert "within the 1e-05 that training's own check allows" in printed and "Layers that" not in printed
+    assert printed.endswith("# what the run's mismatch does to training")
 
 
 def test_mismatch_names_the_layers_of_a_side_in_another_precision(healthy):

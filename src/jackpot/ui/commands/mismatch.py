@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 import typer
 from rich.console import Console
@@ -49,4 +50,6 @@ def mismatch(
         return
     several = len(found.pairs) > 1
     verdicts = [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in found.pairs]
-    show_answer(console, verdicts, sections.values(), show_all, files)
+    is_run = (Path(model) / "config.yaml").is_file()
+    commands = {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}
+    show_answer(console, verdicts, sections.values(), show_all, files, commands)
