@@ -52,7 +52,7 @@ def correct(
     proximal_log_probs: Tensor | None = None,
     uniforms: Tensor | None = None,
     seed: int = 0,
-    **settings: float | str,
+    **settings: float | str | None,
 ) -> Corrected:
     """Compute the weights and the acceptance mask of rollouts that another distribution than the policy sampled.
 

@@ -68,7 +68,7 @@ def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
     return CORRECTIONS[settings.name](settings)
 
 
-def make_correction(name: str, **settings: float | str) -> CorrectionFn:
+def make_correction(name: str, **settings: float | str | None) -> CorrectionFn:
     """Construct the correction of that name; settings that are not given have the defaults of `config/corrections.py`.
 
     >>> make_correction("tis").settings.cap
