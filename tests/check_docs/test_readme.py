@@ -69,3 +69,29 @@ def test_every_jackpot_command_in_the_readme_parses() -> None:
             overrides = [word for word in words if "=" in word]
             assert isinstance(resolve(words[0], arm, overrides), Config)
             assert all(parse_override(word) for word in overrides)
+
+
+def test_the_numbers_of_the_quickstart_and_of_the_study_are_those_of_their_pages() -> None:
+    page, study = ((ROOT / "docs" / name).read_text() for name in ("quickstart.md", "study.md"))
+    arms = re.findall(r"^\| `(\w+)`: .* \| ([\d./ ]+) \| ([\d./ ]+) \| \**([\d.]+)\** \|$", README, re.MULTILINE)
+    assert {arm for arm, *_ in arms} == {"obrs", "none", "annealed", "on_policy"}
+    for arm, *numbers in arms:
+        [row] = re.findall(rf"^\| `{arm}`(?:, at \w+)? \| ({numbers[0]}.*)$", page, re.MULTILINE)
+        assert row.startswith("{} | {} | {} (".format(*numbers)), arm
+    ends = re.findall(r"^│ (?:policy|rollout model) +│ +([\d.]+) ± .* ([\d.]+) ± .* │ .* │$", README, re.MULTILINE)
+    seed_0 = " and ".join(f"from {before} to {after}" for before, after in ends)
+    assert f"Seed 0, which `make train` runs, goes {seed_0};" in " ".join(page.split())
+    below: dict[str, list[str]] = {}  # points below on-policy and the cost, of each pair in the page's order
+    for arm, *numbers in re.findall(
+        r"^\| `(\w+)` \| [\d.]+ ± [\d.]+ \| -([\d.]+) \[.*?\] \| (\d+) % ", study, re.MULTILINE
+    ):
+        below.setdefault(arm, []).append(numbers)
+    (close, cost), (far, _) = below["obrs"][:2]
+    (close_none, _), (far_none, _) = below["none"][:2]
+    (close_annealed, later), (far_annealed, _) = below["annealed_none"][:2]
+    text = " ".join(README.split())
+    assert (
+        f"{cost} % of on-policy's FLOPs, the policy ends {close} (a close model) and {far} (a far one) points" in text
+    )
+    assert f"and {close_none} and {far_none} without correction" in text
+    assert f"{later} %: {close_annealed} and {far_annealed}, then without correction" in text
