@@ -13,6 +13,7 @@ from helpers.paths import ROOT
 from helpers.runs import FinishedRuns, read_lines, small_config
 from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import summarize
+from jackpot.analysis.diagnose.limits import MetricHistory
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Score
 from jackpot.rollout.evaluate import Evaluation
@@ -49,6 +50,17 @@ def test_without_a_verdict_mean_rewards_stand_in_place_of_accuracies(own: Path) 
     shown = table(own, *OWN)
     assert "Mean reward of sampled responses on 8 held-out problems" in shown
     assert all(text in shown for text in (f"{before:#.4g} ±", f"{after:#.4g} ±", f"{after - before:+#.4g} ±"))
+
+
+def test_of_fewer_problems_than_asked_the_run_and_the_tools_count_what_there_are(finished_run: FinishedRuns) -> None:
+    few = TASK.replace(f"test: {DATA}", f"test: {DATA.replace('64', '5')}")
+    given = (f"task={{{few}, {REWARDS}, verdict: -9}}", "iterations=1")
+    folder = finished_run(*given)
+    assert [line["eval/problems"] for line in read_lines(folder) if "eval/policy_accuracy" in line] == [5.0, 5.0]
+    assert "Sampled accuracy on 5 held-out problems" in table(folder, *given)
+    assert summarize(folder, "a").problems == 5
+    history = MetricHistory(read_lines(folder), [], small_config(*given))
+    assert history.config.evaluation.problems == 8 and history.problems == 5
 
 
 def test_a_set_without_a_verdict_has_rewards_in_metrics_and_in_the_closing_table() -> None:

@@ -283,7 +283,7 @@ class EvaluationConfig(Strict):
     every: Annotated[Count, MAY_CHANGE] = 50
     """Iterations between two evaluations; there is also one before the first iteration and one after the last."""
     problems: Count = 512
-    """Held-out problems of the task in each evaluation."""
+    """Held-out problems of the task in each evaluation; all of them where there are fewer."""
     k: Count = 1
     """Responses to each problem."""
     benchmarks: AnyNames = ()

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jackpot.config.run import Config
+
 COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
 IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
 
@@ -28,6 +30,16 @@ def evaluations(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Return the iterations and accuracies of the lines of metrics.jsonl that hold an evaluation with a verdict."""
     name = "eval/policy_accuracy"
     return [(line["iteration"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def problems_of(lines: Iterable[Mapping[str, Any]], config: Config) -> int:
+    """Return how many held-out problems each evaluation of a run has: `evaluation.problems`, or all where fewer exist.
+
+    Args:
+        lines: of metrics.jsonl, whose newest `eval/problems` says it; runs of earlier versions have none.
+    """
+    counted = [line["eval/problems"] for line in lines if line.get("eval/problems")]
+    return int(counted[-1]) if counted else config.evaluation.problems
 
 
 def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jackpot.config.run import Config
 from jackpot.core.errors import TrainingError
-from jackpot.training.collapse import evaluations, fall_of
+from jackpot.training.collapse import evaluations, fall_of, problems_of
 from jackpot.training.run.checkpoint import Checkpoints
 from jackpot.training.run.folder import RunFolder
 from jackpot.training.run.rollbacks import Rollback, Rollbacks
@@ -19,7 +19,7 @@ class RollbackGuard:
     """
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        self._settings, self._problems = config.guard.rollback, config.evaluation.problems
+        self._settings, self._config = config.guard.rollback, config
         self._folder = folder
         self._checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         self._rollbacks = Rollbacks(folder.path)
@@ -38,7 +38,7 @@ class RollbackGuard:
         """
         newest = evaluations([line])
         self._evaluated += newest
-        fall = fall_of(self._evaluated, self._problems) if self._settings and newest else None
+        fall = fall_of(self._evaluated, problems_of([line], self._config)) if self._settings and newest else None
         if fall is None:
             return False
         if self.order(line["iteration"], fall.last_good, f"the policy has collapsed: {fall.why}"):

@@ -10,6 +10,7 @@ from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
+from jackpot.training.collapse import problems_of
 from jackpot.training.run.environment import Environment
 from jackpot.training.run.folder import Measure, RunFolder, measure_of, run_config
 
@@ -89,7 +90,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
         seed=config.seed,
         points=points,
         iterations=config.iterations,
-        problems=config.evaluation.problems,
+        problems=problems_of(lines, config),
         collapse=collapse_of(lines, folder.read("events.jsonl"), config),
         settings=settings_of(config),
         environment=environment.newest | {"threads": environment.threads},

@@ -6,7 +6,7 @@ from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.config.run import Config
-from jackpot.training.collapse import evaluations, fall_of
+from jackpot.training.collapse import evaluations, fall_of, problems_of
 
 MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
@@ -34,7 +34,7 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
     """
     evaluated = evaluations(lines)
     stopped = next((event for event in events if event["event"] == "stopped"), None)
-    if fall := fall_of(evaluated, config.evaluation.problems):
+    if fall := fall_of(evaluated, problems_of(lines, config)):
         iteration, accuracy, best, why = fall.iteration, fall.accuracy, fall.best, fall.why
     elif stopped:
         iteration, accuracy = stopped["iteration"], evaluated[-1][1] if evaluated else 0.0

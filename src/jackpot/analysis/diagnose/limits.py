@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jackpot.config.engines import EngineConfig, flow_of, is_quantized
 from jackpot.config.run import Config, Writer
-from jackpot.training.collapse import two_errors
+from jackpot.training.collapse import problems_of, two_errors
 from jackpot.training.gaps import LARGEST_GAPS
 
 LEAST = 5  # fewest values of a metric for a median
@@ -31,7 +31,7 @@ class MetricHistory:
     """
 
     def __init__(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> None:
-        self.config = config
+        self.config, self.problems = config, problems_of(lines, config)  # problems of each evaluation
         self._lines = _with_error([dict(line) | _prefix_ess(line) for line in lines])
         self._events = events
 
@@ -196,7 +196,7 @@ def below_start(most: float, factor: float) -> Limit:
 
 def below_first(history: MetricHistory, values: Values) -> float:
     """Return the accuracy of the first evaluation minus two standard errors of a difference."""
-    return values[0] - two_errors(history.config.evaluation.problems, values[0])
+    return values[0] - two_errors(history.problems, values[0])
 
 
 def reward_below_first(history: MetricHistory, values: Values) -> float | None:
@@ -211,7 +211,7 @@ def reward_below_first(history: MetricHistory, values: Values) -> float | None:
 def above_first_alone(history: MetricHistory, values: Values) -> float | None:
     """Return the first accuracy plus two standard errors where the policy has fallen as much, else None."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
-    by_chance = two_errors(history.config.evaluation.problems, values[0])
+    by_chance = two_errors(history.problems, values[0])
     return values[0] + by_chance if policy[-1] < below_first(history, policy) else None
 
 

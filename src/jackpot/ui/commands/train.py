@@ -23,6 +23,7 @@ from jackpot.core.place import place
 from jackpot.launch.library import train_config
 from jackpot.launch.ranks import follow_leader
 from jackpot.rollout.tasks.registry import check_sets, set_name
+from jackpot.training.collapse import problems_of
 from jackpot.training.run.folder import RunFolder, measure_of
 from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
@@ -142,7 +143,7 @@ def _show_result(
         both = None if error is None or newer is None else math.hypot(error, newer)
         rows.append((name, form(before, error), form(after, newer), form(after - before, both, "+")))
     columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
-    where = f"on {config.evaluation.problems} held-out problems"
+    where = f"on {problems_of(lines, config)} held-out problems"
     accuracy, reward = f"Sampled accuracy {where}, percent", f"Mean reward of sampled responses {where}"
     title = f"{accuracy if is_accuracy else reward} ± standard error"
     show_table(console, title, columns, rows, columns[1:])

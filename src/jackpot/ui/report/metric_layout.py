@@ -229,7 +229,7 @@ LAYOUT = (
         "How long are the responses, and which part of the run takes the time?",
         (
             MetricCharts(r"response/.*"),
-            MetricCharts(r"eval/.*[_/](tokens|truncated)"),
+            MetricCharts(r"eval/(problems|.*[_/](tokens|truncated))"),
             MetricCharts(r"speed/.*"),
             MetricCharts(r"seconds/.*"),
             MetricCharts(r"cpu_seconds/.*"),

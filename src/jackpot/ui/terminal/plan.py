@@ -135,7 +135,7 @@ def _precision(engine: EngineConfig) -> str:
 def _evaluation(config: Config) -> str:
     """Say which problems are evaluated, with how many answers to each, how often."""
     settings = config.evaluation
-    sets = ", ".join([f"{settings.problems} problems of the task", *settings.benchmarks])
+    sets = ", ".join([f"up to {settings.problems} problems of the task", *settings.benchmarks])
     answers = f", {settings.k} answers to each" if settings.k > 1 else ""
     return f"{sets}{answers}, every {settings.every} iterations"
 
