@@ -51,8 +51,8 @@ def critic_of(model):
 
 def found_in(learner, micro_batches, trace, **options):
     with waits(tensor for micro in micro_batches for tensor in of_host(micro.tokens)) as found:
-        learner.update(micro_batches, trace, **options)
-    return found
+        result = learner.update(micro_batches, trace, **options)
+    return found, result.metrics
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,20 @@ def test_an_update_waits_at_most_three_times_however_many_micro_batches_and_tile
 
     The first update on a batch computes the old log-probs itself, the second one has them.
     """
-    objective = policy_objective(kappa=kappa, target=target)
+    objective = policy_objective(kappa=kappa, target=target, kappa_tolerance=0.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
     dealt = batches(WRITTEN, budget=BUDGETS[parts])
     steps = [*learner.compute_old_log_probs(dealt), learner.compute_old_log_probs(2 * dealt)[1]]
+    repaired = []
     for step in steps:
         assert len(step) == parts
         repairs = kappa == "auto" and parts > 1 and not holds_target(step[0].old, objective)
         wanted = ["kappa_repair"] * repairs + ["joint_optimizer"] + ["old_policy"] * trace
-        found = found_in(learner, step, trace)
+        found, metrics = found_in(learner, step, trace)
+        repaired.append(repairs and bool(metrics["obrs/repaired_sequences"].value > 0.0))
         assert len(found) == len(wanted) <= 3, found
         assert all(name in line for name, line in zip(wanted, found, strict=True)), found
+    assert any(repaired) == (kappa == "auto" and parts > 1)  # sequences were read again, too
 
 
 @pytest.mark.slow
@@ -92,5 +95,5 @@ def test_no_other_regime_waits_more_often(case, value_model):
         scores = [ScoredRollout(rollout=item.rollout, score=item.score) for item in WRITTEN]
         items = learner.compute_advantages(scores)
     [step] = learner.compute_old_log_probs(batches(items, budget=BUDGETS[3]))
-    found = found_in(learner, step, True, steps_rollout_model=case != "once")
+    found, _ = found_in(learner, step, True, steps_rollout_model=case != "once")
     assert len(found) <= 3, found
