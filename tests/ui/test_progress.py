@@ -7,8 +7,10 @@ import re
 import pytest
 from rich.console import Console
 
+from helpers.runs import small_config
 from jackpot.core.stages import stage
 from jackpot.ui.charts import Section, Table
+from jackpot.ui.commands.train import _listener
 from jackpot.ui.terminal import progress as module
 from jackpot.ui.terminal.answer import show_answer, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, progress, status
@@ -70,6 +72,13 @@ def test_a_terminal_keeps_evaluations_above_the_bars_and_names_the_stage() -> No
     assert "60%" in frames and "training" in frames
     last = frames.rpartition("iteration 6/10")[2]
     assert "reward 0.3" in last and "policy" not in last and "training" not in last
+
+
+def test_the_seconds_of_an_iteration_count_each_phase_once() -> None:
+    shown = console(is_terminal=False)
+    with _listener(shown, small_config()) as listen:
+        listen({"iteration": 1, "seconds/rollout": 1.0, "seconds/train": 3.0, "seconds/prepass": 2.0})
+    assert "s/iteration 4\n" in printed(shown)
 
 
 def test_a_log_names_the_stages_of_the_start(clock: list[float]) -> None:

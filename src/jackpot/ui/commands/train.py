@@ -112,7 +112,8 @@ def _listener(console: Console, config: Config) -> Iterator[Callable[[Mapping[st
             found = {name: (line.get(metric), form) for name, (metric, form) in facts.items()}
             texts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
             is_due = measure_of(line) is not None
-            if seconds := sum(value or 0.0 for metric, value in line.items() if metric.startswith("seconds/")):
+            phases = (metric for metric in line if metric.startswith("seconds/") and metric != "seconds/prepass")
+            if seconds := sum(line[metric] or 0.0 for metric in phases):  # prepass is a part of train
                 texts["s/iteration"] = f"{seconds:.2g}"
             shown.update("iteration", line["iteration"], config.iterations, texts, is_due=is_due, lasting=_REWARD_FACTS)
 
