@@ -89,7 +89,7 @@ class TransformersEngineConfig(_Engine):
     all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Not run on a
     GPU."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
-    """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
+    """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU, where neither has run."""
     enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
     """Release the memory of the weights while the learner trains, until new ones are sent. An engine process that does
     so shares the GPU of a rank (docs/distributed.md). Not run on a GPU."""

@@ -334,9 +334,10 @@ class Config(Strict):
     head_kernel: Annotated[Literal["auto", "eager", "compile", "triton"], MAY_CHANGE] = "auto"
     """What reads the logits of training's output layers: torch's operators (eager), those through torch.compile, or
     Triton kernels; auto: Triton on a GPU where it is installed, else eager. It changes speed, and results only by
-    rounding."""
+    rounding. Triton's have run in its interpreter, not on a GPU."""
     tf32: bool = False
-    """Round the factors of float32 products to 10 bits on a GPU, where they are several times faster (TF32)."""
+    """Round the factors of float32 products to 10 bits on a GPU, where they are several times faster (TF32). Not run on
+    a GPU."""
     head_logits_memory: Annotated[int, Field(ge=0), MAY_CHANGE] = HEAD_LOGITS_MEMORY
     """MiB of logits that the forward pass of a micro-batch may keep for backward, of all models together. Where they do
     not all fit, none is kept, and backward computes them again: a third more products in the output layer."""
