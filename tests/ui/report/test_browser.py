@@ -147,6 +147,7 @@ def test_hovering_a_token_shows_the_numbers_of_the_file(report: Path, trained: P
         assert list(versions) == row["versions"][position]
         assert (field(page, "uid"), float(field(page, "reward"))) == (row["uid"], row["reward"])
         assert field(page, "correct") == ("right" if row["correct"] else "wrong")
+        assert field(page, "answer") == row["answer"]
         top = page.locator('[data-field="top"]').inner_text()
         most = max(row["rollout_top_log_probs"][position])
         assert page.locator('[data-field="top"] tr').count() >= 9 and "rollout model" in top

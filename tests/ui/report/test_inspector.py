@@ -88,6 +88,7 @@ def test_the_page_carries_the_numbers_of_the_file_to_four_digits(folder: Path) -
         assert [list(pair) for pair in zip(data["policy_version"], data["rollout_model_version"], strict=True)] == flat[
             "versions"
         ]
+        assert data["answer"] == [row["answer"] for row in rows] == ["42"] * 3
         assert data["lengths"] == [6, 4, 6] and data["reward"] == [0.0, 1.0, 0.0] and data["prompt"][1] == "prompt 1"
         for model in ("rollout", "policy"):
             assert (data[f"{model}_top_count"], data[f"{model}_top_of"]) == (TOP, folders.TOP)
