@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if missing := wheels.use():
         print(
-            f"missing here: {', '.join(missing)}. Install them; all but {' and '.join(wheels.EXPECTED)} can be carried "
+            f"missing here: {', '.join(missing)}. Install them; all but {', '.join(wheels.EXPECTED)} can be carried "
             f"in {wheels.FOLDER.name}/, which `make gpu-wheels` fills where there is a network",
             file=sys.stderr,
         )

@@ -1,7 +1,8 @@
 """Downloads packages that a GPU machine without a network may lack, and uses them there from a folder.
 
-The machine is expected to hold torch, transformers and what these need. A wheel is a zip file: `use` unpacks those of
-packages that cannot be imported there, puts them on the path of this process, and installs nothing.
+The machine is expected to hold torch, transformers, pyarrow, tensorboard and what these need. A wheel is a zip file:
+`use` unpacks those of packages that cannot be imported there, puts them on the path of this process, and installs
+nothing.
 """
 
 import importlib.util
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpu-wheels"  # ignored by git
 MOST_BYTES = 64 * 2**20
-EXPECTED = ("torch", "transformers")
+EXPECTED = ("torch", "transformers", "pyarrow", "tensorboard")
 NEEDED = {"pydantic": "pydantic", "pydantic_core": "pydantic-core", "annotated_types": "annotated-types"}
 NEEDED |= {"typing_inspection": "typing-inspection", "typing_extensions": "typing-extensions"}
 COMPARED = {"trl": "trl", "datasets": "datasets", "dill": "dill", "multiprocess": "multiprocess"}

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py on a CPU: every part runs with tiny shapes, and a run goes on where it ended."""
 
 import json
+import subprocess
 import sys
 import time
 import zipfile
@@ -180,6 +181,19 @@ def test_the_floor_of_an_update_is_that_of_its_sequences_where_no_prompt_is_shar
     cost = forward_cost(model)
     whole = sum(cost.sequence(9 + len(sample.rollout.token_ids)) - 9 * head_cost(model) for sample in samples)
     assert training_flops([model], samples) == 3 * whole
+
+
+OTHERS = ("aiohttp", "datasets", "math_verify", "matplotlib", "peft", "plotly", "ray", "rich", "trl", "typer", "wandb")
+
+
+@pytest.mark.slow  # it imports all
+def test_no_part_needs_packages_that_the_page_does_not_name():
+    """A package of which sys.modules holds None cannot be imported."""
+    block = f"import sys; sys.modules |= dict.fromkeys({OTHERS!r})"
+    load = "import gpu; [gpu.importlib.import_module(f'gpu_parts.{part}') for part in gpu.PARTS]"
+    command = [sys.executable, "-c", f"{block}; {load}"]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 class TestWheels:
