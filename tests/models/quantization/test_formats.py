@@ -1,6 +1,7 @@
 """Which layers two sides compute in different number formats."""
 
 from helpers.engines.reference import tiny_model
+from helpers.runs import small_config
 from jackpot.analysis.diagnose.limits import MetricHistory
 from jackpot.models.quantization.formats import SideFormats, layer_differences, layer_formats
 
@@ -45,8 +46,8 @@ def test_autocast_differs_from_bf16_weights_between_layers_and_the_cache_and_the
 def test_the_newest_start_says_what_the_engine_computes_differently():
     old, new = ([["a", "x", "y"]], [["mlp.down_proj (3)", "fp8", "fp32"], ["keys and values", "fp8", "fp32"]])
     events = [{"event": "computed_differently", "iteration": 0, "layers": layers} for layers in (old, new)]
-    assert MetricHistory([], events, None).computed_differently() == (
+    assert MetricHistory([], events, small_config()).computed_differently() == (
         ". They compute differently: mlp.down_proj (3): fp8 there, fp32 in training; keys and values: fp8 there, "
         "fp32 in training"
     )
-    assert MetricHistory([], [], None).computed_differently() == ""
+    assert MetricHistory([], [], small_config()).computed_differently() == ""
