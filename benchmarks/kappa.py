@@ -21,17 +21,17 @@ from statistics import mean, median
 
 import torch
 from interleaved import about, cell, table
+from obrs_overhead import batches_of
 
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
-from jackpot.core.types import Role, Rollout, Score, TokenBatch, TrainingSample, Version
+from jackpot.core.types import Role, Rollout, TokenBatch, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import load_trained, make_learner
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import make_task
-from jackpot.training.batching import micro_batches
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import StepResult
 
@@ -62,19 +62,6 @@ def rollouts_of(config: Config, task: Task, engines: dict[Role, Engine], share: 
         ]
         found += [replace(one, sampled_by=role) for one in (engines[role].generate(requests) if requests else ())]
     return found
-
-
-def batches_of(config: Config, rollouts: list[Rollout], number: int) -> list[TokenBatch]:
-    draw = torch.Generator().manual_seed(number)
-    samples = [
-        TrainingSample(
-            rollout=one,
-            score=Score(reward=0.0, correct=False),
-            advantages=torch.randn(1, generator=draw).expand(len(one.token_ids)),
-        )
-        for one in rollouts
-    ]
-    return micro_batches(samples, config.batch.micro_batch_tokens, seed=0, epoch=number)
 
 
 def update(learner: JointLearner, batches: list[TokenBatch]) -> tuple[float, StepResult]:

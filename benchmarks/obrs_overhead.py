@@ -86,8 +86,9 @@ def write(config: Config) -> tuple[list[Rollout], Action]:
     return engine.generate(requests), lambda: engine.generate(requests)
 
 
-def batches_of(config: Config, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
-    draw = torch.Generator().manual_seed(0)
+def batches_of(config: Config, rollouts: Sequence[Rollout], number: int = 0) -> list[TokenBatch]:
+    """Micro-batches of a round, with random numbers as advantages, one for each response."""
+    draw = torch.Generator().manual_seed(number)
     scored = [
         TrainingSample(
             rollout=rollout,
@@ -96,7 +97,7 @@ def batches_of(config: Config, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         )
         for rollout in rollouts
     ]
-    return micro_batches(scored, config.batch.micro_batch_tokens, seed=0, epoch=0)
+    return micro_batches(scored, config.batch.micro_batch_tokens, seed=0, epoch=number)
 
 
 def reweighting(config: Config, tokens: int) -> Action:
