@@ -427,7 +427,24 @@ class Config(Strict):
         self._check_fp8()
         if isinstance(self.objective.correction, ZCorrection):
             self._check_z(self.objective.correction)
-        advantage, overlong = self.objective.advantage, self.objective.overlong_buffer
+        self._check_groups()
+        self._check_engines()
+        if self.objective.baseline == "model":
+            self._check_baseline()
+        control = self.rollout_model and self.rollout_model.distill_control
+        if control and control.metric == "acceptance":
+            self._check_acceptance(control.target)
+        overlong = self.objective.overlong_buffer
+        if overlong and overlong.len > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"objective.overlong_buffer.len is {overlong.len}, more than sampling.max_new_tokens "
+                f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
+            )
+        return self
+
+    def _check_groups(self) -> None:
+        """Refuse groups and a critic of which the advantage makes nothing."""
+        advantage = self.objective.advantage
         if self.batch.group_size == 1 and advantage not in ("gae", "reinforce_pp"):
             raise ValueError(
                 f"batch.group_size is 1, so every advantage of {advantage!r} would be 0; use at least 2, or an "
@@ -441,6 +458,9 @@ class Config(Strict):
             )
         if self.batch.group_size == 1 and self.batch.filter_groups:
             raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
+
+    def _check_engines(self) -> None:
+        """Refuse engines that cannot serve both models, or not at once, or not where they are placed."""
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
         if any(drafts) and not (self.is_mixed and drafts[1] and engines[0].name == engines[1].name):
@@ -465,17 +485,6 @@ class Config(Strict):
         check_placed(*engines, number=self.placement.engines, ahead=self.batch.ahead)
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
         check_sleep(*engines, are_two=are_two, draft=bool(self.draft))
-        if self.objective.baseline == "model":
-            self._check_baseline()
-        control = self.rollout_model and self.rollout_model.distill_control
-        if control and control.metric == "acceptance":
-            self._check_acceptance(control.target)
-        if overlong and overlong.len > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"objective.overlong_buffer.len is {overlong.len}, more than sampling.max_new_tokens "
-                f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
-            )
-        return self
 
     def _check_baseline(self) -> None:
         """Refuse to compare rewards within what each model generated of a group, where that would change nothing."""
