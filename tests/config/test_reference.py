@@ -1,9 +1,13 @@
 """What the walk over the classes of settings finds, and what `jackpot config` prints of it."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from helpers.commands import jackpot
 from jackpot.config.base import model_classes
@@ -91,6 +95,27 @@ def test_where_alternatives_differ_each_says_its_own_meaning() -> None:
 def test_every_setting_and_every_block_has_a_meaning() -> None:
     assert [key for key, setting in SETTINGS.items() if not setting.summary("meaning")] == []
     assert [key for command in COMMANDS for key, block in blocks(command).items() if not block.meaning] == []
+
+
+def test_a_number_without_bound_is_read_again_from_the_folder_of_its_run_as_it_was() -> None:
+    """JSON, and so config.yaml, has no inf: it is refused, or null stands for it."""
+
+    def fields(kind: type) -> Iterator[tuple[str, FieldInfo]]:
+        for name, field in kind.model_fields.items():
+            yield f"{kind.__name__}.{name}", field
+            for below in model_classes(field.annotation):
+                yield from fields(below)
+
+    accepted = []
+    for name, field in dict(fields(Config)).items():
+        adapter = TypeAdapter(Annotated[field.annotation, field])
+        try:
+            value = adapter.validate_python(math.inf, strict=True)
+        except ValidationError:
+            continue
+        accepted.append(name)
+        assert adapter.validate_json(adapter.dump_json(value)) == value, name
+    assert "OBRSCorrection.c1" in accepted and "ObjectiveConfig.clip_high" not in accepted
 
 
 def test_every_setting_of_a_run_is_found() -> None:

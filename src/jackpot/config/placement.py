@@ -28,7 +28,7 @@ class PlacementConfig(Strict):
     weight_transfer: Annotated[Literal["host", "device"], MAY_CHANGE] = "host"
     """How new weights reach engine processes: host, through memory of the machine; device, from memory of rank 0's
     device, over CUDA IPC to a process on the same GPU and over NCCL to others, on a CPU over gloo. Not run on a GPU."""
-    timeout: Annotated[float, Field(ge=1.0), MAY_CHANGE] = 600.0
+    timeout: Annotated[float, Field(ge=1.0, lt=float("inf")), MAY_CHANGE] = 600.0
     """Seconds that a rank waits for the others while all of them train, score, save or load models, before the run ends
     with an error. Between these, ranks wait for rank 0 as long as it runs, and end twice as long after it stands still.
     Also the seconds without any sign of life after which an engine process is replaced, and those without any engine

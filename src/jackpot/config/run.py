@@ -139,7 +139,7 @@ class DistillControlConfig(Strict):
     tokens that the rollout model sampled (acceptance), each over an optimizer step."""
     target: Finite
     """Value at which the metric is held. For `acceptance` below 1, and errors are relative to 1 - target."""
-    horizon: Annotated[float, Field(ge=1.0)] = 10.0
+    horizon: Annotated[float, Field(ge=1.0, lt=float("inf"))] = 10.0
     """Steps of the rollout model over which an error is corrected; smaller reacts faster and swings more."""
     low: Finite = 0.01
     """Smallest weight."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from jackpot.config.base import MAY_CHANGE, AnyNames, Bound, Count, Finite, ImportPath, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, AnyNames, Bound, Count, Finite, ImportPath, NonNegative, Strict, by_name
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -142,7 +142,7 @@ class RewardConfig(Strict):
 
     name: str
     """Reward function: correct, format, or package.module:function."""
-    weight: Annotated[float, Field(ge=0.0, lt=float("inf"))] = 1.0
+    weight: NonNegative = 1.0
     """Factor of this part in the sum."""
     timeout: Finite | None = None
     """Time limit of one call of the function, seconds; null: `reward_timeout`."""
