@@ -340,6 +340,15 @@ def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size(na
     assert value(result, "rollout_model/learning_rate") == LINEAR.learning_rate
 
 
+def test_the_learning_rate_is_zero_where_every_token_is_rejected_and_a_regularizer_has_a_gradient():
+    objective = replace(policy_objective("geo_mask", low=2.0, high=3.0), entropy_coeff=0.01)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, ess_scaling="token")
+    result = one_step(learner, WRITTEN)
+    assert value(result, "correction/accepted") == 0.0 < value(result, "policy/grad_norm")
+    assert value(result, "policy/ess_scale") == value(result, "policy/learning_rate") == 0.0
+    assert torch.equal(parameters(learner, "policy"), flat(POLICY))
+
+
 def test_a_skipped_step_leaves_momentum_and_schedule_alone():
     skipping, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM, is_frozen=True) for _ in range(2))
     for learner in (skipping, straight):

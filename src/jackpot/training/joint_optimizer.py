@@ -92,7 +92,8 @@ class JointOptimizer:
             optimizer, why = self._optimizers[role], self._reason_to_skip(role, metrics, denominators[role])
             scale = 1.0
             if role == "policy" and self._share and not why:
-                scale = math.sqrt(self._share(metrics))
+                share = float(self._share(metrics))  # NaN where no sample has a weight
+                scale = math.sqrt(share) if share > 0.0 else 0.0
                 metrics["policy/ess_scale"] = Mean.number(scale)
             metrics[f"{role}/learning_rate"] = Mean.number(scale * optimizer.learning_rate)
             metrics[f"{role}/skipped_steps"] = Mean.number(float(why is not None))
