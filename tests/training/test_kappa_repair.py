@@ -1,5 +1,6 @@
 """One pass over the micro-batches gives the step that knows kappa beforehand: gradients, metrics and columns."""
 
+import io
 import math
 from dataclasses import replace
 from functools import cache
@@ -21,8 +22,9 @@ from helpers.learners import (
 )
 from helpers.ranks import run_repair_rank
 from helpers.repairs import gradient_of_update, micro_batches_of
+from helpers.sums import assert_equal_sums
 from jackpot.core.errors import ConfigError
-from jackpot.core.metrics import Mean
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum
 from jackpot.objectives.corrections.base import BaseCorrection, correction_result
 from jackpot.training.kappa_repair import _delta
 from jackpot.training.old_policy import MicroBatch
@@ -232,7 +234,7 @@ def test_a_token_without_a_finite_log_prob_skips_the_step_and_its_kappa_is_not_c
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
     assert learner._totals.state_dict() == before
     learner.update(PARTS)
-    assert learner._totals.state_dict()["z"][0] > 1.0 and learner.version.policy == 1
+    assert learner._totals.state_dict()["z"][1] > 1.0 and learner.version.policy == 1
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
@@ -258,6 +260,22 @@ def test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step
     totals, are_provisional, _ = learner._totals.before_backward(PARTS, learner._forward)
     assert are_provisional
     assert (totals["acceptance"].total / totals["z"].total).item() == pytest.approx(value(result, "obrs/kappa"))
+
+
+def test_totals_of_every_kind_survive_a_checkpoint_and_those_of_an_earlier_version_are_means():
+    """A correction of one's own may measure what it likes."""
+    values = torch.tensor([-0.5, 0.25, 1.0])
+    kinds = (Mean, ClusteredMean, Max, EffectiveSampleSize, Histogram)
+    kept = {kind.__name__: kind.of(values[None], values[None] > 0.0) for kind in kinds} | {"Sum": Sum.of(values > 0.0)}
+    before, after = (StepTotals(policy_objective()) for _ in range(2))
+    before.keep(kept)
+    file = io.BytesIO()
+    torch.save(before.state_dict(), file)
+    file.seek(0)
+    after.load_state_dict(torch.load(file, weights_only=True))
+    assert_equal_sums(after._last, kept)
+    after.load_state_dict({"z": list(kept["Mean"])})
+    assert_equal_sums(after._last, {"z": kept["Mean"]})
 
 
 def test_an_unknown_kappa_of_a_correction_of_ones_own_is_refused():

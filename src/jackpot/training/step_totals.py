@@ -8,7 +8,7 @@ import torch
 
 from jackpot.config.corrections import Kappa
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
+from jackpot.core.metrics import Max, Metric, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective, TokenScores, measured_inputs
 from jackpot.training.old_policy import MicroBatch, holds_target
@@ -81,9 +81,11 @@ class StepTotals:
         self._last = totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals that were kept, loadable with `weights_only`."""
-        return {name: list(entry) for name, entry in self._last.items()}
+        """Return the totals that were kept, each with its kind, loadable with `weights_only`."""
+        return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self._last = {name: Mean(*entry) for name, entry in state.items()}
+        """Continue from what `state_dict` returned; an earlier version's gave means alone, without their kind."""
+        kinds = {kind.__name__: kind for kind in get_args(Metric)}
+        entries = {name: entry if isinstance(entry[0], str) else ("Mean", *entry) for name, entry in state.items()}
+        self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in entries.items()}
