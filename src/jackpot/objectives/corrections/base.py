@@ -54,8 +54,12 @@ class CorrectionInputs:
 
     @property
     def to_proximal(self) -> Tensor:
-        """p_proximal / p_target: [B, T], 1 where masked. It moves a weight from the target to PPO's own point."""
-        return torch.where(self.response_mask, self.proximal_log_probs - self.target_log_probs, 0.0).exp()
+        """p_proximal / p_target: [B, T], 1 where masked. It moves a weight from the target to PPO's own point.
+
+        1 also where p_target is 0: no such token is accepted, and none has a weight to move.
+        """
+        moves = self.response_mask & ~self.target_log_probs.isneginf()
+        return torch.where(moves, self.proximal_log_probs - self.target_log_probs, 0.0).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
