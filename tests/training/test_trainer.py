@@ -158,6 +158,24 @@ def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeyp
     assert len(rows) == 12 and not any(row["uid"].endswith("#0") for row in rows)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_iteration_of_which_every_rollout_was_aborted_saves_none_and_the_run_goes_on(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first iteration and the last one are those whose rollouts are saved."""
+    collect = TransformersEngine.collect
+
+    def abort(engine, n, timeout=None, uids=None):
+        rollouts = collect(engine, n, timeout, uids)
+        return [replace(one, finish="aborted") if one.uid.startswith(f"{number}/") else one for one in rollouts]
+
+    monkeypatch.setattr(TransformersEngine, "collect", abort)
+    lines = run(small_config("iterations=2"), tmp_path)
+    assert [line["iteration"] for line in lines] == [0, 1, 2] and lines[number]["response/aborted"] == 1.0
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == [f"iteration-{3 - number:06d}.parquet"]
+    assert (tmp_path / "checkpoints" / "step-2").exists()
+
+
 @pytest.mark.parametrize("accident", ["one weight is another", "the last tensor is never asked for"])
 def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accident: str

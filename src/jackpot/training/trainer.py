@@ -194,14 +194,14 @@ class Trainer:
         )
 
     def _save(self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult]) -> None:
-        """Record the events of every optimizer step, and write the rollouts of iteration `number` when due.
+        """Record the events of every optimizer step, and write the rollouts of iteration `number`, if any, when due.
 
         Their per-token log-probs, acceptance and weights are those of the first update on each rollout.
         """
         self._folder.check_in_place()
         for event in (event for result in results for event in result.events):
             self._folder.event(number, event)
-        if self._saves_rollouts(number):
+        if samples and self._saves_rollouts(number):
             traces = {uid: trace for result in reversed(results) for uid, trace in result.traces.items()}
             with self._folder.dispensable(number, "rollouts"):
                 folder, tokenizer = self._folder.rollouts, self._components.tokenizer
