@@ -360,17 +360,19 @@ def steps(*are_bad):
 def test_the_guard_counts_in_a_row_begins_again_after_a_good_step_and_raises_at_the_limit():
     recorded = []
     guard = NonFiniteGuard(3, lambda iteration, event: recorded.append((iteration, event)))
-    for are_bad, count in (((True,), 1), ((True, False), 0), ((True, True), 2)):
-        guard.check(steps(*are_bad), 7)
+    for number, are_bad, count in ((5, (True,), 1), (6, (True, False), 0), (7, (True, True), 2)):
+        guard.check(steps(*are_bad), number)
         assert guard.count == count
+    assert guard.since == 7
     assert not recorded
     with pytest.raises(TrainingError, match=r"last 3 optimizer steps, up to iteration 9.*max_non_finite_steps is 3"):
         guard.check(steps(True), 9)
     [(iteration, event)] = recorded
     assert iteration == 9 and event["event"] == "stopped" and "last 3 optimizer steps" in event["why"]
-    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2)
+    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2, since=4)
     with pytest.raises(TrainingError):
-        continued.check(steps(True), 1)
+        continued.check(steps(True), 6)
+    assert continued.since == 4
 
 
 def events(folder):
@@ -412,19 +414,22 @@ def test_a_run_whose_gradients_are_not_finite_skips_both_models_and_stops_with_i
     assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
 
 
-def test_steps_that_are_not_finite_send_a_run_back_before_the_first_of_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("settings", "last"), [((), 4), (("batch.mini_batch_size=8",), 3)], ids=["1 step", "2 steps"])
+def test_steps_that_are_not_finite_send_a_run_back_before_the_first_of_them(settings, last, tmp_path, monkeypatch):
     poison(monkeypatch, first=3)  # for good, so that the second time stops the run
-    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 4"):
-        run(small_config(*POISONED, "guard.rollback.times=1"), tmp_path)
+    with pytest.raises(TrainingError, match=f"last 2 optimizer steps, up to iteration {last}"):
+        run(small_config(*POISONED, *settings, "guard.rollback.times=1"), tmp_path)
     (back,) = [event for event in events(tmp_path) if event["event"] == "rollback"]
-    assert (back["iteration"], back["back_from"], back["back_to"]) == (2, 4, 2) and "non-finite" in back["why"]
-    assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
+    assert (back["iteration"], back["back_from"], back["back_to"]) == (2, last, 2) and "non-finite" in back["why"]
+    if last == 4:  # iteration 3 has a line
+        assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
 
 
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
     poison(monkeypatch, first=2)
     run(small_config(*POISONED), tmp_path, kill_after=2)
-    assert load_state(tmp_path / "checkpoints" / "last")["non_finite"] == 1
+    state = load_state(tmp_path / "checkpoints" / "last")
+    assert (state["non_finite"], state["non_finite_since"]) == (1, 2)
     with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
         run(small_config(*POISONED), tmp_path)
 

@@ -72,8 +72,9 @@ class Trainer:
         self._engine_checks = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
-        bad_steps = state["non_finite"] if state else 0
-        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, bad_steps)
+        count = state["non_finite"] if state else 0
+        since = state.get("non_finite_since", state["iteration"]) if state else 0  # an earlier version did not say
+        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count, since)
         self._rollback = RollbackGuard(config, folder)
         self.rolls_back = False  # whether the run is to start again, from an earlier checkpoint
         self._evaluator = Evaluator(components, folder, self._engine_checks)
@@ -159,7 +160,7 @@ class Trainer:
         try:
             self._non_finite.check(results, number)
         except TrainingError as error:
-            if not self._rollback.order(number, number - self._non_finite.count, str(error)):
+            if not self._rollback.order(number, self._non_finite.since - 1, str(error)):
                 raise
             return True
         return self._rollback.check(self._finish_iteration(sums))
@@ -219,7 +220,8 @@ class Trainer:
         Waits until every batch that was begun ahead is complete.
         """
         versions = [list(version) for version in self._versions]
-        return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
+        non_finite = {"non_finite": self._non_finite.count, "non_finite_since": self._non_finite.since}
+        return non_finite | {"versions": versions} | self._sampler.state_dict()
 
     def _record_events(self) -> None:
         for event in self._components.take_events():
