@@ -177,6 +177,50 @@ def test_what_z_cannot_be_estimated_from_is_named(change: dict[str, Any], messag
         estimate_z(**{**lists, **change})
 
 
+@pytest.mark.parametrize("shape", [(K,), (3, K), (3, 0), (2, 3, 1)])
+def test_z_has_the_shape_of_the_positions_from_logits_and_from_hidden_states(shape: tuple[int, ...]) -> None:
+    given = rollouts()
+    hidden = torch.randn(*shape[:-1], H)
+    logits = given["head"](hidden).detach()
+    top, ids = torch.log_softmax(logits + torch.randn_like(logits), -1).topk(shape[-1], -1)
+    lists = {"rollout_top_ids": ids, "rollout_top_log_probs": top}
+    z = estimate_z(policy_logits=logits, **lists)
+    other = estimate_z(hidden_states=hidden, head=given["head"], **lists)
+    assert z.value.shape == shape[:-1]
+    for one, two in zip(z, other, strict=True):
+        assert one.shape == two.shape and torch.allclose(one, two, atol=1e-5)
+
+
+def test_places_without_a_token_say_nothing_whatever_id_stands_there() -> None:
+    given = rollouts()
+    fill_ins = {"with": lambda ids: given["p_inf"].gather(-1, ids), "without": None}
+    exact = obrs.exact_z(given["p_inf"], torch.log_softmax(given["logits"], -1), 1.0)
+    short = given["top"].index_fill(-1, torch.arange(3, K), -torch.inf)
+    for fill_in in fill_ins.values():
+        found = []
+        for ids in (given["ids"], given["logits"].topk(K, -1).indices, torch.zeros_like(given["ids"])):
+            named = torch.where(short.isneginf(), ids, given["ids"])
+            found.append(z_of(given | {"ids": named, "top": short}, fill_ins=fill_in))
+        z = found[0]
+        assert all(torch.equal(one, two) for other in found[1:] for one, two in zip(z, other, strict=True))
+        assert (z.lower <= exact + 1e-5).all() and (exact <= z.upper + 1e-5).all()
+        assert (z.value <= z_of(given, fill_ins=fill_in).value + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("own_point", [False, True])
+def test_a_token_that_the_policy_never_samples_leaves_the_loss_finite(name: str, own_point: bool) -> None:
+    given = rollouts()
+    point = given["target_log_probs"] - 0.5 if own_point else None
+    given["target_log_probs"][0, 0] = -torch.inf
+    settings = {"c2": None} if name in ("obrs", "reweight_only", "target_only", "coin_only") else {}
+    z = torch.full((B, T), 0.8)
+    found = correct(name, z=z, proximal_log_probs=point, **arguments(given, "advantages"), **settings)
+    assert given["response_mask"][0, 0] and found.weights.isfinite().all() and found.accept_mask.isfinite().all()
+    if name in ("obrs", "mask_only", "coin_only", "tis", "target_only"):
+        assert found.weights[0, 0] * found.accept_mask[0, 0] == 0.0
+
+
 @pytest.mark.parametrize("fault", ["a token twice", "raw scores"])
 def test_a_list_that_is_no_distribution_has_no_z_and_an_absent_token_harms_nothing(fault: str) -> None:
     given = rollouts()

@@ -129,7 +129,8 @@ def estimate_z(
     Args:
         rollout_top_ids: [..., K] int64, the most probable tokens of each position by the engine; at masked positions
             any K ids of the vocabulary.
-        rollout_top_log_probs: [..., K] nats, of these tokens as the engine sampled them.
+        rollout_top_log_probs: [..., K] nats, of these tokens as the engine sampled them; -inf where the engine named
+            fewer than K, whatever id stands there.
         policy_logits: [..., V] float.
         hidden_states: [..., H] float.
         head: V by H, maps hidden states to logits.
@@ -158,10 +159,11 @@ def estimate_z(
         filled = torch.full_like(policy_top, -torch.inf) if fill_ins is None else fill_ins(policy_ids)
         if not isinstance(filled, Tensor) or filled.shape != policy_ids.shape:
             raise DataError(f"fill_ins returned {_described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
+        is_absent = top.isneginf()
         z = obrs.topk_z(
             rollout_top_log_probs=top.float(),
-            target_at_rollout_top=at_ids,
-            rollout_top_ids=ids,
+            target_at_rollout_top=at_ids.masked_fill(is_absent, -torch.inf),
+            rollout_top_ids=ids.masked_fill(is_absent, -1),
             target_top_ids=policy_ids,
             target_top_log_probs=policy_top,
             fill_ins=filled,
@@ -218,17 +220,17 @@ def _read_logits(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tenso
 
 
 def _read_head(hidden: Tensor, head: nn.Linear, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k = ids.flatten(0, -2), ids.shape[-1]
+    rows, k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
     found = linear_head(
-        Head(hidden=hidden.flatten(0, -2), weight=head.weight, bias=head.bias, soft_cap=None),
-        rows[:, 0],
+        Head(hidden=rows, weight=head.weight, bias=head.bias, soft_cap=None),
+        ids.new_zeros(len(rows)),  # of sampled tokens, whose log-probs nothing reads
         temperature=temperature,
         num_top=k,
-        gather_ids=rows,
+        gather_ids=ids.reshape(len(rows), k),
         only_log_probs=True,
     )
     top_ids, top, at_ids = (
-        one.view(*ids.shape[:-1], -1) for one in (found.top_ids, found.top_log_probs, found.gathered)
+        one.view(*ids.shape[:-1], one.shape[-1]) for one in (found.top_ids, found.top_log_probs, found.gathered)
     )
     return at_ids, top_ids, top
 

@@ -204,10 +204,10 @@ def _not_among(ids: Tensor, others: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of tokens of unknown p_inf, [...]: none has more than the k-th largest p_inf."""
+    """Bound the kept mass of tokens of unknown p_inf, [...]: none has more than the least p_inf > 0 of those listed."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
-    kth = rollout_top.min(-1, keepdim=True).values
+    kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
     return _masked_mass(log_kept_mass(kth, target_top, lam), unknown)
 
 
